@@ -3,436 +3,45 @@
 from __future__ import annotations
 
 import functools
-import threading
-import warnings
-import weakref
-from collections.abc import Callable, Generator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias, TypeVar, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
 
-from aotdist.cache.backend import caching
-from aotdist.capture.alone import alone, had_to_wait
-from aotdist.capture.ambient import Ambient, ambient
-from aotdist.capture.capture import UserCall
-from aotdist.capture.module_attributes import ATTACHED, Explain, GraphList, PrintedSource
 from aotdist.capture.modules import refuse_script
-from aotdist.capture.origins import shortened
-from aotdist.capture.prints import made_before
-from aotdist.codegen.backend import Compiler, is_eager, resolve
+from aotdist.codegen.backend import Compiler, is_eager
 from aotdist.codegen.contract import Backend
-from aotdist.errors import BadSettings, InternalError, UnsupportedProgram
+from aotdist.compiled import (
+    EVERY_COMPILED,
+    CompiledFunction,
+    CompiledModule,
+    ContainerCall,
+    Maker,
+    compiling,
+    running_eagerly,
+)
+from aotdist.errors import BadSettings
 from aotdist.files import path_of
-from aotdist.pipeline import compile_call
 from aotdist.report.explain import Explained
 from aotdist.report.summary import Report
-from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting
-from aotdist.runtime.fit import MISS
-from aotdist.runtime.kinds import Kind, Kinds
-from aotdist.runtime.ranks import (
-    agree,
-    board_of_this_process,
-    fingerprint_of_state,
-    number_of_its_kind,
-    present,
-)
-from aotdist.runtime.signature import ChangingSizes, what_changed, what_helps
 from aotdist.settings import Dynamic, Settings, settings_of
+from aotdist.step.whole import WholeStep
 from aotdist.store.load import Stored
-from aotdist.subclasses.protocol import ContainerRule, container_rule, module_rules
-from aotdist.torch_seam.dynamo import is_of_dynamo, keep_from_dynamo, tapes_off
-from aotdist.torch_seam.modes import under_transform
+from aotdist.subclasses.protocol import container_rule, module_rules
+from aotdist.torch_seam.dynamo import is_of_dynamo, keep_from_dynamo
 from aotdist.torch_seam.modules import (
     compiled_call_of,
     set_compiled_call,
     take_compiled_call_off,
-    uncompiled_call,
 )
 from aotdist.torch_seam.tensors import mark_dims
 
 M = TypeVar("M", bound=nn.Module)
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class _Thread(threading.local):
-    """What this thread is doing: compiled functions called meanwhile run as they were written."""
-
-    eager = False
-
-
-_thread = _Thread()
-
-
-def runs_eagerly() -> bool:
-    """Whether a compiled call is to run as it was written.
-
-    So it does inside of a `torch.func` transform, and of forward-mode differentiation, which differentiate,
-    or batch, the operators that they see.
-    """
-    return _thread.eager or under_transform()
-
-
-@contextmanager
-def _running_eagerly() -> Generator[None]:
-    before, _thread.eager = _thread.eager, True
-    try:
-        yield
-    finally:
-        _thread.eager = before
-
-
-class AsWritten(Exception):
-    """What is called has to run as it was written, from further outside than where this is found out."""
-
-
-class Maker(Protocol):
-    """Makes an artifact for a call that none of those fits that there are."""
-
-    def __call__(self, call: UserCall, artifacts: Artifacts) -> Artifact | None:
-        """Make it; None where calls of that kind run as they were written, which `artifacts.kinds` says.
-
-        Args:
-            call: the call.
-            artifacts: those that there are.
-        """
-        ...
-
-
-OpenDims: TypeAlias = Callable[[UserCall], Mapping[int, frozenset[int]]]
-"""From a call to the dimensions that are dynamic, by the identity of the tensor."""
-
-
-class Compiling:
-    """Makes artifacts by compiling; warns when that goes on and on, and when artifacts begin to be dropped.
-
-    Args:
-        backend: turns graphs into callables.
-        settings: how to compile.
-        open_dims: says of a call which dimensions may differ from call to call, by the identity of the
-            tensor; besides those that `settings` and marks name.
-        else_eager: whether a call that is refused may run as it was written, if `settings` say so.
-    """
-
-    def __init__(
-        self,
-        backend: Backend,
-        settings: Settings,
-        open_dims: OpenDims | None = None,
-        *,
-        else_eager: bool = True,
-    ) -> None:
-        self._backend = backend
-        self._settings = settings
-        self._open_dims = open_dims
-        self._else_eager = else_eager
-        self._said = set[bool]()  # whether programs were dropped, when it was said
-        self._guesses = settings.dynamic == "auto" and open_dims is None
-        self._fit_one_size = set[Ambient]()  # modes whose programs cannot be compiled for other sizes
-
-    def agree_on_state(self, model: nn.Module) -> None:
-        """Compare a model's distributed state with the peers', before it runs as it is written.
-
-        Raises:
-            RankDivergence: a name, a shape, a dtype, a placement or the order differs.
-            RankLost: a peer failed, died, or did not come to compare.
-        """
-        agree(fingerprint_of_state(model), label=type(model).__name__, settings=self._settings)
-
-    def __call__(self, call: UserCall, artifacts: Artifacts) -> Artifact | None:
-        """See `Maker`."""
-        if self._else_eager and self._settings.unsupported == "eager":
-            return self._compiled_unless_refused(call, artifacts)
-        try:
-            return self._compiled(call, artifacts)
-        except UnsupportedProgram as refusal:
-            if self._else_eager:
-                refusal.or_else('`Settings(unsupported="eager")` runs such calls as they were written')
-            raise
-
-    def _compiled_unless_refused(self, call: UserCall, artifacts: Artifacts) -> Artifact | None:
-        kind, kinds = Kind.of(call), artifacts.kinds
-        is_agreed = kind.common in kinds.agreed
-        try:
-            artifact = self._compiled(call, artifacts, None if is_agreed else kind.common)
-        except UnsupportedProgram as refusal:
-            if is_agreed:
-                refusal.or_else("`aotdist.reset` it on all ranks, which agreed to run such calls compiled")
-                raise
-            if kinds.refuse(kind, refusal):
-                said = f"aotdist: such calls of `{call.name}` run as they were written: {refusal}"
-                warnings.warn(said, stacklevel=6)
-            return None
-        if artifact.agreed and board_of_this_process() is not None:
-            kinds.agreed.add(kind.common)
-        return artifact
-
-    def _compiled(self, call: UserCall, artifacts: Artifacts, undecided: str | None = None) -> Artifact:
-        symbolic = not any(artifact.compilation.takes_no_symbols() for artifact in artifacts)
-        if self._open_dims is not None:
-            call = replace(call, dims=self._open_dims(call))
-        sizes, modes = ChangingSizes(artifacts), ambient()
-        if self._guesses and symbolic and modes not in self._fit_one_size:
-            call = replace(call, guess=sizes)
-        artifact = compile_call(
-            call,
-            self._backend,
-            self._settings,
-            earlier=artifacts,
-            symbolic=symbolic,
-            undecided=undecided,
-        )
-        if sizes.was_wrong(artifact):
-            self._fit_one_size.add(modes)
-        self._warn_of_many(artifact, artifacts)
-        return artifact
-
-    def _warn_of_many(self, artifact: Artifact, others: Artifacts) -> None:
-        """Say what keeps changing: early, and once more where artifacts begin to be dropped."""
-        most, count = self._settings.max_artifacts, len(others)
-        drops = count >= most
-        if count < min(_MANY, most):
-            self._said.clear()
-        elif drops not in self._said:
-            self._said.add(drops)
-            name, changes = artifact.compilation.captured.name, what_changed(artifact, others)
-            limit = f"; `max_artifacts` is {most}: for each new program, the one used longest ago is dropped"
-            warnings.warn(
-                f"aotdist: `{name}` was compiled {count + 1} times; what keeps changing: {changes}; "
-                f"{what_helps(artifact, others)}{limit if drops else ''}",
-                stacklevel=7,
-            )
-
-
-def compiling(backend: str | Compiler | Backend, settings: Settings | Mapping[str, Any] | None) -> Compiling:
-    """What compiles as a user says, and looks in the cache first.
-
-    Args:
-        backend: see `compile`.
-        settings: see `compile`.
-
-    Raises:
-        BadSettings: the backend or a setting is unknown.
-    """
-    chosen = settings_of(settings)
-    return Compiling(caching(resolve(backend), chosen), chosen)
-
-
-class Compiled(Explained):
-    """A callable that compiles itself for each new kind of call.
-
-    A call looks for an artifact that fits; when there is none, one is made for it: the call is captured and
-    compiled, or what was built ahead of time is loaded.
-
-    Attributes:
-        artifacts: what was made so far, the one used last first.
-    """
-
-    def __init__(self, target: Any, run: Callable[..., Any], make: Maker) -> None:
-        self._target = target
-        self._run = run
-        self._make = make
-        self._number = 0
-        self.artifacts = Artifacts()
-        _every_compiled.add(self)
-        present()
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the artifact that fits, making one if there is none."""
-        if runs_eagerly():
-            return self._run(*args, **kwargs)
-        if self.artifacts.kinds.refused and self.is_refused(args, kwargs):
-            return self._as_written(args, kwargs)
-        result = call_fitting(self.artifacts, args, kwargs)
-        if result is not MISS:
-            return result
-        try:
-            result = self._called_anew(args, kwargs)
-        except Exception as error:
-            made_before(error)
-            raise shortened(error)  # noqa: B904  # the same one
-        return self._as_written(args, kwargs) if result is MISS else result
-
-    def is_refused(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether calls with such arguments run as they were written."""
-        kinds = self.artifacts.kinds
-        return bool(kinds.refused) and kinds.is_refused(Kind.of(self._call(args, kwargs)))
-
-    def _as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return self._run(*args, **kwargs)
-
-    def _called_anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Make an artifact and run it; `MISS` where such calls run as they were written.
-
-        Another thread may make what fits, or change what this one has just made one for.
-        """
-        made: list[Artifact] = []
-        result = MISS
-        while result is MISS:
-            if len(made) >= (_MOST_MADE if threading.active_count() > 1 else 1):
-                raise InternalError(
-                    f"`{made[-1].compilation.captured.name}` does not fit the call that it was compiled for",
-                    stage="runtime",
-                    fix="please report this with the program; `aotdist.disable` runs it eagerly",
-                )
-            if (artifact := self._made_in_turn(args, kwargs)) is not None:
-                made.append(artifact)
-            elif self.is_refused(args, kwargs):
-                return MISS
-            result = call_fitting(self.artifacts, args, kwargs)
-        return result
-
-    @alone
-    def _made_in_turn(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact | None:
-        """An artifact for a call; None if another thread has just made one, which may fit."""
-        return None if had_to_wait() else self._made(args, kwargs)
-
-    def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact | None:
-        with _running_eagerly(), tapes_off():
-            artifact = self._make(self._call(args, kwargs), self.artifacts)
-        if artifact is not None:
-            self.artifacts.put_first(artifact)
-        return artifact
-
-    def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> UserCall:
-        return UserCall(self._target(), self._run, args, kwargs, number=self._number)
-
-    def _made_so_far(self) -> list[Artifact]:
-        return self.artifacts
-
-    def _decided(self) -> list[Kinds]:
-        return [self.artifacts.kinds]
-
-    def reset(self) -> None:
-        """Forget every artifact."""
-        self.artifacts.clear()
-
-
-_MANY = 8
-"""How many artifacts a function has before it is asked what keeps changing: it may well go on."""
-
-_MOST_MADE = 4
-"""How many artifacts are made for one call while other threads change what it finds."""
-
-_every_compiled: weakref.WeakSet[Compiled] = weakref.WeakSet()
-
-
-class CompiledFunction(Compiled):
-    """A compiled function: it keeps the name, the docstring and the signature of the original."""
-
-    __wrapped__: Callable[..., Any]
-
-    def __init__(self, fn: Callable[..., Any], make: Maker) -> None:
-        super().__init__(lambda: fn, fn, make)
-        functools.update_wrapper(self, fn, updated=())
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        # A compiled function in a class body is a method like any other.
-        return self if instance is None else functools.partial(self, instance)
-
-
-class CompiledModule(Compiled):
-    """The compiled call of a module, which hangs on the module and does not keep it alive."""
-
-    def __init__(self, module: nn.Module, make: Maker) -> None:
-        reference = weakref.ref(module)
-
-        def target() -> nn.Module:
-            alive = reference()
-            assert alive is not None, "a module outlives its own call"
-            return alive
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            return uncompiled_call(target())(*args, **kwargs)
-
-        super().__init__(target, run, make)
-        self._number = number_of_its_kind(module)
-        self._shown_on = weakref.WeakSet([module])
-        self.in_container = False
-        self._attach()
-
-    def show_on(self, module: nn.Module) -> None:
-        """Hang `source`, `graphs` and `explain` on another module too."""
-        self._shown_on.add(module)
-        self._attach()
-
-    def _as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self.in_container:
-            raise AsWritten
-        return super()._as_written(args, kwargs)
-
-    def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact | None:
-        artifact = super()._made(args, kwargs)
-        self._attach()
-        return artifact
-
-    def reset(self) -> None:
-        """Forget every artifact."""
-        super().reset()
-        self._attach()
-
-    def _attach(self) -> None:
-        """Hang `source`, `graphs` and `explain` on the module, unless it has attributes of these names."""
-        shown = {
-            "source": PrintedSource(self.source),
-            "graphs": GraphList(self.graphs),
-            "explain": Explain(self.explain),
-        }
-        for module in self._shown_on:
-            for name, value in shown.items():
-                if isinstance(vars(module).get(name), ATTACHED) or not hasattr(module, name):
-                    vars(module)[name] = value
-
-    def hide(self) -> None:
-        """Take down what was hung on modules: this is nobody's call any more."""
-        for module in self._shown_on:
-            for name in [name for name, value in vars(module).items() if isinstance(value, ATTACHED)]:
-                del vars(module)[name]
-        self._shown_on.clear()
-
-
-class ContainerCall:
-    """The call of a module that runs its own forward around a compiled one (DDP, Fabric's wrapper).
-
-    Args:
-        container: the module that is called; not kept alive.
-        rule: what is done around each call.
-        contained: the compiled call of what it contains.
-    """
-
-    def __init__(self, container: nn.Module, rule: ContainerRule, contained: CompiledModule) -> None:
-        self._container = weakref.ref(container)
-        self._rule = rule
-        self.contained = contained
-        contained.show_on(container)
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the container's own forward."""
-        container = self._container()
-        assert container is not None, "a module outlives its own call"
-        if runs_eagerly():
-            return uncompiled_call(container)(*args, **kwargs)
-        contained, outer = self.contained, self.contained.in_container
-        if self._rule.communicates and contained.is_refused(args, kwargs):
-            return self._as_written(container, args, kwargs)
-        contained.in_container = outer or self._rule.communicates
-        try:
-            with self._rule.calling(container):
-                return uncompiled_call(container)(*args, **kwargs)
-        except AsWritten:
-            if outer:
-                raise
-        finally:
-            contained.in_container = outer
-        return self._as_written(container, args, kwargs)
-
-    def _as_written(self, container: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with _running_eagerly():  # the container's own hooks reduce gradients then
-            return uncompiled_call(container)(*args, **kwargs)
-
 
 _NOT_GIVEN: Any = object()
 
@@ -512,7 +121,10 @@ def compile(
     if is_eager(backend):
         return _as_written(target)
     keep_from_dynamo(_own_call_of)
-    return _calling(target, compiling(backend, settings))
+    make = compiling(backend, settings)
+    if isinstance(target, nn.Module):
+        return _calling(target, make)
+    return CompiledFunction(target, make, lambda: WholeStep(target, make))
 
 
 def _require_target(target: Any, verb: str) -> None:
@@ -666,11 +278,11 @@ def disable(target: Any = None) -> Any:
         target: a function to wrap; without it, a context manager.
     """
     if target is None:
-        return _running_eagerly()
+        return running_eagerly()
 
     @functools.wraps(target)
     def eager(*args: Any, **kwargs: Any) -> Any:
-        with _running_eagerly():
+        with running_eagerly():
             return target(*args, **kwargs)
 
     return eager
@@ -678,5 +290,5 @@ def disable(target: Any = None) -> Any:
 
 def reset(target: Any = None) -> None:
     """Forget the artifacts of `target`, or of everything that was compiled; the next call compiles again."""
-    for compiled in [compiled_call(target)] if target is not None else list(_every_compiled):
+    for compiled in [compiled_call(target)] if target is not None else list(EVERY_COMPILED):
         compiled.reset()

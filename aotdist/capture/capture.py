@@ -87,6 +87,7 @@ class UserCall:
             marked, or named by settings.
         differentiates: whether the call runs its own backward: then what it assigns has no history.
         guess: says which dimensions may differ besides, though nobody asked for it.
+        apart: containers whose items the program is given as arguments: an optimizer's state.
         prints: whether every call is to print what the program prints; else the capture prints it.
         number: how many modules like this one were compiled before it, for ranks to tell them apart.
     """
@@ -98,6 +99,7 @@ class UserCall:
     dims: Mapping[int, frozenset[int]] = field(default_factory=dict)
     guess: Guess | None = None
     differentiates: bool = False
+    apart: Sequence[Any] = ()
     prints: bool = True
     number: int = 0
 
@@ -229,7 +231,7 @@ class Captured:
     environment: Environment
     ambient: Ambient
     closed_over: dict[int, Source]
-    places: Sequence[tuple[Source, torch.Tensor]]
+    places: list[tuple[Source, torch.Tensor]]
     name: str
     dims: Mapping[int, frozenset[int]]
     guessed: Mapping[int, frozenset[int]]
@@ -261,7 +263,10 @@ class Captured:
         if id(real) not in self.closed_over:
             self.closed_over.update(self._gradients())
         known = self.closed_over.get(id(real))
-        return known or Source(f"{UNNAMED}{id(real):x}", (real,)).item(0, f"{UNNAMED}{id(real):x}")
+        if known is None:
+            known = Source(f"{UNNAMED}{id(real):x}", (real,)).item(0, f"{UNNAMED}{id(real):x}")
+            self.places.append((known, real))  # its gradient may be met next: an optimizer's parameter
+        return known
 
     def all_closed_over(self) -> dict[int, Source]:
         """`closed_over`, all gradients included."""
@@ -279,14 +284,17 @@ class Captured:
 
 
 def environment_of(
-    target: Any, arguments: Sequence[tuple[Source, torch.Tensor]], code: Iterable[tuple[str, Any]]
+    target: Any,
+    arguments: Sequence[tuple[Source, torch.Tensor]],
+    code: Iterable[tuple[str, Any]],
+    apart: Iterable[Any] = (),
 ) -> Environment:
     """What `target`, a module or any callable, reaches besides its arguments; see `reach`.
 
     Raises:
         UnsupportedProgram: a module in it uses a feature that cannot be captured.
     """
-    reached = reach(target, arguments, code)
+    reached = reach(target, arguments, code, apart)
     roots = [(source.path, module) for source, module in reached.modules]
     modules = named_modules(roots)
     claims: list[Claim] = []
@@ -315,7 +323,7 @@ def capture(
     """
     arguments, tensors, objects = read_arguments(call.args, call.kwargs, counted)
     num_args = len(tensors)
-    environment = environment_of(call.target, _places(arguments, tensors), arguments.code())
+    environment = environment_of(call.target, _places(arguments, tensors), arguments.code(), call.apart)
     _refuse_reached(arguments, objects, environment.reached)
     in_backward = InBackward(environment)
     apart = are_apart(call.args, call.kwargs)

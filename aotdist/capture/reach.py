@@ -56,7 +56,10 @@ _LIBRARY_CONTAINERS = (collections.UserDict, collections.UserList, collections.C
 
 
 def reach(
-    target: Any, arguments: Iterable[tuple[Source, torch.Tensor]], code: Iterable[tuple[str, Any]]
+    target: Any,
+    arguments: Iterable[tuple[Source, torch.Tensor]],
+    code: Iterable[tuple[str, Any]],
+    apart: Iterable[Any] = (),
 ) -> Reached:
     """Walk a function, a module or another callable; see the docstring of this file.
 
@@ -64,8 +67,9 @@ def reach(
         target: what to walk.
         arguments: tensors that it is given, whose attributes it can reach, too.
         code: modules, functions and classes that it is given, by name.
+        apart: containers that it does not enter: what they hold is given in another way.
     """
-    walk = _Walk()
+    walk = _Walk(seen=dict.fromkeys(map(id, apart)))
     path = "" if isinstance(target, nn.Module) else _display_name(target)
     for source, tensor in arguments:
         walk.look_at(source, tensor)

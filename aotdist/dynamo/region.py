@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from aotdist.api import Compiled, Compiling
 from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.contract import Backend
+from aotdist.compiled import Compiled, Compiling
 from aotdist.dynamo.graph import DynamoGraph
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import is_real

@@ -9,12 +9,12 @@ from typing import Any
 
 import torch
 
-from aotdist.api import disable
 from aotdist.capture.alone import alone
 from aotdist.capture.arguments import ConstantLeaf, fakes_of
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.capture.modules import swapped
 from aotdist.capture.origins import short_tracebacks
+from aotdist.compiled import running_eagerly
 from aotdist.export.call import Call, Input
 from aotdist.export.refusals import (
     check_loss,
@@ -93,7 +93,7 @@ def trace_for_export(
         with swapped([state for _, state in tied], [given[position] for position, _ in tied]):
             return call.target(*args, **kwargs)
 
-    with ExitStack() as scope, disable(), collector_paused():
+    with ExitStack() as scope, running_eagerly(), collector_paused():
         captured = capture(UserCall(call.target, run, call.args, call.kwargs, prints=False), settings, scope)
         captured.arguments.refuse_objects("export", "pass its tensors, or close over it")
         inputs = (*(leaf for leaf, _ in call.state), *_arguments(captured))

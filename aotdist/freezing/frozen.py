@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.api import Compiled, Compiling
 from aotdist.cache.backend import caching
 from aotdist.capture.arguments import read_arguments
 from aotdist.capture.capture import UserCall
@@ -18,6 +17,7 @@ from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.codegen.fx import FxBackend
+from aotdist.compiled import Compiled, Compiling
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.freezing.folding import Constants
 from aotdist.freezing.program import Steps, frozen_program

@@ -10,12 +10,12 @@ from typing import Any, Literal, cast
 import torch
 from torch.fx import GraphModule
 
-from aotdist.api import disable
 from aotdist.codegen.backend import CallableBackend, boxed, hand_over
 from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted
 from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.generators import name_generators
 from aotdist.codegen.write_back import copy_back, new_values
+from aotdist.compiled import running_eagerly
 from aotdist.convention.version import all_uncounted
 from aotdist.functorch.convention import Order, flat_results, joint_module, named_as_theirs
 from aotdist.functorch.cut import cut_of, is_computed, is_cut, joined, with_arguments
@@ -142,7 +142,7 @@ class FunctorchBackend:
         hand_over(gm)
         examples = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
         compiler = self.compilers.compiler_of(emission.kind)
-        with disable(), tracing_context(emission.fake_mode) as context:
+        with running_eagerly(), tracing_context(emission.fake_mode) as context:
             compiled = compiler(gm, examples)
         strides = context.output_strides
         call = boxed(compiled, compiler, f"the {emission.kind} graph", len(flat_results(gm)))

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from aotdist.api import CompiledFunction, Compiling, OpenDims
 from aotdist.capture.capture import UserCall
 from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.backend import CallableBackend, Compiler
+from aotdist.compiled import CompiledFunction, Compiling, OpenDims
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.functorch.backend import FunctorchBackend
 from aotdist.functorch.open_sizes import OpenSizes

@@ -12,7 +12,7 @@ from aotdist.capture.source import Source
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.convention.view_log import ViewLog
 from aotdist.convention.view_mode import ViewMode
-from aotdist.joint.failures import accumulated_inside
+from aotdist.joint.failures import accumulates_inside
 from aotdist.joint.inputs import Inputs
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.storages import Storages
@@ -73,4 +73,7 @@ class TraceContext:
         """Refuse `backward()` inside of the program: in its forward, in a hook, in a function's backward."""
         for stand_in in self.inputs.row():
             if accumulated_into(stand_in.leaf):
-                raise accumulated_inside(stand_in.slot)
+                raise accumulates_inside(
+                    f"`{stand_in.slot}` gets its `.grad` inside of the compiled module",
+                    fix="compile the function that calls it and `backward()`: the whole step",
+                )

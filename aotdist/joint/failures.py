@@ -315,12 +315,18 @@ def reshaped_unseen(how: str) -> UnsupportedProgram:
     )
 
 
-def accumulated_inside(slot: Slot) -> UnsupportedProgram:
-    """An error for `backward()` inside of the program."""
-    return refusal(
-        f"`{slot}` gets its `.grad` inside of the compiled function",
-        fix="call `backward()` outside, or use `torch.autograd.grad` inside",
-    )
+class AccumulatesInside(UnsupportedProgram):
+    """The program gives gradients to its inputs, or reads those as an optimizer does: it is a step."""
+
+
+def accumulates_inside(what: str, fix: str) -> AccumulatesInside:
+    """An error for a step that is compiled as a part of something else.
+
+    Args:
+        what: what it does with the gradient of which input.
+        fix: what to do instead.
+    """
+    return AccumulatesInside(what, where=Origins().current() or None, stage="joint", fix=fix)
 
 
 def written_without_others(slot: Slot) -> UnsupportedProgram:

@@ -299,7 +299,7 @@ class Inputs:
 
     @contextmanager
     def current(self) -> Generator[None]:
-        """Let `gets_gradients` look these inputs up inside."""
+        """Let `current_inputs` return these inside."""
         token = _CURRENT.set(self)
         try:
             yield
@@ -332,9 +332,9 @@ def _again(example: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
 _CURRENT: ContextVar[Inputs] = ContextVar("aotdist_inputs")
 
 
-def gets_gradients(tensor: torch.Tensor) -> list[StandIn]:
-    """The inputs of the running trace that a backward from `tensor` gives gradients to."""
-    return _CURRENT.get().behind([tensor])
+def current_inputs() -> Inputs:
+    """The inputs of the running trace."""
+    return _CURRENT.get()
 
 
 def _mode_of(example: torch.Tensor) -> AbstractContextManager[Any]:

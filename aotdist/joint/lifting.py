@@ -19,7 +19,7 @@ from aotdist.convention.view_mode import ViewMode
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint import corrections, python_numbers
 from aotdist.joint.classes import ask_classes
-from aotdist.joint.failures import accumulated_inside, refusal
+from aotdist.joint.failures import accumulates_inside, refusal
 from aotdist.joint.inputs import Inputs
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.storages import Storages
@@ -259,7 +259,10 @@ class Lifting(TorchFunctionMode):
                 fix="read it in the forward, or in a hook that is registered outside",
             )
         if tensor.grad is not None:
-            raise accumulated_inside(stand_in.slot)
+            raise accumulates_inside(
+                f"`{stand_in.slot}` gets its `.grad` inside of the compiled module",
+                fix="compile the function that calls it and `backward()`: the whole step",
+            )
         grad = stand_in.example.grad
         self.asked[idx, "grad"] = grad is not None
         return None if grad is None else self._stand_in(grad)
@@ -271,19 +274,19 @@ class Lifting(TorchFunctionMode):
         is_library = isinstance(asks, torch.optim.Optimizer) and not is_users_class(type(asks))
         idx = self._inputs.index_of(tensor)
         if idx is not None and is_library:
-            raise refusal(
+            raise accumulates_inside(
                 f"a library's optimizer ({type(asks).__name__}) reads `{self._inputs.row()[idx].slot}.grad` "
-                "inside of the compiled function, and its state would not be found again",
-                fix="compile the whole step with `aotdist.train_step`, or let the optimizer step outside",
+                "inside of the compiled module, and its state would not be found again",
+                fix="compile the function that calls the module and the optimizer: the whole step",
             )
 
     def _refuse_change_of_gradient(self, func: Callable[..., Any], tensor: torch.Tensor) -> None:
         idx = self._inputs.index_of(tensor)
         if idx is not None:
             slot = self._inputs.row()[idx].slot
-            raise refusal(
-                f"`{slot}.grad` is {_CHANGE_GRAD[func]} inside of the compiled function",
-                fix="do it outside of the compiled function, or write to the gradient in place",
+            raise accumulates_inside(
+                f"`{slot}.grad` is {_CHANGE_GRAD[func]} inside of the compiled module",
+                fix="compile the function that calls the module and does that: the whole step",
             )
 
 

@@ -74,6 +74,7 @@ class Scalars:
         values: nodes whose values are known before a call, with the tensors that hold them now.
         asked: numbers that the program branched on, and whether they were true.
         root: holds the constants of the graph.
+        reads: whether what is read off any tensor is followed, or only numbers that are there already.
 
     Args:
         values: pairs of a stand-in and the tensor that holds its value, which is known before a call.
@@ -92,6 +93,7 @@ class Scalars:
         self._numbers = itertools.count(_TOKENS_FROM)
         self._create: CreateNode | None = None
         self.root = torch.nn.Module()
+        self.reads = True
 
     @contextlib.contextmanager
     def followed(self) -> Generator[None]:
@@ -117,6 +119,8 @@ class Scalars:
             root: holds the constants of the graph.
         """
         self._create, self.root = create, root
+        if not self.reads:
+            return None
         if tensor.dtype is torch.bool:
             with contextlib.suppress(known.NotKnown):
                 holds = self._result_of(_READ, arguments)
@@ -242,6 +246,20 @@ _CURRENT: ContextVar[Scalars | None] = ContextVar("aotdist_scalars", default=Non
 def current_scalars() -> Scalars | None:
     """The numbers of the trace that runs, where they are followed."""
     return _CURRENT.get()
+
+
+@contextlib.contextmanager
+def numbers_read() -> Generator[None]:
+    """Numbers that are read off any tensor in this context are followed, where a trace follows some."""
+    scalars = _CURRENT.get()
+    before = scalars is not None and scalars.reads
+    if scalars is not None:
+        scalars.reads = True
+    try:
+        yield
+    finally:
+        if scalars is not None:
+            scalars.reads = before
 
 
 class TracedNumber:

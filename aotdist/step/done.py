@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,28 +22,49 @@ class Done:
     """What a step hands back.
 
     Args:
-        result: what `loss_fn` returned.
-        norm: of the gradients, before they were clipped.
-        tensors: what replaces tensors that the optimizer holds, by position.
-        numbers: new values of numbers that it holds, by position, as tensors.
-        grads: new gradients, by the name of their parameter.
-        given: what is added to gradients of the step's arguments, by position.
-        reached: names of the parameters that the backward gave gradients to.
+        result: what the user's function returned; numbers that the trace follows are tensors in it.
+        read: positions of these numbers among the leaves of `result`.
+        assigned: leaves, as the call found them, with their new gradients.
+        cleared: leaves that have no gradient any more.
+        tensors: what replaces tensors that the optimizers hold, by position.
+        numbers: new values of numbers that they hold, by position, as tensors.
+        later: arguments of what is done when the call has run; see `aotdist.step.turns.Later`.
+        trace: which trace of its program it comes from.
     """
 
     result: Any = None
-    norm: torch.Tensor | None = None
+    read: tuple[int, ...] = ()
+    assigned: list[tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=list[tuple[torch.Tensor, torch.Tensor]]
+    )
+    cleared: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     tensors: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     numbers: dict[int, list[torch.Tensor]] = field(default_factory=dict[int, list[torch.Tensor]])
-    grads: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    given: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
-    reached: tuple[str, ...] = ()
+    later: list[Any] = field(default_factory=list[Any])
+    trace: int = 0
+
+    def give(self, result: Any) -> None:
+        """Note what the user's function returned."""
+        leaves, spec = pytree.tree_flatten(result)
+        self.read = tuple(at for at, leaf in enumerate(leaves) if isinstance(leaf, TracedNumber))
+        for at in self.read:
+            (leaves[at],) = _as_tensors(leaves[at])
+        self.result = pytree.tree_unflatten(leaves, spec)
+
+    def given(self) -> Any:
+        """What the user's function returned, at a call."""
+        if not self.read:
+            return self.result
+        leaves, spec = pytree.tree_flatten(self.result)
+        for at in self.read:
+            leaves[at] = leaves[at].item()
+        return pytree.tree_unflatten(leaves, spec)
 
     def note(self, held: HeldState, stand_ins: Mapping[int, torch.Tensor], put: Sequence[Any]) -> None:
-        """Note what the optimizer's step has assigned.
+        """Note what the optimizers' steps have assigned.
 
         Args:
-            held: what the optimizer held before.
+            held: what the optimizers held before.
             stand_ins: those of its tensors, by identity: they were written, not assigned.
             put: what was put in the place of its numbers.
 
@@ -65,18 +86,29 @@ class Done:
                 raise _other_kind(place, value)
 
     def put(self, held: HeldState) -> None:
-        """Assign to the optimizer what its step has assigned, at a call."""
+        """Assign, at a call, what the step has assigned."""
         for at, tensor in self.tensors.items():
             held.tensors[at].put(tensor)
         for at, numbers in self.numbers.items():
             held.numbers[at].put(*(number.item() for number in numbers))
+        for leaf, grad in self.assigned:
+            leaf.grad = grad
+        for leaf in self.cleared:
+            leaf.grad = None
 
 
-pytree.register_pytree_node(
-    Done,
-    lambda done: ([done.result, done.norm, done.tensors, done.numbers, done.grads, done.given], done.reached),
-    lambda parts, reached: Done(*parts, reached=reached),
-)
+def _flatten(done: Done) -> tuple[list[Any], Any]:
+    parts = [done.result, done.assigned, done.cleared, done.tensors, done.numbers, done.later]
+    return parts, (done.read, done.trace)
+
+
+def _unflatten(parts: Iterable[Any], rest: Any) -> Done:
+    result, *others = parts
+    read, trace = rest
+    return Done(result, read, *others, trace=trace)
+
+
+pytree.register_pytree_node(Done, _flatten, _unflatten)
 
 
 def _parts(value: Any) -> Sequence[Any]:

@@ -140,8 +140,12 @@ def held_by(
                     place = HeldItem(f"{prefix}param_groups[{position}].{key}", group, key, value)
                     _visit(held, place, seen, varies=key in varying)
         held.containers.append((optimizer.state, _copy(optimizer.state)))
+        named = dict[str, Any]()
         for position, (param, entry) in enumerate(optimizer.state.items()):
-            path = f"{prefix}state[{names.get(id(param), position)}]"
+            name = names.get(id(param), str(position))
+            named[f"{name}, {position}" if name in named else name] = (param, entry)
+        for name, (param, entry) in named.items():
+            path = f"{prefix}state[{name}]"
             held.layout.append(id(param))
             _visit(held, HeldItem(path, optimizer.state, param, entry), seen, varies=True)
     return held

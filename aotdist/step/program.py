@@ -1,32 +1,26 @@
-"""The step as a function of the batch and of everything that it reads and writes: what is traced."""
+"""A step as a function of its arguments and of what its optimizers hold: what is traced."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import types
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import torch
-from torch import nn
 
-from aotdist.api import AsWritten, CompiledFunction, Compiling
+from aotdist.compiled import AsWritten, CompiledFunction, Compiling
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint import known
 from aotdist.joint.scalars import Scalars
+from aotdist.step.accumulation import Accumulation
 from aotdist.step.attributes import methods_of, unchanged
 from aotdist.step.done import DTYPES, Done
-from aotdist.step.gradients import Gradients, arguments_with_gradients
 from aotdist.step.held import HeldState
-from aotdist.step.recipe import Recipe, detached
-from aotdist.step.scaling import Scaling
+from aotdist.step.turns import Later, MakesState, Turns
+from aotdist.torch_seam.optimizers import note_step, scaler_rules, scaler_state
 from aotdist.torch_seam.proxies import node_here
-from aotdist.torch_seam.trees import pytree
-
-Part: TypeAlias = Literal["whole", "gradients", "update"]
-"""What of a step a program does: with `accumulate`, gradients and updates are programs of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +28,10 @@ class Now:
     """What a step finds at a call.
 
     Args:
-        held: what the optimizer holds.
-        grads: gradients that there are, by the name of their parameter.
-        scaling: the scale, and what else the scaler holds, by name.
+        held: what the optimizers hold.
     """
 
     held: HeldState
-    grads: Mapping[str, torch.Tensor]
-    scaling: Mapping[str, torch.Tensor]
     numbers: Mapping[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -52,14 +42,8 @@ class Now:
         object.__setattr__(self, "numbers", tensors)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that the step reads and that is no parameter."""
-        held = {place.path: place.value for place in self.held.tensors}
-        return {
-            **held,
-            **self.numbers,
-            **{f"{name}.grad": grad for name, grad in self.grads.items()},
-            **self.scaling,
-        }
+        """Everything that the optimizers hold."""
+        return {**{place.path: place.value for place in self.held.tensors}, **self.numbers}
 
     def known_before(self) -> dict[str, torch.Tensor]:
         """The tensors whose numbers can be read before the step: they lie on the CPU."""
@@ -75,210 +59,157 @@ class _StepFunction(CompiledFunction):
         raise AsWritten
 
 
-class StepProgram:
-    """A step, compiled for one layout of what the optimizer holds and one way to go.
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """What is done at a call besides what the program computes.
 
     Args:
-        recipe: what it consists of.
-        params: the parameters, by name.
+        stepped: the optimizers that step.
+        later: what schedules do then.
+    """
+
+    stepped: Sequence[torch.optim.Optimizer]
+    later: Sequence[Later]
+
+
+class StepProgram:
+    """A step, compiled for one layout of what the optimizers hold and one way to go.
+
+    Args:
+        run: the user's function.
+        optimizers: those that are known to step in it.
         make: compiles it.
-        part: of the step.
     """
 
     def __init__(
-        self, recipe: Recipe, params: Mapping[str, torch.Tensor], make: Compiling, part: Part
+        self, run: Callable[..., Any], optimizers: Sequence[torch.optim.Optimizer], make: Compiling
     ) -> None:
-        self._recipe = recipe
-        self._params = params
-        self._of_model = list(recipe.model.parameters())
-        self._part: Part = part
+        self._run = run
+        self._optimizers = tuple(optimizers)
         self._now: Now | None = None
         self._asked: Callable[[Sequence[torch.Tensor]], bool] | None = None
         self._questions: list[Callable[[Sequence[torch.Tensor]], bool]] = []
+        self._scalers: dict[torch.amp.GradScaler, Any] = {}
+        self._traces: list[_Trace] = []
         self.compiled = _StepFunction(
-            _reaching(recipe, self._traced, part),
-            lambda call, artifacts: make(replace(call, differentiates=True), artifacts),
+            _reaching(run, optimizers, self._traced),
+            lambda call, artifacts: make(
+                replace(call, differentiates=True, apart=self._containers()), artifacts
+            ),
         )
+
+    def _containers(self) -> list[Any]:
+        assert self._now is not None, "a trace belongs to a call"
+        return self._now.held.all_containers()
 
     def fits(self, now: Now) -> bool:
         """Whether the step would choose the same way as when it was traced."""
+        if any(_rules_of(scaler) != rules for scaler, rules in self._scalers.items()):
+            return False
         numbers = list(now.known_before().values()) if self._questions else []
         return all(alike(numbers) for alike in self._questions)
 
-    def __call__(self, now: Now, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Done:
-        """Do the step, or its part.
+    def __call__(self, now: Now, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Do the step; returns what the user's function returns.
 
         Args:
             now: what it finds.
-            args: of `loss_fn`, behind the model.
+            args: of the user's function.
             kwargs: likewise.
 
         Raises:
-            AsWritten: the optimizer makes state, or the step was refused; nothing has been done.
-            GivesGradients: there are others than `params` that get some; likewise.
+            AsWritten: the step was refused; nothing has been done.
+            MakesState: an optimizer makes state, or is not known; likewise.
         """
         self._now, self._asked = now, None
         try:
-            done = self.compiled(*args, **kwargs, **now.tensors())
+            done: Done = self.compiled(*args, **kwargs, **now.tensors())
         finally:
             self._now = None
         if self._asked is not None:
             self._questions.append(self._asked)
         done.put(now.held)
-        for name, grad in done.grads.items():
-            self._params[name].grad = grad
-        if done.given:
-            arguments = _leaves(args, kwargs)
-            for at, grad in done.given.items():
-                known = arguments[at].grad
-                arguments[at].grad = grad if known is None else known.add_(grad)
-        return done
+        trace = self._traces[done.trace]
+        for optimizer in trace.stepped:
+            note_step(optimizer)
+        for later, (args, kwargs) in zip(trace.later, done.later, strict=True):
+            later.schedule.step(*args, **kwargs)
+        return done.given()
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Done:
         """The step, on stand-ins."""
-        now, recipe = self._now, self._recipe
+        now = self._now
         assert now is not None, "a trace belongs to a call"
-        given = {name: kwargs.pop(name) for name in now.tensors()}
-        traced = dict(recipe.model.named_parameters())
-        stand_ins = [traced.get(name, param) for name, param in self._params.items()]
-        before = [given.get(f"{name}.grad") for name in self._params]
-        scaling = Scaling(recipe.scaler) if now.scaling and recipe.scaler is not None else None
-        gradients = Gradients(list(self._params.values()), stand_ins, before)
-        done = Done()
-        with now.held.put_back(), gradients:
-            if self._part != "update":
-                self._differentiate(gradients, scaling, done, args, kwargs)
-            if self._part != "gradients":
-                self._update(now, given, scaling, done)
-                for param in recipe.params():
-                    param.grad = None
-        for name, grad, earlier in zip(self._params, gradients.now, before, strict=True):
-            if grad is not None and grad is not earlier:
-                done.grads[name] = grad
-        return done
-
-    def _differentiate(
-        self,
-        gradients: Gradients,
-        scaling: Scaling | None,
-        done: Done,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-    ) -> None:
-        """Run the model, and its backward.
-
-        Args:
-            gradients: of the parameters, which are added to.
-            scaling: what the scaler does.
-            done: where to note what `loss_fn` returned, and gradients of arguments.
-            args: of `loss_fn`, behind the model.
-            kwargs: likewise.
-        """
-        recipe, params = self._recipe, list(self._params.items())
-        result = recipe.loss_fn(recipe.model, *args, **kwargs)
-        loss = recipe.loss_of(result)
-        arguments = _leaves(args, kwargs)
-        positions = arguments_with_gradients(loss, [param for _, param in params], arguments)
-        more = [arguments[at] for at in positions]
-        found = gradients.backward(loss if scaling is None else scaling.scaled(loss), more)
-        done.given = dict(zip(positions, found, strict=True))
-        done.reached = tuple(params[at][0] for at in gradients.reached)
-        done.result = detached(result)
-
-    def _update(
-        self, now: Now, given: Mapping[str, torch.Tensor], scaling: Scaling | None, done: Done
-    ) -> None:
-        """Let the optimizer have its turn.
-
-        Args:
-            now: what the step finds.
-            given: stand-ins of its tensors, by name.
-            scaling: what the scaler does.
-            done: where to note what the optimizer assigns.
-        """
-        recipe, held = self._recipe, now.held
-        known = now.known_before()
-        scalars = Scalars([(given[name], real) for name, real in known.items()], node_here)
-        with self._attributes_unchanged(held), scalars.followed():
+        held, given = now.held, {name: kwargs.pop(name) for name in now.tensors()}
+        scalars = Scalars([(given[name], real) for name, real in now.known_before().items()], node_here)
+        accumulation = Accumulation()
+        turns = Turns(self._optimizers, scalars, functools.partial(_written_by, held=held))
+        done = Done(trace=len(self._traces))
+        with held.put_back(), accumulation.running(), self._unchanged(held), scalars.followed():
             for place in held.numbers:
                 place.put(*(given[f"{place.path}.{at}"].item() for at in range(len(place.numbers()))))
+            scalars.reads = False
             put = [place.owner[place.key] for place in held.numbers]
-            done.norm = self._step(held, scaling)
+            with turns.heard():
+                done.give(self._run(*args, **kwargs))
             if held.has_grown():
-                raise AsWritten
+                raise MakesState
             done.note(held, {id(place.value): given[place.path] for place in held.tensors}, put)
-        if scaling is not None and (done.tensors or done.numbers):
-            names = " or ".join(type(optimizer).__name__ for optimizer in recipe.optimizers)
+        if turns.scalers() and (done.tensors or done.numbers):
+            names = " or ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in turns.stepped))
             raise UnsupportedProgram(
-                f"{names} counts in Python, or replaces its tensors, and its steps may be skipped (`scaler`)",
+                f"{names} counts in Python, or replaces its tensors, and a scaler may skip its step",
                 stage="capture",
                 fix="let it count in a tensor, and write its tensors in place",
             )
+        done.assigned, done.cleared = accumulation.assigned(), accumulation.cleared()
+        done.later = [(later.args, later.kwargs) for later in turns.later]
+        self._traces.append(_Trace(turns.stepped, turns.later))
         self._asked = _chooses_alike(scalars)
+        self._scalers.update({scaler: _rules_of(scaler) for scaler in turns.scalers()})
+        return done
 
     @contextlib.contextmanager
-    def _attributes_unchanged(self, held: HeldState) -> Generator[None]:
+    def _unchanged(self, held: HeldState) -> Generator[None]:
         """Nothing but what `held` knows of is changed inside: that would only happen while it is traced.
 
         Raises:
             UnsupportedProgram: something is.
         """
-        clip, apart = self._recipe.clip, held.all_containers()
         with contextlib.ExitStack() as stack:
-            for optimizer in self._recipe.optimizers:
+            for optimizer in self._optimizers:
                 refusal = functools.partial(_changes_itself, optimizer)
-                stack.enter_context(unchanged(optimizer, refusal, apart, tensors=False))
-            owner = clip.__self__ if isinstance(clip, types.MethodType) else clip
-            if hasattr(owner, "__dict__") and not isinstance(owner, (types.FunctionType, nn.Module)):
-                refusal = functools.partial(_clip_changes_itself, owner)
-                stack.enter_context(unchanged(owner, refusal, apart, tensors=True))
+                stack.enter_context(unchanged(optimizer, refusal, held.all_containers(), tensors=False))
             yield
 
-    def _step(self, held: HeldState, scaling: Scaling | None) -> torch.Tensor | None:
-        recipe = self._recipe
-        if scaling is not None and recipe.clip is not None:
-            for optimizer in recipe.optimizers:
-                scaling.unscale(optimizer)
-        norm = recipe.do_clip(self._of_model)
-        written = [*recipe.params(), *(place.value for place in held.tensors)]
-        for optimizer in recipe.optimizers:
-            with contextlib.nullcontext() if scaling is None else scaling.stepping(optimizer, written):
-                optimizer.step()
-        if scaling is not None:
-            scaling.update()
-        return norm
+
+def _rules_of(scaler: torch.amp.GradScaler) -> Any:
+    """What a program is specialised on: how the scale changes, and which tensors hold it."""
+    return scaler_rules(scaler), tuple(map(id, scaler_state(scaler)))
+
+
+def _written_by(optimizer: torch.optim.Optimizer, held: HeldState) -> list[torch.Tensor]:
+    """What the step of an optimizer may write: its parameters, and what any of them holds."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    return [*params, *(place.owner[place.key] for place in held.tensors)]
 
 
 def _reaching(
-    recipe: Recipe, traced: Callable[[tuple[Any, ...], dict[str, Any]], Any], part: Part
+    run: Callable[..., Any],
+    optimizers: Sequence[torch.optim.Optimizer],
+    traced: Callable[[tuple[Any, ...], dict[str, Any]], Any],
 ) -> Callable[..., Any]:
-    """A function that is looked through for what a step reaches: the model, what `loss_fn` closes over.
+    """A function that is looked through for what a step reaches: what the user's function closes over."""
+    methods = [method for optimizer in optimizers for method in methods_of(optimizer)]
+    reached = functools.partial(traced, *methods)  # the optimizers' methods, as something callable
 
-    What clips, and the optimizers, are no part of a step that only accumulates.
-    """
-    updates = part != "gradients"
-    model, loss_fn = recipe.model, None if part == "update" else _function(recipe.loss_fn)
-    clip = _function(recipe.clip) if updates else None
-    # The optimizers' methods, as something callable.
-    methods = [method for optimizer in recipe.optimizers for method in methods_of(optimizer)]
-    optimizer = functools.partial(traced, *methods) if updates else None
-
-    def train_step(*args: Any, **kwargs: Any) -> Any:
-        _ = model, loss_fn, clip, optimizer
+    @functools.wraps(run, assigned=("__name__", "__qualname__", "__doc__"), updated=())
+    def step(*args: Any, **kwargs: Any) -> Any:
+        _ = run, reached
         return traced(args, kwargs)
 
-    return train_step
-
-
-def _leaves(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """What is in arguments, in an order that holds for all calls."""
-    return pytree.tree_leaves((args, sorted(kwargs.items())))
-
-
-def _function(value: Any) -> Any:
-    """What is called when `value` is."""
-    known = (types.FunctionType, types.MethodType, functools.partial, nn.Module)
-    return value.__call__ if callable(value) and not isinstance(value, known) else value
+    del step.__wrapped__
+    return step
 
 
 def _changes_itself(optimizer: torch.optim.Optimizer, path: str) -> UnsupportedProgram:
@@ -286,14 +217,6 @@ def _changes_itself(optimizer: torch.optim.Optimizer, path: str) -> UnsupportedP
         f"the step of {type(optimizer).__name__} changes its attribute `{path}`",
         stage="capture",
         fix="let it keep what changes in `state` or in `param_groups`",
-    )
-
-
-def _clip_changes_itself(clip: Any, path: str) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        f"`clip`, a {type(clip).__name__}, changes its attribute `{path}`",
-        stage="capture",
-        fix="let it keep what changes in tensors, or change it between steps",
     )
 
 

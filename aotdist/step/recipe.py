@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam.dynamo import compiled_as_written
+from aotdist.joint.scalars import numbers_read
 from aotdist.torch_seam.trees import pytree
 
 Clip: TypeAlias = float | Callable[[Sequence[torch.Tensor]], Any]
@@ -19,7 +21,11 @@ Clip: TypeAlias = float | Callable[[Sequence[torch.Tensor]], Any]
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a step consists of; see `aotdist.train_step`."""
+    """What a step consists of; see `aotdist.train_step`.
+
+    Attributes:
+        order: where in the model its parameters are, by identity.
+    """
 
     model: nn.Module
     loss_fn: Callable[..., Any]
@@ -27,6 +33,7 @@ class Recipe:
     clip: Clip | None
     scaler: torch.amp.GradScaler | None
     accumulate: int
+    order: dict[int, int] = field(default_factory=dict[int, int])
 
     def params(self) -> list[torch.Tensor]:
         """The parameters that the optimizers update."""
@@ -54,66 +61,74 @@ class Recipe:
             )
         return loss / self.accumulate if self.accumulate > 1 else loss
 
-    def do_clip(self, params: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Clip the gradients in the order of the model: a norm is another in the last bit in another order.
+    def differentiate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the model and its backward; returns what `loss_fn` returned, detached."""
+        result = self.loss_fn(self.model, *args, **kwargs)
+        loss = self.loss_of(result)
+        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
+        return detached(result)
 
-        Args:
-            params: the model's, in its order; in a trace, the model itself holds others in their places.
+    def update(self) -> torch.Tensor | None:
+        """Clip, let the optimizers have their turn, and let the gradients go; the norm, see `_clipped`."""
+        scaler = self.scaler
+        if scaler is not None and self.clip is not None:
+            for optimizer in self.optimizers:
+                scaler.unscale_(optimizer)
+        norm = self._clipped()
+        for optimizer in self.optimizers:
+            if scaler is None:
+                optimizer.step()
+            else:
+                scaler.step(optimizer)
+        if scaler is not None:
+            scaler.update()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        return norm
 
-        Returns:
-            what clipping returned, if that is a tensor: the norm that the gradients had.
+    def _clipped(self) -> torch.Tensor | None:
+        """What clipping returned, if that is a tensor: the norm that the gradients had.
+
+        They are clipped in the order of the model: a norm is another in the last bit in another order.
         """
         if self.clip is None:
             return None
         if callable(self.clip):
-            at = {id(param): at for at, param in enumerate(params)}
-            norm = self.clip(sorted(self.params(), key=lambda param: at[id(param)]))
+            with numbers_read():
+                norm = self.clip(sorted(self.params(), key=lambda param: self.order[id(param)]))
         else:
-            norm = nn.utils.clip_grad_norm_(params, self.clip)
+            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         return norm.detach() if isinstance(norm, torch.Tensor) else None
 
-    def as_written(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, updates: bool
-    ) -> tuple[Any, torch.Tensor | None]:
-        """Run the step eagerly.
+    def note_order(self) -> None:
+        """Note where in the model each parameter is: while a step is traced, the model holds others."""
+        if callable(self.clip):
+            self.order.clear()
+            self.order.update({id(param): at for at, param in enumerate(self.model.parameters())})
 
-        Args:
-            args: of `loss_fn`, behind the model.
-            kwargs: likewise.
-            updates: whether the optimizers have their turn, or gradients are only accumulated.
+    def parts(self) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
+        """The step, its gradients and its update, as functions whose cells have what they reach."""
+        model, loss_fn, clip = self.model, _function(self.loss_fn), _function(self.clip)
 
-        Returns:
-            what `loss_fn` returned, detached, and the norm of the gradients; see `do_clip`.
-        """
-        result = self.loss_fn(self.model, *args, **kwargs)
-        loss = self.loss_of(result)
-        if self.scaler is None:
-            loss.backward()
-        else:
-            self.scaler.scale(loss).backward()
-        norm = self.update() if updates else None
-        return detached(result), norm
+        def train_step(*args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
+            _ = model, loss_fn, clip
+            return self.differentiate(args, kwargs), self.update()
 
-    def update(self) -> torch.Tensor | None:
-        """Clip, let the optimizers have their turn, and let the gradients go; the norm, see `do_clip`."""
-        with compiled_as_written():  # as in the steps that are captured, and not compiled for this one alone
-            return self._update()
+        def gradients(*args: Any, **kwargs: Any) -> Any:
+            _ = model, loss_fn
+            return self.differentiate(args, kwargs)
 
-    def _update(self) -> torch.Tensor | None:
-        if self.scaler is not None and self.clip is not None:
-            for optimizer in self.optimizers:
-                self.scaler.unscale_(optimizer)
-        norm = self.do_clip(list(self.model.parameters()))
-        for optimizer in self.optimizers:
-            if self.scaler is None:
-                optimizer.step()
-            else:
-                self.scaler.step(optimizer)
-        if self.scaler is not None:
-            self.scaler.update()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        return norm
+        def update() -> torch.Tensor | None:
+            _ = model, clip
+            return self.update()
+
+        return train_step, gradients, update
+
+
+def _function(value: Any) -> Any:
+    """What is called when `value` is."""
+    known = (types.FunctionType, types.MethodType, functools.partial, nn.Module)
+    return value.__call__ if callable(value) and not isinstance(value, known) else value
 
 
 def detached(result: Any) -> Any:

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import nn
 
-from aotdist.api import AsWritten, Compiling, compiling, runs_eagerly
 from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.backend import Compiler, is_eager
 from aotdist.codegen.contract import Backend
-from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.compiled import Compiling, compiling, runs_eagerly
+from aotdist.errors import BadSettings
 from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.ranks import present
 from aotdist.settings import Settings
-from aotdist.step.attributes import Attributes
-from aotdist.step.done import Done
-from aotdist.step.gradients import GivesGradients
-from aotdist.step.held import HeldState, held_by, hyperparameters
-from aotdist.step.program import Now, Part, StepProgram
 from aotdist.step.recipe import Clip, Recipe
+from aotdist.step.whole import WholeStep
 from aotdist.subclasses.protocol import communicates_around
-from aotdist.torch_seam.autograd import has_grad_hooks
-from aotdist.torch_seam.optimizers import has_scaled, note_step, optimizer_hooks, scaler_rules, scaler_state
-
-_VARYING = frozenset({"lr"})
-"""Hyperparameters that differ from call to call, before one is seen to."""
+from aotdist.torch_seam.dynamo import compiled_as_written
 
 _MOST_SHOWN = 60
 """Characters of an argument in an error; modules and optimizers have lines of them."""
@@ -99,17 +92,12 @@ class TrainStep(Explained):
         self._recipe = recipe
         self.__signature__ = _behind_the_model(recipe.loss_fn)
         self._make = make
-        self._names = {id(param): name for name, param in recipe.model.named_parameters()}
-        self._varying = set(_VARYING)
-        self._hyperparameters = hyperparameters(recipe.optimizers)
-        self._held: HeldState | None = None
-        self._attributes: list[Attributes] = []
+        self._eager = [functools.partial(_as_written, part) for part in recipe.parts()]
+        self._parts = [WholeStep(part, make) for part in recipe.parts()] if make is not None else []
         self.grad_norm: torch.Tensor | None = None
-        self._others: dict[str, torch.Tensor] = {}
+        self._fillable: list[torch.Tensor] = []
         self._has_stepped = False
         self._accumulated = 0
-        self._reached: set[str] = set()
-        self._programs: dict[Any, list[StepProgram]] = {}
 
     @short_tracebacks
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
@@ -119,8 +107,11 @@ class TrainStep(Explained):
             args: of `loss_fn`, behind the model.
             kwargs: likewise.
         """
-        as_written = self._make is None or runs_eagerly()
-        return self._counted(self._recipe.as_written if as_written else self._step, args, kwargs)
+        if self._make is None or runs_eagerly():
+            return self._counted(self._eager, args, kwargs)
+        if not self._has_stepped and self._accumulated == 0:
+            self._make.agree_on_state(self._recipe.model)
+        return self._counted(self._parts, args, kwargs)
 
     def as_written(self, *args: Any, **kwargs: Any) -> Any:
         """Do the same step eagerly: to compare with, or to step through.
@@ -129,173 +120,72 @@ class TrainStep(Explained):
             args: of `loss_fn`, behind the model.
             kwargs: likewise.
         """
-        return self._counted(self._recipe.as_written, args, kwargs)
+        return self._counted(self._eager, args, kwargs)
 
-    def _counted(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _counted(
+        self, parts: Sequence[Callable[..., Any]], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        whole, gradients, update = parts
         updates = self._accumulated + 1 >= self._recipe.accumulate
         if updates and not self._has_stepped:
             _warn_of_strangers(self._recipe)
+        self._recipe.note_order()
         with torch.enable_grad():
-            result, norm = step(args, kwargs, updates=updates)
-        if updates:
-            self.grad_norm = norm
+            if self._recipe.accumulate == 1:
+                result, self.grad_norm = whole(args, kwargs)
+            else:
+                with _filled(self._fillable):
+                    result = gradients(args, kwargs)
+                self._fillable = [p for p in self._recipe.params() if _is_alike(p)]
+                if updates:
+                    self.grad_norm = update((), {})
         self._accumulated = 0 if updates else self._accumulated + 1
         self._has_stepped |= updates
         return result
 
-    def _step(
-        self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, updates: bool
-    ) -> tuple[Any, torch.Tensor | None]:
-        recipe = self._recipe
-        params = self._params()
-        _refuse_hooks(recipe.optimizers, params)
-        self._notice_what_varies()
-        if not self._has_stepped:
-            if self._make is not None and self._accumulated == 0:
-                self._make.agree_on_state(recipe.model)
-            self._reached = _reproducible(params)
-            return recipe.as_written(args, kwargs, updates=updates)
-        if recipe.scaler is not None and recipe.scaler.is_enabled() and not has_scaled(recipe.scaler):
-            return recipe.as_written(args, kwargs, updates=updates)
-        try:
-            if recipe.accumulate == 1:
-                done = self._run("whole", params, args, kwargs)
-                self._stepped()
-                return done.result, done.norm
-            result = self._accumulate(params, args, kwargs)
-        except AsWritten:
-            return recipe.as_written(args, kwargs, updates=updates)
-        except GivesGradients as found:
-            self._others.update(found.leaves)
-            return self._step(args, kwargs, updates=updates)
-        return result, self._update(params) if updates else None
-
-    def _run(
-        self,
-        part: Part,
-        params: Mapping[str, torch.Tensor],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] = MappingProxyType({}),
-    ) -> Done:
-        now = self._now(params, part)
-        return self._program(now, params, part)(now, args, kwargs)
-
-    def _accumulate(
-        self, params: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> Any:
-        """Add to the gradients; a gradient that is not there yet is -0.0, so that all calls are of one kind.
-
-        Whatever is added to -0.0 is what it was, to the bit; 0.0 would make 0.0 of a -0.0.
-        """
-        missing = {name: param for name, param in params.items() if param.grad is None}
-        filled = {name: param for name, param in missing.items() if name in self._reached}
-        try:
-            for param in filled.values():
-                param.grad = torch.full_like(param, -0.0, requires_grad=False)
-            done = self._run("gradients", params, args, kwargs)
-        except BaseException:
-            for param in filled.values():
-                param.grad = None
-            raise
-        for name in filled.keys() - set(done.reached):
-            params[name].grad = None
-        self._reached = _reproducible({name: params[name] for name in done.reached})
-        return done.result
-
-    def _update(self, params: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        try:
-            norm = self._run("update", params).norm
-        except AsWritten:
-            return self._recipe.update()
-        self._stepped()
-        return norm
-
-    def _stepped(self) -> None:
-        for optimizer in self._recipe.optimizers:
-            note_step(optimizer)
-            optimizer.zero_grad()
-
-    def _now(self, params: Mapping[str, torch.Tensor], part: Part) -> Now:
-        scaler = self._recipe.scaler
-        held = HeldState() if part == "gradients" else self._held_now()
-        grads = {name: grad for name, p in params.items() if (grad := p.grad) is not None}
-        if scaler is None or not scaler.is_enabled():
-            return Now(held, grads, {})
-        scale, growth_tracker = scaler_state(scaler)
-        return Now(held, grads, {"scaler.scale": scale, "scaler.growth_tracker": growth_tracker})
-
-    def _held_now(self) -> HeldState:
-        optimizers = self._recipe.optimizers
-        held = None if self._held is None else self._held.now(optimizers)
-        self._held = held or held_by(optimizers, self._names, self._varying)
-        return self._held
-
-    def _attributes_now(self, held: HeldState) -> tuple[Any, ...]:
-        if not self._attributes or not all(attributes.hold() for attributes in self._attributes):
-            apart = held.all_containers()
-            self._attributes = [Attributes.of(optimizer, apart) for optimizer in self._recipe.optimizers]
-        return tuple(attributes.layout for attributes in self._attributes)
-
-    def _params(self) -> dict[str, torch.Tensor]:
-        """The model's parameters, others of the optimizer, and what else gets gradients, by name."""
-        params: dict[str, torch.Tensor] = dict(self._recipe.model.named_parameters())
-        known = set(map(id, params.values()))
-        others = [param for param in self._recipe.params() if id(param) not in known]
-        params |= {f"optimizer.{at}": param for at, param in enumerate(others)}
-        known.update(map(id, others))
-        return params | {name: leaf for name, leaf in self._others.items() if id(leaf) not in known}
-
-    def _program(self, now: Now, params: Mapping[str, torch.Tensor], part: Part) -> StepProgram:
-        """The program that fits, a new one if there is none."""
-        identities = tuple(map(id, params.values()))
-        scaler = self._recipe.scaler if now.scaling else None
-        rules = None if scaler is None else scaler_rules(scaler)
-        attributes = () if part == "gradients" else self._attributes_now(now.held)
-        layout = (part, rules, identities, tuple(now.grads), tuple(now.held.layout), attributes)
-        programs = self._programs.setdefault(layout, [])
-        for program in programs:
-            if program.fits(now):
-                return program
-        assert self._make is not None, "a step that runs as it is written has no programs"
-        programs.append(StepProgram(self._recipe, params, self._make, part))
-        return programs[-1]
-
-    def _notice_what_varies(self) -> None:
-        """Hyperparameters that were changed since the last call are inputs from now on."""
-        now = hyperparameters(self._recipe.optimizers)
-        for before, after in zip(self._hyperparameters, now, strict=False):
-            varying = {key for key in before.keys() & after.keys() if before[key] != after[key]}
-            if not varying <= self._varying:
-                self._varying |= varying
-                self._held = None
-        self._hyperparameters = now
-
     def _made_so_far(self) -> list[Artifact]:
-        programs = [program for found in self._programs.values() for program in found]
-        return [artifact for program in programs for artifact in program.compiled.artifacts]
+        return [artifact for part in self._parts for artifact in part.artifacts()]
 
     def _decided(self) -> list[Kinds]:
-        programs = [program for found in self._programs.values() for program in found]
-        return [program.compiled.artifacts.kinds for program in programs]
+        return [kinds for part in self._parts for kinds in part.decided()]
 
     def reset(self) -> None:
         """Forget every artifact; the next call compiles again."""
-        self._programs.clear()
+        for part in self._parts:
+            part.reset()
 
 
-def _reproducible(params: Mapping[str, torch.Tensor]) -> set[str]:
-    """The parameters whose gradients `full_like` could have made: of their class, type and layout."""
-    grads = {name: grad for name, param in params.items() if (grad := param.grad) is not None}
-    return {name for name, grad in grads.items() if _are_alike(grad, params[name])}
+def _as_written(part: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    with compiled_as_written():  # as in the steps that are captured, and not compiled for this one alone
+        return part(*args, **kwargs)
 
 
-def _are_alike(grad: torch.Tensor, param: torch.Tensor) -> bool:
-    like = torch.empty_like(param.detach())
-    placements = getattr(like, "placements", None)  # of a DTensor
+@contextmanager
+def _filled(params: Iterable[torch.Tensor]) -> Generator[None]:
+    """A gradient that is not there yet is -0.0 inside: so all calls that add to gradients are of one kind.
+
+    Whatever is added to -0.0 is what it was, to the bit; 0.0 would make 0.0 of a -0.0.
+    """
+    bare = [param for param in params if param.grad is None]
+    filled = [(param, torch.full_like(param, -0.0, requires_grad=False)) for param in bare]
+    for param, grad in filled:
+        param.grad = grad
+    try:
+        yield
+    finally:
+        for param, grad in filled:
+            if param.grad is grad and grad._version == 0:
+                param.grad = None
+
+
+def _is_alike(param: torch.Tensor) -> bool:
+    """Whether `full_like` could have made its gradient: of the class, type and layout of the parameter."""
+    grad, like = param.grad, torch.empty_like(param.detach())
     return (
-        type(grad) is type(like)
+        grad is not None
+        and type(grad) is type(like)
         and (grad.dtype, grad.stride()) == (like.dtype, like.stride())
-        and (getattr(grad, "placements", None) == placements)
+        and getattr(grad, "placements", None) == getattr(like, "placements", None)  # of a DTensor
     )
 
 
@@ -375,24 +265,6 @@ def _warn_of_strangers(recipe: Recipe) -> None:
             "`fully_shard`, `to_empty` and the like",
             stacklevel=5,
         )
-
-
-def _refuse_hooks(optimizers: Sequence[torch.optim.Optimizer], params: Mapping[str, torch.Tensor]) -> None:
-    """Raise for hooks, which would run while the step is traced, and then no more."""
-    for optimizer in optimizers:
-        if optimizer_hooks(optimizer):
-            raise UnsupportedProgram(
-                f"{type(optimizer).__name__} has hooks of its step (`register_step_pre_hook`)",
-                stage="capture",
-                fix="call what they do before and after the step",
-            )
-    for name, param in params.items():
-        if has_grad_hooks(param):
-            raise UnsupportedProgram(
-                f"`{name}` has hooks of its gradient (`register_hook`)",
-                stage="capture",
-                fix="pass `clip` a function that does what they do, or use `aotdist.compile`",
-            )
 
 
 def _behind_the_model(loss_fn: Callable[..., Any]) -> inspect.Signature:

@@ -3,12 +3,14 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
 import torch
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 
 PARAMETRIZATIONS: Mapping[str, Any] = vars(parametrize)
@@ -78,3 +80,19 @@ def recurrent_layers_referring_to(
 def is_parametrized(module: torch.nn.Module) -> bool:
     """Whether something of a module is computed where it is read (`weight_norm`, `spectral_norm`)."""
     return parametrize.is_parametrized(module)
+
+
+@contextmanager
+def calls_heard(hear: Callable[[torch.nn.Module], None]) -> Generator[None]:
+    """In this context, and in this thread, `hear` is called with each module before its forward."""
+    thread = threading.get_ident()
+
+    def hook(module: torch.nn.Module, _: Any) -> None:
+        if threading.get_ident() == thread:
+            hear(module)
+
+    handle = register_module_forward_pre_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -3,8 +3,18 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from typing import Any
+
 import torch
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> tuple[torch.Tensor, torch.Tensor]:
@@ -29,7 +39,7 @@ def takes_scale(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether there are hooks of an optimizer's step, its own or of all optimizers."""
+    """Whether there are hooks of an optimizer's step, its own or of all; asked outside of `steps_heard`."""
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
@@ -41,3 +51,30 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
 def note_step(optimizer: torch.optim.Optimizer) -> None:
     """Let learning-rate schedulers know that a step was done: they warn where none was."""
     optimizer._opt_called = True
+
+
+@contextmanager
+def steps_heard(
+    before: Callable[[torch.optim.Optimizer], None], after: Callable[[torch.optim.Optimizer], None]
+) -> Generator[None]:
+    """In this context, and in this thread, optimizers tell before and after they step.
+
+    Args:
+        before: called with the optimizer.
+        after: likewise, if its step did not fail.
+    """
+    thread = threading.get_ident()
+
+    def told(tell: Callable[[torch.optim.Optimizer], None]) -> Callable[..., None]:
+        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+            if threading.get_ident() == thread:
+                tell(optimizer)
+
+        return hook
+
+    handles = [register_optimizer_step_pre_hook(told(before)), register_optimizer_step_post_hook(told(after))]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import aotdist.functorch as ours
-from aotdist.api import CompiledFunction
+from aotdist.compiled import CompiledFunction
 from aotdist.errors import BadSettings
 from aotdist.torch_seam.functional import FakeTensor
 from aotdist.torch_seam.inductor import TracingContext

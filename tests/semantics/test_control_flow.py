@@ -150,7 +150,7 @@ def same_as_an_if(
     around: Around = torch.enable_grad,
     backend: str = "fx",
     **settings: Any,
-) -> aotdist.api.Compiled:
+) -> aotdist.compiled.Compiled:
     """Both branches, in one artifact, as eager takes them by `if`."""
     sights = []
     target: Any = None

@@ -11,7 +11,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import aotdist
-from aotdist.api import Compiled, compiled_call
+from aotdist.api import compiled_call
+from aotdist.compiled import Compiled
 from aotdist.convention.rng import SLOTS
 from aotdist.errors import UnsupportedProgram
 from aotdist.partition.traits import is_random

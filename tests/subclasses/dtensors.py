@@ -13,7 +13,7 @@ from torch import distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
-from aotdist.api import Compiled
+from aotdist.compiled import Compiled
 from tests.semantics.observation import Scene, play, same_as_eager
 
 Size: TypeAlias = tuple[int, ...]

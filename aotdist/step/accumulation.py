@@ -1,0 +1,218 @@
+"""Where `.grad` is while a step is traced: in the trace, and not on the tensors of the user."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from aotdist.errors import UnsupportedProgram
+from aotdist.joint.failures import refusal
+from aotdist.joint.inputs import current_inputs
+from aotdist.torch_seam.autograd import has_grad_hooks, in_backward, nodes_behind
+from aotdist.torch_seam.modes import torch_functions_off
+from aotdist.torch_seam.patches import replaced_here
+
+_GRAD: Any = torch.Tensor.grad
+
+
+@dataclass(slots=True)
+class _Leaf:
+    """A leaf whose gradient the step has met.
+
+    Args:
+        tensor: the leaf, as the program sees it.
+        before: the gradient that it had when the call began.
+        now: the gradient that it has.
+    """
+
+    tensor: torch.Tensor
+    before: torch.Tensor | None
+    now: torch.Tensor | None
+
+
+class Accumulation(TorchFunctionMode):
+    """Answers for the `grad` of leaves, and does what `backward()` does to it.
+
+    A leaf is an input of the step or was made in it. What an input's gradient is when the call begins is
+    asked of the trace, for which it is one more input.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._leaves: dict[int, _Leaf] = {}
+        self._retains = False
+
+    @contextlib.contextmanager
+    def running(self) -> Generator[None]:
+        """A step runs inside."""
+        with self, replaced_here(torch.autograd, "backward", self._autograd_backward):
+            yield
+
+    def assigned(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Inputs that have another gradient than before, with that."""
+        return [
+            (leaf.tensor, leaf.now)
+            for leaf in self._of_inputs()
+            if leaf.now is not None and leaf.now is not leaf.before
+        ]
+
+    def cleared(self) -> list[torch.Tensor]:
+        """Inputs that had a gradient, and have none."""
+        return [leaf.tensor for leaf in self._of_inputs() if leaf.now is None and leaf.before is not None]
+
+    def _of_inputs(self) -> list[_Leaf]:
+        inputs = current_inputs()
+        return [leaf for leaf in self._leaves.values() if inputs.index_of(leaf.tensor) is not None]
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func == _GRAD.__get__:
+            return self._gradient(args[0])
+        if func in (_GRAD.__set__, _GRAD.__delete__):
+            if (leaf := self._leaf(args[0])) is not None:
+                leaf.now = args[1] if func == _GRAD.__set__ else None
+                return None
+        if func is torch.Tensor.backward and not in_backward():
+            return self._backward(*args, **(kwargs or {}))
+        self._retains = self._retains or func is torch.Tensor.retain_grad
+        return func(*args, **(kwargs or {}))
+
+    def _gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        leaf = self._leaf(tensor)
+        return tensor.grad if leaf is None else leaf.now
+
+    def _leaf(self, tensor: torch.Tensor) -> _Leaf | None:
+        """What is known of a leaf, by the user's tensor or by its stand-in; None for what is no leaf."""
+        inputs = current_inputs()
+        met = inputs.of_example(tensor)
+        found = self._leaves.get(id(tensor if met is None else met))
+        if found is not None:
+            return found
+        before = tensor.grad if tensor.is_leaf else None  # a user's tensor is met by that
+        met = inputs.of_example(tensor)
+        tensor = tensor if met is None else met
+        if not tensor.is_leaf:
+            return None
+        self._leaves[id(tensor)] = leaf = _Leaf(tensor, before, before)
+        return leaf
+
+    def _backward(
+        self,
+        loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        grads = None if gradient is None else [gradient]
+        self._accumulate([loss], grads, retain_graph, create_graph, inputs)
+
+    def _autograd_backward(
+        self,
+        original: Callable[..., None],
+        tensors: Any,
+        grad_tensors: Any = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        grad_variables: Any = None,
+        inputs: Any = None,
+    ) -> None:
+        """What `torch.autograd.backward` does, in the trace; a checkpoint's own stays as it is."""
+        if in_backward():
+            return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
+        grads = grad_tensors if grad_variables is None else grad_variables
+        roots, seeds = ([each] if isinstance(each, torch.Tensor) else each for each in (tensors, grads))
+        return self._accumulate(list(roots), seeds, retain_graph, create_graph, inputs)
+
+    def _accumulate(
+        self,
+        roots: Sequence[torch.Tensor],
+        seeds: Sequence[torch.Tensor | None] | None,
+        retain_graph: bool | None,
+        create_graph: bool,
+        inputs: Any,
+    ) -> None:
+        if self._retains or create_graph:
+            what = (
+                "a tensor retains its gradient"
+                if self._retains
+                else "`backward(create_graph=True)` is called"
+            )
+            raise refusal(
+                f"{what} inside of a compiled step",
+                fix="ask for it by `torch.autograd.grad`, which is compiled",
+            )
+        wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs
+        ends = _leaves_behind(roots) if wanted is None else list(wanted)
+        found: Sequence[torch.Tensor | None] = torch.autograd.grad(
+            roots, ends, seeds, retain_graph=retain_graph, allow_unused=True
+        )
+        with torch.no_grad():
+            for end, grad in zip(ends, found, strict=True):
+                if grad is not None:
+                    self._add(end, grad)
+
+    def _add(self, end: torch.Tensor, grad: torch.Tensor) -> None:
+        leaf = self._leaf(end)
+        if leaf is None:
+            raise refusal(
+                "`backward(inputs=)` is given a tensor that is no leaf", fix="use `torch.autograd.grad`"
+            )
+        if grad.layout is not torch.strided:
+            raise refusal(
+                f"a parameter of size {list(grad.shape)} gets a sparse gradient",
+                fix="let it be dense (`nn.Embedding(..., sparse=False)`), or call `backward()` outside",
+            )
+        leaf.now = _laid_out_like(grad, leaf.tensor) if leaf.now is None else leaf.now.add_(grad)
+
+
+def _leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The leaves that a backward from `roots` gives gradients to, as the program sees them.
+
+    Raises:
+        UnsupportedProgram: one was computed before the step, and its gradient would go on from there; or its
+            hooks would run while the step is traced, and then no more.
+    """
+    ends: list[torch.Tensor] = []
+    inputs = current_inputs()
+    stand_ins = {id(one.leaf): one for one in inputs.behind(roots)}
+    with torch_functions_off():  # which would look at stand-ins in their places
+        hooked = {key for key, one in stand_ins.items() if has_grad_hooks(one.example)}
+    for variable in (node.variable for node in nodes_behind(roots) if hasattr(node, "variable")):
+        one = stand_ins.get(id(variable))
+        if one is not None and not one.example.is_leaf:
+            raise UnsupportedProgram(
+                f"`{one.slot}` gets a gradient, and was computed before the step",
+                stage="joint",
+                fix="detach it, or compute it inside",
+            )
+        if one is not None and id(variable) in hooked:
+            raise UnsupportedProgram(
+                f"`{one.slot}` has hooks of its gradient (`register_hook`)",
+                stage="joint",
+                fix="do what they do between `backward()` and the optimizer's step",
+            )
+        ends.append(variable if one is None else one.tensor)
+    return ends
+
+
+def _laid_out_like(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
+    """`grad` with the strides of `param`, if that has no gaps, as autograd accumulates it.
+
+    What reads gradients in the order of memory (a norm) adds up in another order otherwise. It is detached,
+    too: a view that a backward took under `no_grad` could not be written with history (`grad.add_(param)`).
+    """
+    wanted = torch.empty_like(param).stride()
+    if all(size == 1 or a == b for size, a, b in zip(grad.shape, grad.stride(), wanted, strict=True)):
+        return grad.detach()
+    return torch.empty_like(param).copy_(grad)

@@ -1,0 +1,162 @@
+"""What optimizers, scalers of gradients and schedules of learning rates do in a traced step."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import lr_scheduler
+
+from aotdist.joint.failures import refusal
+from aotdist.joint.scalars import Scalars
+from aotdist.step.scaling import Scaling
+from aotdist.torch_seam.optimizers import has_scaled, steps_heard
+from aotdist.torch_seam.patches import replaced_here
+from aotdist.torch_seam.trees import pytree
+
+
+class MakesState(Exception):
+    """The step runs as it was written: an optimizer or a scaler makes what it keeps.
+
+    Args:
+        optimizer: one that stepped, and was not known to.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        super().__init__()
+        self.optimizer = optimizer
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """What a schedule does when the call has run: it computes in Python, and is no part of the graph.
+
+    Args:
+        schedule: the schedule, whose `step` is called.
+        args: its arguments; tensors among them are results of the program.
+        kwargs: likewise.
+    """
+
+    schedule: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+
+class Turns:
+    """Who has a turn in a traced step.
+
+    Args:
+        optimizers: those that are known, whose state is handed to the program.
+        scalars: the numbers that they hold.
+        written: what each optimizer's step may write.
+
+    Attributes:
+        stepped: the optimizers that stepped, in order.
+        later: what is left to do when the call has run.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[torch.optim.Optimizer],
+        scalars: Scalars,
+        written: Callable[[torch.optim.Optimizer], Sequence[torch.Tensor]],
+    ) -> None:
+        self._optimizers = optimizers
+        self._scalars = scalars
+        self._written = written
+        self._scaling: dict[torch.amp.GradScaler, Scaling] = {}
+        self._scheduled: list[lr_scheduler.LRScheduler] = []
+        self.stepped: list[torch.optim.Optimizer] = []
+        self.later: list[Later] = []
+
+    @contextlib.contextmanager
+    def heard(self) -> Generator[None]:
+        """A step runs inside."""
+        scaler = torch.amp.GradScaler
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(steps_heard(self._before, self._after))
+            for name, instead in {
+                "scale": self._scale,
+                "unscale_": self._unscale,
+                "step": self._step,
+                "update": self._update,
+            }.items():
+                stack.enter_context(replaced_here(scaler, name, instead))
+            for schedule in _SCHEDULES:
+                stack.enter_context(replaced_here(schedule, "step", self._schedule))
+            stack.enter_context(replaced_here(lr_scheduler.LRScheduler, "get_last_lr", self._last_rates))
+            yield
+
+    def scalers(self) -> list[torch.amp.GradScaler]:
+        """The scalers that have a turn."""
+        return list(self._scaling)
+
+    def _before(self, optimizer: torch.optim.Optimizer) -> None:
+        if not any(optimizer is known for known in self._optimizers):
+            raise MakesState(optimizer)
+        self._scalars.reads = True
+
+    def _after(self, optimizer: torch.optim.Optimizer) -> None:
+        self._scalars.reads = False
+        self.stepped.append(optimizer)
+
+    def _of(self, scaler: torch.amp.GradScaler) -> Scaling:
+        if not has_scaled(scaler):
+            raise MakesState
+        return self._scaling.setdefault(scaler, Scaling(scaler))
+
+    def _scale(self, original: Callable[..., Any], scaler: torch.amp.GradScaler, outputs: Any) -> Any:
+        if not scaler.is_enabled():
+            return original(scaler, outputs)
+        return pytree.tree_map_only(torch.Tensor, self._of(scaler).scaled, outputs)
+
+    def _unscale(self, original: Callable[..., Any], scaler: torch.amp.GradScaler, optimizer: Any) -> None:
+        if not scaler.is_enabled():
+            return original(scaler, optimizer)
+        return self._of(scaler).unscale(optimizer)
+
+    def _step(
+        self,
+        original: Callable[..., Any],
+        scaler: torch.amp.GradScaler,
+        optimizer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if not scaler.is_enabled():
+            return original(scaler, optimizer, *args, **kwargs)
+        with self._of(scaler).stepping(optimizer, self._written(optimizer)):
+            return optimizer.step(*args, **kwargs)
+
+    def _update(
+        self, original: Callable[..., Any], scaler: torch.amp.GradScaler, new_scale: Any = None
+    ) -> None:
+        if not scaler.is_enabled():
+            return original(scaler, new_scale)
+        if new_scale is not None:
+            raise refusal("a scaler is given a new scale inside of a compiled step", fix="do it outside")
+        return self._of(scaler).update()
+
+    def _schedule(self, original: Callable[..., None], schedule: Any, *args: Any, **kwargs: Any) -> None:
+        self._scheduled.append(schedule)
+        self.later.append(Later(schedule, args, kwargs))
+
+    def _last_rates(self, original: Callable[..., Any], schedule: lr_scheduler.LRScheduler) -> list[Any]:
+        if any(schedule is one for one in self._scheduled):
+            raise refusal(
+                "a learning rate is read after the step of its schedule, inside of a compiled step",
+                fix="read it before that, or outside",
+            )
+        return [group["lr"] for group in schedule.optimizer.param_groups]
+
+
+_SCHEDULES: tuple[Any, ...] = (
+    lr_scheduler.LRScheduler,
+    lr_scheduler.SequentialLR,
+    lr_scheduler.ChainedScheduler,
+    lr_scheduler.ReduceLROnPlateau,
+)
+"""The classes that say what a schedule's step is."""

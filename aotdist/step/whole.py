@@ -1,0 +1,150 @@
+"""A function with `backward()`, or an optimizer's step, in it: compiled as one program without autograd."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from aotdist.compiled import AsWritten, Compiling
+from aotdist.errors import UnsupportedProgram
+from aotdist.runtime.artifact import Artifact
+from aotdist.runtime.kinds import Kinds
+from aotdist.step.attributes import Attributes
+from aotdist.step.held import HeldState, held_by, hyperparameters
+from aotdist.step.program import Now, StepProgram
+from aotdist.step.turns import MakesState
+from aotdist.torch_seam.dynamo import compiled_as_written
+from aotdist.torch_seam.modules import calls_heard
+from aotdist.torch_seam.optimizers import optimizer_hooks, steps_heard
+
+_VARYING = frozenset({"lr"})
+"""Hyperparameters that differ from call to call, before one is seen to."""
+
+
+class WholeStep:
+    """A training step, as the user wrote it.
+
+    The first call runs as it is written, and so does any other that makes state of an optimizer or a scaler.
+
+    Args:
+        run: the user's function.
+        make: compiles it.
+    """
+
+    def __init__(self, run: Callable[..., Any], make: Compiling) -> None:
+        self._run = run
+        self._make = make
+        self._optimizers: list[torch.optim.Optimizer] = []
+        self._varying = set(_VARYING)
+        self._hyperparameters: list[dict[str, Any]] = []
+        self._held: HeldState | None = None
+        self._attributes: list[Attributes] = []
+        self._names: dict[int, str] = {}
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._has_run = False
+        self._programs: dict[Any, list[StepProgram]] = {}
+
+    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Do a step; returns what the user's function returns."""
+        if not self._has_run:
+            return self.as_written(args, kwargs)
+        self._notice_what_varies()
+        now = Now(self._held_now())
+        try:
+            return self._program(now)(now, args, kwargs)
+        except AsWritten:
+            return self.as_written(args, kwargs)
+        except MakesState as found:
+            if found.optimizer is None or not found.optimizer.state:
+                return self.as_written(args, kwargs)
+            self._know(found.optimizer)
+            return self(args, kwargs)
+
+    def as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Do a step eagerly, and note which optimizers have their turn."""
+        with steps_heard(self._know, lambda _: None), calls_heard(self._name), compiled_as_written():
+            result = self._run(*args, **kwargs)
+        self._has_run = True
+        return result
+
+    def artifacts(self) -> list[Artifact]:
+        """What was made so far."""
+        programs = [program for found in self._programs.values() for program in found]
+        return [artifact for program in programs for artifact in program.compiled.artifacts]
+
+    def decided(self) -> list[Kinds]:
+        """What was decided about kinds of calls."""
+        programs = [program for found in self._programs.values() for program in found]
+        return [program.compiled.artifacts.kinds for program in programs]
+
+    def reset(self) -> None:
+        """Forget every artifact; the next call compiles again."""
+        self._programs.clear()
+
+    def _know(self, optimizer: torch.optim.Optimizer) -> None:
+        if not any(optimizer is known for known in self._optimizers):
+            self._optimizers.append(optimizer)
+            self._hyperparameters += hyperparameters([optimizer])
+            self._held = None
+
+    def _name(self, module: nn.Module) -> None:
+        """Note what the parameters of a module are called; it is called before those that it calls."""
+        new = [(id(param), name) for name, param in module.named_parameters() if id(param) not in self._names]
+        if new:
+            self._names.update(new)
+            self._modules.append(weakref.ref(module))
+
+    def _held_now(self) -> HeldState:
+        held = None if self._held is None else self._held.now(self._optimizers)
+        self._held = held or held_by(self._optimizers, self._names, self._varying)
+        return self._held
+
+    def _attributes_now(self, held: HeldState) -> tuple[Any, ...]:
+        if len(self._attributes) != len(self._optimizers) or not all(
+            attributes.hold() for attributes in self._attributes
+        ):
+            apart = held.all_containers()
+            self._attributes = [Attributes.of(optimizer, apart) for optimizer in self._optimizers]
+        return tuple(attributes.layout for attributes in self._attributes)
+
+    def _program(self, now: Now) -> StepProgram:
+        """The program that fits, a new one if there is none."""
+        for optimizer in self._optimizers:
+            if optimizer_hooks(optimizer):
+                raise UnsupportedProgram(
+                    f"{type(optimizer).__name__} has hooks of its step (`register_step_pre_hook`)",
+                    stage="capture",
+                    fix="call what they do before and after the step",
+                )
+        layout = (
+            tuple(map(id, self._optimizers)),
+            tuple(now.held.layout),
+            self._attributes_now(now.held),
+            tuple(self._params()),
+        )
+        programs = self._programs.setdefault(layout, [])
+        for program in programs:
+            if program.fits(now):
+                return program
+        programs.append(StepProgram(self._run, self._optimizers, self._make))
+        return programs[-1]
+
+    def _params(self) -> Iterator[int]:
+        """The parameters of the modules, by identity: an optimizer may have others than a module by now."""
+        for reference in self._modules:
+            module = reference()
+            yield from map(id, () if module is None else module.parameters())
+
+    def _notice_what_varies(self) -> None:
+        """Hyperparameters that were changed since the last call are inputs from now on."""
+        now = hyperparameters(self._optimizers)
+        for before, after in zip(self._hyperparameters, now, strict=False):
+            varying = {key for key in before.keys() & after.keys() if before[key] != after[key]}
+            if not varying <= self._varying:
+                self._varying |= varying
+                self._held = None
+        self._hyperparameters = now
