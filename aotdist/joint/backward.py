@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -21,7 +21,6 @@ from aotdist.convention.metadata import takes_any_size
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import NodeOut, kept_slots
 from aotdist.joint.alike import Computed
-from aotdist.joint.arrivals import Arrival
 from aotdist.joint.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
 from aotdist.joint.inputs import StandIn
 from aotdist.joint.lifting import Lifting, Recalling
@@ -43,7 +42,6 @@ from aotdist.subclasses.protocol import (
 from aotdist.torch_seam.autograd import (
     REENTRANT_CHECKPOINT,
     custom_functions,
-    hear_of_gradient,
     leaves_behind,
     mixes_gradients,
     run_accumulating_backward,
@@ -90,7 +88,6 @@ class Backward:
         ends: the differentiable ones among `node_outs`, with their tensors.
         wanted: for each input that may get gradients, where they arrive; its leaf comes first.
         mode: the mode that the program ran in, for tensors that it closes over; every run is inside of it.
-        arrivals: the bases among `ends` whose gradient comes through a view.
         shown: a context for each run, which sets what the user's code sees of its tensors.
         in_python: watches what each run changes in Python.
         views: results that are made outside as views of an end, where they may get a gradient.
@@ -103,14 +100,13 @@ class Backward:
         ends: Sequence[End],
         wanted: Sequence[Wanted],
         mode: Lifting | Recalling,
-        arrivals: Mapping[NodeOutIdx, Arrival],
         shown: Callable[[], AbstractContextManager[None]],
         in_python: InBackward,
         views: Sequence[torch.Tensor] = (),
     ) -> None:
         recorder.phase = "backward"
         self._recorder = recorder
-        self._ends, self._wanted, self._arrivals = ends, wanted, arrivals
+        self._ends, self._wanted = ends, wanted
         self.mode, self.shown, self.in_python = mode, shown, in_python
         self._autocast, self._views = recorder.backward_autocast, views
         if ends and not wanted:
@@ -139,21 +135,6 @@ class Backward:
         if not 1 < len(indices) <= _MOST_CHOICES:
             return []
         return [some for k in range(1, len(indices)) for some in itertools.combinations(indices, k)]
-
-    @contextmanager
-    def noting_arrivals(self) -> Generator[list[PrimalIdx]]:
-        """A list that is filled with inputs, in the order in which their gradients arrive inside."""
-        arrived: list[PrimalIdx] = []
-        handles = [
-            hear_of_gradient(leaf, lambda _, idx=idx: arrived.append(idx))
-            for idx, (leaf, *_) in self._wanted
-            if isinstance(leaf, torch.Tensor)
-        ]
-        try:
-            yield arrived
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def is_differentiable(self) -> bool:
         """Whether the gradients may have a history; those of a reentrant checkpoint have none."""
@@ -191,7 +172,7 @@ class Backward:
             naming = naming_failures_of_backward(of_assumed=tangents is None)
             for context in (self._autocast(), self.mode, naming):
                 stack.enter_context(context)
-            starts = [self._start(idx, tensor, given[idx], stack) for idx, tensor in ends]
+            starts = [(tensor, given[idx]) for idx, tensor in ends]
             parts = parts_without_gradient(self._views, [start for start, _ in starts])
             starts += [(part, _nothing_for(part)) for part in parts]
             tensors, first = zip(*starts, strict=True)
@@ -204,16 +185,6 @@ class Backward:
                 grad = self.mode.swap(grad)  # a function of the user's may return what it closes over
                 grads[idx] = grads[idx] + grad if idx in grads else grad
         return Computed(grads, self.in_python.kept)
-
-    def _start(
-        self, idx: NodeOutIdx, tensor: torch.Tensor, tangent: torch.Tensor, stack: ExitStack
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensor at which autograd starts for a result, and the gradient that it starts with."""
-        arrival = self._arrivals.get(idx)
-        if arrival is None:
-            return tensor, tangent
-        stack.enter_context(arrival.bringing(tangent))
-        return arrival.view, _nothing_for(arrival.view)
 
 
 def _nothing_for(tensor: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,6 @@ from aotdist.joint.own_leaves import refuse_uses_of_own_leaves
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.sizes import NumberStep, numbers_of_data
 from aotdist.subclasses.protocol import leaves, recipe_of, refuse_unknown_subclass, same_layout
-from aotdist.torch_seam.autograd import sequence_nr
 from aotdist.torch_seam.functional import data_writes, functional_value, metadata_written, storage_changes
 
 
@@ -64,11 +63,6 @@ class ForwardEffects:
         """What is made of a result outside, where it may get a gradient."""
         pairs = zip(self.outs, self.outputs.facts, strict=True)
         return [out for out, fact in pairs if isinstance(fact, ViewOfIntermediate) and out.requires_grad]
-
-    def heard(self) -> tuple[NodeOutIdx, ...]:
-        """See `BackwardFacts.heard`: autograd takes the node that was made last first."""
-        ends = sorted(self.ends(), key=lambda end: sequence_nr(end[1].grad_fn), reverse=True)
-        return tuple(idx for idx, _ in ends)
 
     def can_be_followed(self) -> bool:
         """Whether gradients of what the caller holds can be: inputs at most show their elements otherwise."""

@@ -240,7 +240,6 @@ class LaterBackwards:
             ends=ends,
             wanted=self._wanted_of_double_backward(given),
             mode=self._recalling,
-            arrivals={},
             shown=self._backward.shown,
             in_python=self._backward.in_python.beyond(),
         )

@@ -175,7 +175,7 @@ def with_hooks(tensors: Values) -> list[Sight]:
             continue
         met.clear()
         torch.autograd.backward(tensor, tangent_for(tensor, 3), retain_graph=True)
-        sights.append({f"hooks from {end}": list(met)})
+        sights.append({f"hooks from {end}": sorted(met)})
         sights.append({f"{name}.grad from {end}": seen(t.grad) for name, t in tensors.items()})
         for t in tensors.values():
             t.grad = None
