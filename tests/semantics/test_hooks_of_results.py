@@ -55,7 +55,7 @@ def test_called_as_in_eager(program: Callable[..., Results]) -> None:
 
 
 def heard(call: Callable[..., Results], order: tuple[Any, ...], some: list[Any]) -> list[Any]:
-    """What hooks hear, by tensor, that are registered in this order, if some of the tensors get a gradient."""
+    """What hooks that are registered in this order hear, by tensor, if some tensors get a gradient."""
     log: list[Any] = []
     leaves = [torch.linspace(-1, 1, 6).view(2, 3).requires_grad_() for _ in range(2)]
     x, w = (leaf * 1 for leaf in leaves)
