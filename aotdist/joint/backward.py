@@ -24,14 +24,11 @@ from aotdist.joint.alike import Computed
 from aotdist.joint.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
 from aotdist.joint.inputs import StandIn
 from aotdist.joint.lifting import Lifting, Recalling
-from aotdist.joint.parts import parts_without_gradient
 from aotdist.joint.recorder import Recorder
 from aotdist.program import NodeOutIdx, PrimalIdx, Role, Row, Slot
 from aotdist.subclasses.protocol import (
-    Plain,
     Recipe,
     Wrapper,
-    is_wrapper,
     leaves,
     mixes_with_plain,
     plain_tensors,
@@ -90,7 +87,6 @@ class Backward:
         mode: the mode that the program ran in, for tensors that it closes over; every run is inside of it.
         shown: a context for each run, which sets what the user's code sees of its tensors.
         in_python: watches what each run changes in Python.
-        views: results that are made outside as views of an end, where they may get a gradient.
     """
 
     def __init__(
@@ -102,13 +98,12 @@ class Backward:
         mode: Lifting | Recalling,
         shown: Callable[[], AbstractContextManager[None]],
         in_python: InBackward,
-        views: Sequence[torch.Tensor] = (),
     ) -> None:
         recorder.phase = "backward"
         self._recorder = recorder
         self._ends, self._wanted = ends, wanted
         self.mode, self.shown, self.in_python = mode, shown, in_python
-        self._autocast, self._views = recorder.backward_autocast, views
+        self._autocast = recorder.backward_autocast
         if ends and not wanted:
             raise requires_grad_by_itself(node_outs[ends[0][0]].slot)
         self._tangents = {
@@ -172,10 +167,7 @@ class Backward:
             naming = naming_failures_of_backward(of_assumed=tangents is None)
             for context in (self._autocast(), self.mode, naming):
                 stack.enter_context(context)
-            starts = [(tensor, given[idx]) for idx, tensor in ends]
-            parts = parts_without_gradient(self._views, [start for start, _ in starts])
-            starts += [(part, _nothing_for(part)) for part in parts]
-            tensors, first = zip(*starts, strict=True)
+            tensors, first = zip(*((tensor, given[idx]) for idx, tensor in ends), strict=True)
             stack.enter_context(self.shown())
             stack.enter_context(self.in_python.running(choice, self._recorder.shape_env, self._recorder.told))
             found = heard_of(run(tensors, wanted, first, retain_graph=retain_graph))
@@ -185,16 +177,6 @@ class Backward:
                 grad = self.mode.swap(grad)  # a function of the user's may return what it closes over
                 grads[idx] = grads[idx] + grad if idx in grads else grad
         return Computed(grads, self.in_python.kept)
-
-
-def _nothing_for(tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient of zeros for a traced tensor, of the kind that is assumed."""
-    recipe = tangent_recipe(recipe_of(tensor))
-    if isinstance(recipe, Plain) and is_wrapper(tensor):
-        return torch.zeros(recipe.size, dtype=recipe.dtype, device=tensor.device)
-    # Rebuilt around plain zeros, since a wrapper's class may have no `zeros_like`; `zeros` would take sizes.
-    zeros = [torch.zeros_like(plain, requires_grad=False) for plain in plain_tensors(tensor)]
-    return rebuild(recipe, zeros)
 
 
 def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:

@@ -153,7 +153,6 @@ class BackwardTrace:
             mode=forward.lifting,
             shown=functools.partial(self._context.classes.shown, asked=asked),
             in_python=self._in_python,
-            views=forward.views_of_ends(),
         )
 
     def _starts(self) -> list[torch.Tensor]:

@@ -6,12 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from aotdist.convention.changes import INVERSES
 from aotdist.convention.naming import NAMED
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import Action, DataWritten, InputFact, IsInput, MetadataWrite, NodeOut, ViewOfIntermediate
+from aotdist.facts import Action, DataWritten, InputFact, IsInput, MetadataWrite, NodeOut
 from aotdist.joint.backward import End, Result, requires_grad_by_itself, value_results
 from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.context import TraceContext
@@ -60,11 +58,6 @@ class ForwardEffects:
         """The differentiable results."""
         tensors = self.outputs.tensors
         return [(idx, tensors[idx]) for idx, out in self.node_outs.enumerate() if out.differentiable]
-
-    def views_of_ends(self) -> list[torch.Tensor]:
-        """What is made of a result outside, where it may get a gradient."""
-        pairs = zip(self.outs, self.outputs.facts, strict=True)
-        return [out for out, fact in pairs if isinstance(fact, ViewOfIntermediate) and out.requires_grad]
 
     def can_be_followed(self) -> bool:
         """Whether gradients of what the caller holds can be: inputs at most show their elements otherwise."""

@@ -251,7 +251,7 @@ class Gates:
 
 
 def _has_no_hooks(point: torch.Tensor) -> bool:
-    """Whether nobody's hooks are lost if a waypoint gets others, and none are put in another order."""
+    """Whether nobody's hooks are lost if a waypoint gets others, and eager would not call them with None."""
     return hooks_of_gradient(point) is None and not has_several_results(point)
 
 
