@@ -37,10 +37,10 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (56_770, 42_000),
-    "lines of its core": (33_560, 23_500),
-    "classes of its core": (332, 200),
-    "files of aotdist/": (353, 235),
+    "lines of aotdist/": (56_184, 42_000),
+    "lines of its core": (33_001, 23_500),
+    "classes of its core": (328, 200),
+    "files of aotdist/": (348, 235),
     "import floors": (23, 15),
     "most parameters of a function": (13, 8),
     "most fields of a class": (21, 14),
