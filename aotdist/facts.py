@@ -342,13 +342,10 @@ class Passages:
         waypoints: in the order in which the program made them.
         levels: for each node output, one more than the position of the last waypoint that its gradient
             passes; 0 if it passes none.
-        raised: node outputs of a higher level: autograd runs their nodes before those of waypoints that they
-            do not pass.
     """
 
     waypoints: tuple[Waypoint, ...]
     levels: Row[NodeOutIdx, int]
-    raised: frozenset[NodeOutIdx] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,10 +463,8 @@ class BackwardFacts:
         choices: choices of results for which it was traced separately.
         adds_layouts: whether it adds gradients of different layouts (DTensors of other placements), so that
             the backward of some of the results is more than a part of this one.
-        arrived: inputs that get gradients, in the order in which these arrive in eager.
         freed: results in whose histories autograd frees the same saved tensors after a backward, so that
             there is no other backward of these; each such set once.
-        heard: differentiable node outputs, in the order in which autograd calls their hooks in eager.
     """
 
     grads: Row[PrimalIdx, Recipe | None]
@@ -481,9 +476,7 @@ class BackwardFacts:
     once: bool = False
     choices: tuple[Choice, ...] = ()
     adds_layouts: bool = False
-    arrived: tuple[PrimalIdx, ...] = ()
     freed: frozenset[frozenset[NodeOutIdx]] = frozenset()
-    heard: tuple[NodeOutIdx, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -309,7 +309,7 @@ class _DifferentiableParts:
     @alone
     def _make(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
         with users_modes_off():
-            joint = self._cut if in_parts else linked(self._cut, arrived)
+            joint = self._cut if in_parts else linked(self._cut)
             graph = gradients(joint, self._plan, outs)
             missing = [slot for slot in graph.ins if slot.role in GRADIENT_ROLES and slot not in arrived]
             graph = without_tangents(graph, missing, any_strides=True)

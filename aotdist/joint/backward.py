@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Generator, Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -21,19 +21,15 @@ from aotdist.convention.metadata import takes_any_size
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import NodeOut, kept_slots
 from aotdist.joint.alike import Computed
-from aotdist.joint.arrivals import Arrival
 from aotdist.joint.classes import users_code
 from aotdist.joint.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
 from aotdist.joint.inputs import StandIn
 from aotdist.joint.lifting import Lifting, Recalling
-from aotdist.joint.parts import parts_without_gradient
 from aotdist.joint.recorder import Recorder
 from aotdist.program import NodeOutIdx, PrimalIdx, Role, Row, Slot
 from aotdist.subclasses.protocol import (
-    Plain,
     Recipe,
     Wrapper,
-    is_wrapper,
     leaves,
     mixes_with_plain,
     plain_tensors,
@@ -44,7 +40,6 @@ from aotdist.subclasses.protocol import (
 from aotdist.torch_seam.autograd import (
     REENTRANT_CHECKPOINT,
     custom_functions,
-    hear_of_gradient,
     leaves_behind,
     mixes_gradients,
     run_accumulating_backward,
@@ -91,9 +86,7 @@ class Backward:
         ends: the differentiable ones among `node_outs`, with their tensors.
         wanted: for each input that may get gradients, where they arrive; its leaf comes first.
         mode: the mode that the program ran in, for tensors that it closes over; every run is inside of it.
-        arrivals: the bases among `ends` whose gradient comes through a view.
         in_python: watches what each run changes in Python.
-        views: results that are made outside as views of an end, where they may get a gradient.
     """
 
     def __init__(
@@ -103,15 +96,13 @@ class Backward:
         ends: Sequence[End],
         wanted: Sequence[Wanted],
         mode: Lifting | Recalling,
-        arrivals: Mapping[NodeOutIdx, Arrival],
         in_python: InBackward,
-        views: Sequence[torch.Tensor] = (),
     ) -> None:
         recorder.phase = "backward"
         self._recorder = recorder
-        self._ends, self._wanted, self._arrivals = ends, wanted, arrivals
+        self._ends, self._wanted = ends, wanted
         self.mode, self.in_python = mode, in_python
-        self._autocast, self._views = recorder.backward_autocast, views
+        self._autocast = recorder.backward_autocast
         if ends and not wanted:
             raise requires_grad_by_itself(node_outs[ends[0][0]].slot)
         self._tangents = {
@@ -138,21 +129,6 @@ class Backward:
         if not 1 < len(indices) <= _MOST_CHOICES:
             return []
         return [some for k in range(1, len(indices)) for some in itertools.combinations(indices, k)]
-
-    @contextmanager
-    def noting_arrivals(self) -> Generator[list[PrimalIdx]]:
-        """A list that is filled with inputs, in the order in which their gradients arrive inside."""
-        arrived: list[PrimalIdx] = []
-        handles = [
-            hear_of_gradient(leaf, lambda _, idx=idx: arrived.append(idx))
-            for idx, (leaf, *_) in self._wanted
-            if isinstance(leaf, torch.Tensor)
-        ]
-        try:
-            yield arrived
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def is_differentiable(self) -> bool:
         """Whether the gradients may have a history; those of a reentrant checkpoint have none."""
@@ -190,10 +166,7 @@ class Backward:
             naming = naming_failures_of_backward(of_assumed=tangents is None)
             for context in (self._autocast(), self.mode, naming):
                 stack.enter_context(context)
-            starts = [self._start(idx, tensor, given[idx], stack) for idx, tensor in ends]
-            parts = parts_without_gradient(self._views, [start for start, _ in starts])
-            starts += [(part, _nothing_for(part)) for part in parts]
-            tensors, first = zip(*starts, strict=True)
+            tensors, first = zip(*((tensor, given[idx]) for idx, tensor in ends), strict=True)
             stack.enter_context(users_code(self.mode.swap))
             stack.enter_context(self.in_python.running(choice, self._recorder.shape_env, self._recorder.told))
             found = heard_of(run(tensors, wanted, first, retain_graph=retain_graph))
@@ -203,26 +176,6 @@ class Backward:
                 grad = self.mode.swap(grad)  # a function of the user's may return what it closes over
                 grads[idx] = grads[idx] + grad if idx in grads else grad
         return Computed(grads, self.in_python.kept)
-
-    def _start(
-        self, idx: NodeOutIdx, tensor: torch.Tensor, tangent: torch.Tensor, stack: ExitStack
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The tensor at which autograd starts for a result, and the gradient that it starts with."""
-        arrival = self._arrivals.get(idx)
-        if arrival is None:
-            return tensor, tangent
-        stack.enter_context(arrival.bringing(tangent))
-        return arrival.view, _nothing_for(arrival.view)
-
-
-def _nothing_for(tensor: torch.Tensor) -> torch.Tensor:
-    """A gradient of zeros for a traced tensor, of the kind that is assumed."""
-    recipe = tangent_recipe(recipe_of(tensor))
-    if isinstance(recipe, Plain) and is_wrapper(tensor):
-        return torch.zeros(recipe.size, dtype=recipe.dtype, device=tensor.device)
-    # Rebuilt around plain zeros, since a wrapper's class may have no `zeros_like`; `zeros` would take sizes.
-    zeros = [torch.zeros_like(plain, requires_grad=False) for plain in plain_tensors(tensor)]
-    return rebuild(recipe, zeros)
 
 
 def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:

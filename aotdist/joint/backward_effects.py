@@ -17,7 +17,6 @@ from aotdist.convention.naming import NAMED
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import BackwardFacts, BackwardWrite, Choice
 from aotdist.joint.alike import Computed
-from aotdist.joint.arrivals import find_arrivals
 from aotdist.joint.backward import (
     Backward,
     Chosen,
@@ -89,7 +88,7 @@ class BackwardTrace:
         can_hold = cuts and is_linear(self._ends)
         held = held_tensors(forward.outs, forward.outputs, forward.writes, row) if can_hold else []
         self._waypoints = Waypoints(held, self._ends)
-        self._backward = self._backward_of(forward, fits=fits)
+        self._backward = self._backward_of(forward)
         self._nonlinear = self._backward.choices() if context.options.cuts else []
 
     def effects(self) -> BackwardEffects:
@@ -102,7 +101,7 @@ class BackwardTrace:
         functions = custom_functions([tensor for _, tensor in self._ends])
         sums = LayoutSums()
         with self._waypoints.watched(recorder), sums if len(self._ends) > 1 else nullcontext():
-            with backward.noting_arrivals() as arrived, recorder.noting_writers() as writers:
+            with recorder.noting_writers() as writers:
                 whole = backward.run(retain_graph=self._may_run_later or len(self._ends) > 1)
         row = self._inputs.row()
         context.refuse_accumulation()
@@ -138,13 +137,11 @@ class BackwardTrace:
             once=once,
             choices=chosen,
             adds_layouts=sums.differ,
-            arrived=tuple(dict.fromkeys(arrived)),
             freed=self._freed,
-            heard=forward.heard(),
         )
         return BackwardEffects(backward, whole.grads, facts, grads + of_choices + written)
 
-    def _backward_of(self, forward: ForwardEffects, *, fits: bool) -> Backward:
+    def _backward_of(self, forward: ForwardEffects) -> Backward:
         """What runs autograd from the differentiable results."""
         return Backward(
             recorder=self._recorder,
@@ -152,9 +149,7 @@ class BackwardTrace:
             ends=self._ends,
             wanted=forward.metadata.gradient_ends(self._inputs.row()),
             mode=forward.lifting,
-            arrivals=find_arrivals(forward.outs, forward.outputs.facts, self._ends) if fits else {},
             in_python=self._in_python,
-            views=forward.views_of_ends(),
         )
 
     def _written_of_nobody(self, writers: Writers) -> list[torch.fx.Node]:

@@ -1,8 +1,4 @@
-"""The conjugate and negative bits of a tensor: its memory is read as the conjugate, or negated.
-
-Complex numbers are negated as pairs of real ones, as eager negates views of their parts: the vectorised
-kernel for complex numbers subtracts from zero, and a zero loses its sign (torch 2.13).
-"""
+"""The conjugate and negative bits of a tensor: its memory is read as the conjugate, or negated."""
 
 from __future__ import annotations
 
@@ -25,17 +21,7 @@ def memory_to_read_as(model: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """What memory has to hold for a tensor with the bits of `model` to be equal to `value`."""
     memory = with_bits_flipped(value, value)
     if value.is_neg() != model.is_neg():
-        memory = _negated_by_parts(memory) if memory.is_complex() else torch.ops.aten.neg.default(memory)
+        memory = torch.ops.aten.neg.default(memory)
     if value.is_conj() != model.is_conj():
         memory = torch.ops.aten._conj_physical.default(memory)
     return memory
-
-
-def with_negation_done(numbers: torch.Tensor) -> torch.Tensor:
-    """Real numbers that have the negative bit, negated in memory instead: `resolve_neg`, as two operators."""
-    return torch.ops.aten.neg.default(torch.ops.aten._neg_view.default(numbers))
-
-
-def _negated_by_parts(numbers: torch.Tensor) -> torch.Tensor:
-    parts = torch.ops.aten.view_as_real.default(numbers)
-    return torch.ops.aten.view_as_complex.default(torch.ops.aten.neg.default(parts))

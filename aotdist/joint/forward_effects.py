@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from aotdist.convention.changes import INVERSES
+from aotdist.convention.naming import NAMED
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import Action, DataWritten, InputFact, IsInput, MetadataWrite, NodeOut, ViewOfIntermediate
+from aotdist.facts import Action, DataWritten, InputFact, IsInput, MetadataWrite, NodeOut
 from aotdist.joint.backward import End, Result, requires_grad_by_itself, value_results
 from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.context import TraceContext
@@ -23,7 +22,7 @@ from aotdist.joint.own_leaves import refuse_uses_of_own_leaves
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.sizes import NumberStep, numbers_of_data
 from aotdist.subclasses.protocol import leaves, recipe_of, refuse_unknown_subclass, same_layout
-from aotdist.torch_seam.autograd import sequence_nr
+from aotdist.torch_seam.autograd import history_of
 from aotdist.torch_seam.functional import data_writes, functional_value, metadata_written, storage_changes
 
 
@@ -59,16 +58,6 @@ class ForwardEffects:
         """The differentiable results."""
         tensors = self.outputs.tensors
         return [(idx, tensors[idx]) for idx, out in self.node_outs.enumerate() if out.differentiable]
-
-    def views_of_ends(self) -> list[torch.Tensor]:
-        """What is made of a result outside, where it may get a gradient."""
-        pairs = zip(self.outs, self.outputs.facts, strict=True)
-        return [out for out, fact in pairs if isinstance(fact, ViewOfIntermediate) and out.requires_grad]
-
-    def heard(self) -> tuple[NodeOutIdx, ...]:
-        """See `BackwardFacts.heard`: autograd takes the node that was made last first."""
-        ends = sorted(self.ends(), key=lambda end: sequence_nr(end[1].grad_fn), reverse=True)
-        return tuple(idx for idx, _ in ends)
 
     def can_be_followed(self) -> bool:
         """Whether gradients of what the caller holds can be: inputs at most show their elements otherwise."""
@@ -108,6 +97,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: Lifting) -
     context.refuse_accumulation()
     for idx, one in row.enumerate():
         _refuse_write(one, reshaped=metadata.is_reshaped(idx))
+    _refuse_uncounted(context)
     writes, rewinds = forward_writes(row, outputs, metadata, storages, recorder.strided)
     node_outs = Row[NodeOutIdx, NodeOut](
         NodeOut(
@@ -177,6 +167,23 @@ def _mark_reshaped(context: TraceContext, metadata: Metadata) -> None:
         stand_in = context.inputs.row()[idx]
         for inner, _ in leaves(stand_in.recipe):
             context.recorder.placeholder(Slot("primal", stand_in.slot.path, inner)).meta["reshaped"] = True
+
+
+def _refuse_uncounted(context: TraceContext) -> None:
+    """Refuse writes of views that autograd does not count, so that these keep their history in eager."""
+    log, inputs = context.log, context.inputs
+    for idx, tensor in inputs.views():
+        history = history_of(tensor)
+        if history is None or history.name() == NAMED:
+            continue
+        if any(log.views.is_or_shows(write.tensor, tensor) for write in log.uncounted):
+            raise UnsupportedProgram(
+                f"`{inputs.row()[idx].slot}` is a view that an operator of lists with wrappers writes: in "
+                "eager what it is a view of gets a history, and it keeps its own",
+                stage="joint",
+                fix="write it by itself (`x.mul_(2)` for `torch._foreach_mul_([x], 2)`), or take the view "
+                "inside",
+            )
 
 
 def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:

@@ -240,7 +240,6 @@ class LaterBackwards:
             ends=ends,
             wanted=self._wanted_of_double_backward(given),
             mode=self._recalling,
-            arrivals={},
             in_python=self._backward.in_python.beyond(),
         )
         found, failure = _tried(backward, [tensor for _, tensor in ends])

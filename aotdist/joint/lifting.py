@@ -23,7 +23,6 @@ from aotdist.joint.failures import accumulates_inside, refusal
 from aotdist.joint.inputs import Inputs
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.storages import Storages
-from aotdist.joint.written_views import WrittenViews
 from aotdist.program import PrimalIdx
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.autograd import in_backward
@@ -62,7 +61,6 @@ class Lifting(TorchFunctionMode):
         view_mode: is told of writes of storage and history, and of views that only this mode sees.
         storages: gives what the program is shown for the storages of its tensors.
         higher_order: runs operators that are handed functions.
-        written_views: is asked to notice the history of inputs that the last function wrote.
 
     Attributes:
         ran_backward: whether the program asked autograd for gradients itself.
@@ -80,7 +78,6 @@ class Lifting(TorchFunctionMode):
         storages: Storages,
         *,
         higher_order: Callable[[HigherOrderOperator, tuple[Any, ...], Mapping[str, Any], Lifting], Any],
-        written_views: WrittenViews,
     ) -> None:
         super().__init__()
         self._recorder = recorder
@@ -89,7 +86,6 @@ class Lifting(TorchFunctionMode):
         self._higher_order = higher_order
         self._view_mode, self._log = view_mode, view_mode.log
         self._storages = storages
-        self._written_views = written_views
         self.ran_backward = False
         self.hooked = False
         self.retained: dict[PrimalIdx, None] = {}
@@ -126,7 +122,6 @@ class Lifting(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        self._written_views.notice()
         self._view_mode.settle()
         swapped_args, swapped_kwargs = _each(self.swap, args, kwargs)
         if func in _ASKS_AUTOGRAD and _is_asked_by_the_program(inspect.currentframe()):

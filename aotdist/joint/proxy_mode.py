@@ -27,7 +27,6 @@ from aotdist.convention.philox import Stream
 from aotdist.convention.rng import draws_nothing, functional_draw
 from aotdist.joint import known
 from aotdist.joint.answers import Answers, NeedsSizes
-from aotdist.joint.bits import with_negation_done
 from aotdist.joint.fused import is_functional_step, results_like
 from aotdist.joint.kernel_results import fake_result
 from aotdist.joint.random import Draws
@@ -77,7 +76,6 @@ _KEEP_OFFSETS = frozenset(
 )
 """Operators whose result starts as far into its storage as their first argument does into its own."""
 _VIEW_AS_REAL = torch.ops.aten.view_as_real.default
-_VIEW_AS_COMPLEX = torch.ops.aten.view_as_complex.default
 _ASSERT = torch.ops.aten._assert_async.default
 _ASSERT_WITH_TEXT = torch.ops.aten._assert_async.msg
 _ASSERT_TEXT = "Expected Tensor with single nonzero value, but got zero"
@@ -179,11 +177,6 @@ class ProxyMode(ProxyTorchDispatchMode):
             # A written base has lost its bit when its views are made again; it gets it back after that.
             with self:
                 return func(args[0].resolve_conj())
-        if func is _VIEW_AS_COMPLEX and args[0].is_neg():
-            # What was written to the parts of conjugates goes into their base; once it is complex, a zero
-            # that is to be negated may lose its sign, see `aotdist.joint.bits`.
-            with self:
-                return func(with_negation_done(args[0]))
         if func in _KEEP_OFFSETS and args[0].storage_offset() != 0:
             with uncached_fake(args[0]):  # the cache forgets offsets of what is no view
                 return self._dispatch(func, types, args, kwargs)

@@ -31,7 +31,6 @@ from aotdist.joint.lifting import Lifting, Recalling
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.storages import Storages
 from aotdist.joint.symbols import Symbols
-from aotdist.joint.written_views import WrittenViews
 from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import class_functions_off
@@ -185,7 +184,6 @@ def _run_forward(
     """What a program returns for stand-ins of its inputs, and the torch-function mode that it ran in."""
     recorder, inputs, stand_in = context.recorder, context.inputs, context.stand_in
     control_flow = ControlFlow(Enclosing(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
-    written_views = WrittenViews(inputs, context.log)
     inputs.show_attributes()
     lifting = Lifting(
         recorder,
@@ -194,7 +192,6 @@ def _run_forward(
         context.view_mode,
         context.storages,
         higher_order=control_flow,
-        written_views=written_views,
     )
     with (
         swapped_where_unheard(lifting.swap),
@@ -206,7 +203,6 @@ def _run_forward(
         naming_outdated_views(context.log),
     ):
         outs = program.fn(*tensors)
-        written_views.notice()
         context.view_mode.settle()
     recorder.draws.check()
     recorder.answers.forget()

@@ -8,7 +8,6 @@ waypoint; `aotdist.partition.gates.linked` closes the cuts again.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from aotdist.facts import NO_PASSAGES, HeldPlace, Passages, Waypoint
 from aotdist.joint.recorder import Recorder
 from aotdist.program import NodeOutIdx, Row, Slot
 from aotdist.subclasses.protocol import leaves, plain_tensors, rebuild, recipe_of
-from aotdist.torch_seam.autograd import has_several_results, sequence_nr
+from aotdist.torch_seam.autograd import sequence_nr
 
 Node: TypeAlias = Any
 """A node of autograd's graph."""
@@ -43,13 +42,6 @@ class HeldTensor:
     place: HeldPlace
     value: NodeOutIdx | None
     tensor: torch.Tensor
-
-    def is_shielded(self) -> bool:
-        """Whether its hooks are not called where there is no gradient (`aotdist.runtime.hooks.shield`).
-
-        Those of several views that one operator made are called in the order in which they are registered.
-        """
-        return self.value is not None or not has_several_results(self.tensor)
 
     def edge(self) -> Edge:
         """The edge at which its gradients arrive."""
@@ -84,22 +76,13 @@ class Waypoints:
         edges = [edge for edge, bit in bits.items() if passed & bit]
         edges.sort(key=lambda edge: sequence_nr(edge[0]))
         self._passing = {edge: _Passing(by_edge[edge]) for edge in edges}
-        least = {
+        self._levels = {
             idx: max(
                 (k + 1 for k, edge in enumerate(edges) if reached[tensor.grad_fn] & bits[edge]), default=0
             )
             for idx, tensor in ends
             if edges
         }
-        # What passes a gate leads to its waypoints: if not shielded, their hooks would hear of nothing.
-        leads_out = any(not by_edge[edge].is_shielded() for edge in edges)
-        numbers = [] if leads_out else [sequence_nr(edge[0]) for edge in edges]
-        self._levels = {
-            idx: _raised(least[idx], least.values(), bisect_left(numbers, sequence_nr(tensor.grad_fn)))
-            for idx, tensor in ends
-            if edges
-        }
-        self._raised = frozenset(idx for idx, level in self._levels.items() if level > least[idx])
 
     @contextmanager
     def watched(self, recorder: Recorder) -> Generator[None]:
@@ -130,7 +113,7 @@ class Waypoints:
         if not self._passing:
             return NO_PASSAGES
         levels = Row[NodeOutIdx, int](self._levels.get(NodeOutIdx(k), 0) for k in range(num_values))
-        return Passages(tuple(map(_fact, self._passing.values())), levels, self._raised)
+        return Passages(tuple(map(_fact, self._passing.values())), levels)
 
     def results(self, recorder: Recorder) -> list[tuple[Slot, torch.fx.Node | None]]:
         """Results of the recorded graph: of each waypoint the sum and its summands."""
@@ -142,17 +125,6 @@ class Waypoints:
             for position, piece in enumerate(passing.pieces):
                 found += zip(fact.piece_slots(position), _values(recorder, piece), strict=True)
         return found
-
-
-def _raised(least: int, levels: Iterable[int], before: int) -> int:
-    """The level of a result, so that its hooks are called before those of waypoints that were made earlier.
-
-    Args:
-        least: the level that it must have.
-        levels: those that there are.
-        before: how many waypoints were made earlier.
-    """
-    return max([least, *(level for level in levels if level <= before)])
 
 
 def _fact(passing: _Passing) -> Waypoint:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch.fx import Node
 
 from aotdist.facts import Facts
@@ -24,8 +23,6 @@ from aotdist.partition.returning import returning
 from aotdist.partition.split import backward_from
 from aotdist.partition.traits import is_late, is_random
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, Slot, Split
-
-_ADD = torch.ops.aten.add.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,30 +40,23 @@ class Gate:
     pieces: tuple[tuple[int, int], ...]
 
 
-def linked(cut: Graph, met: Collection[Slot] = ()) -> Graph:
-    """The joint graph without cuts: what arrives at a waypoint goes on from there.
-
-    Args:
-        cut: the joint graph.
-        met: waypoints that stay arguments: views with a gradient of their own, which comes first in the sum.
-    """
+def linked(cut: Graph) -> Graph:
+    """The joint graph without cuts: what arrives at a waypoint goes on from there."""
     arrives = {slot: node for slot, node in cut.named_results().items() if slot.role == "total"}
     goes_on = {slot: node for slot, node in cut.named_placeholders().items() if slot.role == "total"}
     if not goes_on:
         return cut
-    waiting: dict[Node | None, list[tuple[Slot, Node]]] = {}
+    waiting: dict[Node | None, list[Node]] = {}
     for slot, node in goes_on.items():
-        waiting.setdefault(arrives[slot], []).append((slot, node))
+        waiting.setdefault(arrives[slot], []).append(node)
     builder = GraphBuilder(cut.gm)
-    first = {slot: builder.placeholder(goes_on[slot]) for slot in goes_on if slot in met}
     late: dict[Node, list[Node]] = {}  # nodes that wait for a gradient recorded after them, by that gradient
 
     def go_on(node: Node) -> list[Node]:
         """Close the cuts at `node`; returns the nodes that waited for it."""
         waiters = late.pop(node, [])
-        for slot, argument in waiting.pop(node, ()):
-            own = first.get(slot)
-            builder.env[argument] = builder.env[node] if own is None else _met(builder, cut, slot, own)
+        for argument in waiting.pop(node, ()):
+            builder.env[argument] = builder.env[node]
             waiters += go_on(argument)
         return waiters
 
@@ -86,17 +76,7 @@ def linked(cut: Graph, met: Collection[Slot] = ()) -> Graph:
                 late.setdefault(lacking, []).append(now)
     kept = {slot: node for slot, node in cut.named_results().items() if slot.role not in ("total", "piece")}
     results = [None if node is None else builder.env[node] for node in kept.values()]
-    ins = [*first, *(slot for slot in cut.ins if slot not in goes_on)]
-    return builder.finish(results, ins, list(kept))
-
-
-def _met(builder: GraphBuilder, cut: Graph, total: Slot, own: Node) -> Node:
-    """The sum of a view's own gradient and its pieces, in eager's order."""
-    for slot, piece in cut.named_results().items():
-        is_theirs = slot.role == "piece" and slot.path.rpartition("#")[0] == total.path
-        if piece is not None and is_theirs and slot.inner == total.inner:
-            own = builder.call(_ADD, (own, builder.env[piece]), like=piece, name=f"{piece.name}_met")
-    return own
+    return builder.finish(results, [slot for slot in cut.ins if slot not in goes_on], list(kept))
 
 
 def plan_gates(cut: Graph, facts: Facts) -> tuple[Gate, ...]:

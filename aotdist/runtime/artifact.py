@@ -22,7 +22,7 @@ from aotdist.runtime.compilation import Compilation, Inference, Training, withou
 from aotdist.runtime.double_backward import DoubleBackward
 from aotdist.runtime.fit import MISS, Fit
 from aotdist.runtime.gate import Gates, schedule
-from aotdist.runtime.hooks import detaching, shielding, taking_turns
+from aotdist.runtime.hooks import detaching, shielding, silencing
 from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.node import make_node, without_autocast
 from aotdist.runtime.on_demand import Guard
@@ -259,7 +259,7 @@ def _hooks(compilation: Compilation, region: Training, backward: Backward) -> Ho
     return HookPlan(
         shielded=tuple(node.with_siblings() if gates is None else gates.at_once()),
         detached=tuple(node.without_grad(compilation.traced.program.examples)),
-        turns=tuple(_turns(compilation.traced.facts, node)),
+        silenced=tuple(_silenced(compilation.traced.facts, node)),
         gates=gates,
     )
 
@@ -270,19 +270,15 @@ def _gates(compilation: Compilation, region: Training, backward: Backward) -> Ga
     passages = compilation.traced.facts.backward.passages
     steps = schedule(compilation.plans, region.gates, passages)
     shielded = tuple(region.node.with_siblings())
-    return Gates(
-        steps, passages, backward.pieces, backward.takes, frozenset(region.node.on_the_way.met), shielded
-    )
+    return Gates(steps, passages, backward.pieces, shielded)
 
 
-def _turns(facts: Facts, node: NodePlan) -> list[PrimalIdx]:
-    """Inputs that get gradients and are not written, in the order in which these arrive.
-
-    None where that does not matter: one input, one result.
-    """
+def _silenced(facts: Facts, node: NodePlan) -> list[PrimalIdx]:
+    """Inputs that a backward of some results may bring no gradient; none if there is one result."""
+    if len(node.differentiable()) == 1:
+        return []
     written = facts.written()
-    found = [idx for idx in facts.backward.arrived if node.grads[idx] is not None and idx not in written]
-    return found if len(found) > 1 or len(node.differentiable()) > 1 else []
+    return [idx for idx, grad in node.grads.enumerate() if grad is not None and idx not in written]
 
 
 def _watched(call: BoxedCall, watch: AbstractContextManager[Any]) -> BoxedCall:
@@ -347,7 +343,7 @@ def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
     if hooks.gates is not None:
         return plans.switched_on.lift(hooks.gates.lift(plans, call))
     call = shielding(call, hooks.shielded)
-    call = taking_turns(call, hooks.turns)
+    call = silencing(call, hooks.silenced)
     call = detaching(call, hooks.detached)
     return plans.lift_outside(call, enables_grad=_enables_grad(compilation))
 

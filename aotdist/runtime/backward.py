@@ -6,7 +6,7 @@ The printed node runs the whole itself, and leaves the rest to `Backward`.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -25,10 +25,10 @@ from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, Slot
 from aotdist.runtime.apart import apart, in_turn, together
 from aotdist.runtime.double_backward import DoubleBackward
-from aotdist.runtime.gate import caught_on_the_way, is_watched
+from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import held_by_name, let_go, sizes_by_name
 from aotdist.runtime.joining import Joining
-from aotdist.runtime.other_kinds import CAUGHT, WATCHED, Gradients, OtherKinds, of_this_call, refusal
+from aotdist.runtime.other_kinds import Gradients, OtherKinds, of_this_call, refusal
 from aotdist.runtime.plan import ChoicePlan, Grads, NodePlan
 from aotdist.runtime.spent import Shares, keep_for_others, saved_for
 from aotdist.sizes import concrete, evaluate
@@ -44,7 +44,7 @@ class Parts(Protocol):
 
         Args:
             outs: names of results.
-            arrived: names of gradients; those of views that were caught are among them.
+            arrived: names of gradients.
             in_parts: whether the backward is cut at its waypoints; otherwise gradients pass through them.
         """
         ...
@@ -71,7 +71,7 @@ class Backward:
         plan: how tensors pass through the node.
         whole: saved values, tangents -> gradients, then backward writes.
         reduced: compiles `whole` without the tangents of some slots.
-        parts: compiles what computes some results from some gradients.
+        parts: compiles what computes some results from some gradients, of a backward cut at its waypoints.
         differentiable_parts: as `parts`, for gradients that autograd records: in parts, or of symbolic sizes.
         after: called once the gradients are computed.
         results: the names of what `whole` returns.
@@ -85,7 +85,7 @@ class Backward:
     plan: NodePlan
     whole: BoxedCall
     reduced: Callable[[frozenset[Slot]], BoxedCall]
-    parts: Parts
+    parts: Callable[[tuple[Slot, ...], frozenset[Slot]], Part]
     differentiable_parts: Parts
     after: Callable[[], None]
     results: tuple[Slot, ...]
@@ -127,21 +127,19 @@ class Backward:
         """The gradients, computed by the graph for the tangents that arrived: whole, reduced, or in parts."""
         plan = self._plan(ctx)
         pairs = list(zip(plan.tangents, tangents, strict=True))
-        there, caught = self._there(tangents), caught_on_the_way(ctx)
-        if not there and not caught:
+        there = self._there(tangents)
+        if not there:
             return (None,) * len(self.plan.grads), []
-        chosen, in_parts = None, bool(caught) or is_watched(ctx)
+        chosen, in_parts = None, is_watched(ctx)
         fits = plan.converts(there) if in_parts else plan.takes(there)
         if self.other_kinds is not None and not fits:
-            if caught:
-                raise refusal(there.values(), CAUGHT)
             return self.other_kinds(ctx, there)
         missing = frozenset(slot for tangent, arrived in pairs if arrived is None for slot in tangent.slots())
         if missing and plan.adds_layouts and self.other_kinds is not None and not in_parts:
             return self.other_kinds(ctx, there)
         put = Joining()
         if in_parts:
-            call, args = self._part(ctx, self.results, there, caught)
+            call, args = self._part(ctx, self.results, there)
         else:
             chosen = plan.choices.get(tuple(there))
             call, args = self.reduced(missing) if missing else self.whole, self._saved(ctx, there)
@@ -209,28 +207,20 @@ class Backward:
         """What a gate sends back, given the node's context and the gradients that have arrived so far."""
         if torch.is_grad_enabled():
             return self.pieces_differentiably(ctx, gate, arrived)
-        call, args = self._part(ctx, self.plan.piece_slots(gate), arrived, {})
+        call, args = self._part(ctx, self.plan.piece_slots(gate), arrived)
         with class_functions_off():
             results = iter(call(args))
         return in_turn(self._plan(ctx).pieces(gate), results, Joining())
 
-    def takes(self, ctx: Any, arrived: Grads) -> bool:
-        """Whether there are gradients in `arrived`, and a graph (not autograd) computes with them."""
-        plan, there = self._plan(ctx), {idx: grad for idx, grad in arrived.items() if grad is not None}
-        is_graph = plan.obstacle is None or not torch.is_grad_enabled()
-        return bool(there) and is_graph and plan.converts(there)
-
-    def _part(
-        self, ctx: Any, outs: tuple[Slot, ...], arrived: Grads, caught: Mapping[int, torch.Tensor]
-    ) -> tuple[BoxedCall, list[Any]]:
-        """The call that computes `outs` from gradients that arrived or were caught, and its arguments."""
+    def _part(self, ctx: Any, outs: tuple[Slot, ...], arrived: Grads) -> tuple[BoxedCall, list[Any]]:
+        """The call that computes `outs` from gradients that arrived, and its arguments."""
         plan = self._plan(ctx)
         given: dict[Slot, Any] = sizes_by_name(plan.backward_sizes, ctx)
-        for expected, grad in plan.by_kind(arrived, caught, in_parts=not caught):
+        for expected, grad in plan.by_kind(arrived, in_parts=True):
             if not expected.takes(grad):
-                raise refusal([grad], CAUGHT if caught else WATCHED)
+                raise refusal([grad])
             given.update(zip(expected.slots(), expected(grad), strict=True))
-        part = self.parts(outs, frozenset(given), in_parts=not caught)
+        part = self.parts(outs, frozenset(given))
         if any(isinstance(source, Slot) and source.role == "primal" for source in part.sources):
             given = held_by_name(ctx, plan, plain_tensors, part.sources) | given
         given.update((slot, ctx.written[position]) for slot, position in plan.backward_writes.read.items())
@@ -253,39 +243,30 @@ class Backward:
     def _with_history(self, ctx: Any, changes: BackwardChanges, *tangents: torch.Tensor | None) -> Gradients:
         """The gradients with a history: by the backward as a program, or by its graph under autograd."""
         plan, arrived = self._plan(ctx), self._there(tangents)
-        caught = caught_on_the_way(ctx)
-        if not arrived and not caught:
+        if not arrived:
             return (None,) * len(self.plan.grads), []
         is_needed = plan.obstacle is not None or not plan.converts(arrived)
-        is_apart = bool(caught) or is_watched(ctx) or bool(self.plan.sizes)
+        is_apart = is_watched(ctx) or bool(self.plan.sizes)
         has_trace = self.double_backward is not None and self.double_backward.compiler.is_there()
         if self.double_backward is not None and (is_needed or has_trace and not is_apart):
-            if caught:
-                raise refusal(arrived.values(), CAUGHT)
             return self.double_backward(ctx, arrived, lambda: self._without_history(ctx, changes, *tangents))
         outs = tuple(slot for slot in self.results if slot.role in ("grad", "kept"))
-        found = iter(self._from_parts(ctx, outs, arrived, caught, in_parts=is_watched(ctx)))
+        found = iter(self._from_parts(ctx, outs, arrived, in_parts=is_watched(ctx)))
         grads = in_turn(plan.grads, found, together)
         return tuple(grads), in_turn(of_this_call(ctx, changes.kept), found, together)
 
     def pieces_differentiably(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
         """What a gate sends back, with a history."""
-        results = self._from_parts(ctx, self.plan.piece_slots(gate), arrived, {}, in_parts=True)
+        results = self._from_parts(ctx, self.plan.piece_slots(gate), arrived, in_parts=True)
         return in_turn(self._plan(ctx).pieces(gate), iter(results), together)
 
     def _from_parts(
-        self,
-        ctx: Any,
-        outs: tuple[Slot, ...],
-        arrived: Grads,
-        caught: Mapping[int, torch.Tensor],
-        *,
-        in_parts: bool,
+        self, ctx: Any, outs: tuple[Slot, ...], arrived: Grads, *, in_parts: bool
     ) -> Sequence[torch.Tensor | None]:
         if self.plan.obstacle is not None:
             raise no_double_backward(self.plan.obstacle)
         plan, tangents = self._plan(ctx), dict[Slot, torch.Tensor]()
-        for expected, grad in plan.by_kind(arrived, caught, in_parts=in_parts):
+        for expected, grad in plan.by_kind(arrived, in_parts=in_parts):
             tangents.update(zip(expected.slots(), expected.with_history(grad), strict=True))
         part = self.differentiable_parts(outs, frozenset(tangents), in_parts=in_parts)
         given = held_by_name(ctx, plan, apart, part.sources) | tangents

@@ -7,7 +7,7 @@ program's node runs its backward in one go. A gate costs a call 8 us.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,10 +30,8 @@ from aotdist.facts import (
 )
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx
-from aotdist.runtime.caught_gradients import CaughtGradients
 from aotdist.runtime.hooks import shield
 from aotdist.runtime.plan import Grads
-from aotdist.subclasses.protocol import Wrapper
 from aotdist.torch_seam.autograd import (
     backward_task,
     chosen_in_backward,
@@ -130,31 +128,17 @@ class Passing:
         task: autograd's number of the backward.
         is_watched: whether it runs part by part.
         arrived: the gradients of results that have arrived so far.
-        caught: the gradients of views that were caught.
     """
 
     task: int
     is_watched: bool
     arrived: dict[NodeOutIdx, torch.Tensor | None]
-    caught: CaughtGradients
 
 
 def is_watched(node: Any) -> bool:
     """Whether the running backward reaches `node` part by part."""
     passing = passing_of(node)
     return passing is not None and passing.is_watched
-
-
-def is_apart(node: Any) -> bool:
-    """Whether the running backward reaches `node` part by part, or with gradients of views."""
-    passing = passing_of(node)
-    return passing is not None and (passing.is_watched or passing.caught.has_caught())
-
-
-def caught_on_the_way(node: Any) -> Mapping[int, torch.Tensor]:
-    """The gradients of views that the running backward caught, by position; no more are caught in it."""
-    passing = passing_of(node)
-    return {} if passing is None else passing.caught.close()
 
 
 def passing_of(node: Any) -> Passing | None:
@@ -167,8 +151,7 @@ class _Watch:
     """Whether the caller watches waypoints; it does not keep them alive."""
 
     def __init__(self, points: Sequence[torch.Tensor], earlier: _Watch | None) -> None:
-        # Autograd calls the hooks of one node's results in the order in which `hooks_of` met them.
-        distinct = sorted({id(p): p for p in points}.values(), key=lambda point: point.output_nr)
+        distinct = {id(p): p for p in points}.values()
         self._hooks = [hooks_of(point) for point in distinct]
         self._points = [weakref.ref(point) for point in distinct]
         self._earlier = earlier
@@ -181,10 +164,6 @@ class _Watch:
 
 Pieces: TypeAlias = Callable[[Any, Gate, Grads], Sequence[Any]]
 """Computes the pieces that a gate sends, from the node's context and the gradients that have arrived."""
-
-
-def _without(arrived: Grads, raised: Collection[NodeOutIdx]) -> Grads:
-    return {idx: grad for idx, grad in arrived.items() if idx not in raised}
 
 
 def _is_asked_for_waypoints(node: Any) -> bool:
@@ -212,26 +191,17 @@ class Gates:
         steps: what happens outside of the node, in order.
         passages: which gradients pass which waypoints.
         pieces: computes what a gate sends back.
-        takes: whether gradients of views can be added to gradients that arrived.
-        met: positions of the waypoints that are such views.
         shielded: results that have hooks of their own.
     """
 
     steps: tuple[Step, ...]
     passages: Passages
     pieces: Pieces
-    takes: Callable[[Any, Grads], bool]
-    met: frozenset[int]
     shielded: tuple[NodeOutIdx, ...]
 
     def place(self, position: int) -> HeldPlace:
         """Where the caller has a waypoint."""
         return self.passages.waypoints[position].place
-
-    def kind(self, position: int) -> type[torch.Tensor]:
-        """The class of the gradient that passes a waypoint: that of some wrappers is plain."""
-        total = self.passages.waypoints[position].total
-        return total.cls if isinstance(total, Wrapper) else torch.Tensor
 
     def lead(self, gate: Gate) -> Callable[..., Any]:
         """A function that leads results through one of the gates; see `make_gate`."""
@@ -281,7 +251,7 @@ class Gates:
 
 
 def _has_no_hooks(point: torch.Tensor) -> bool:
-    """Whether nobody's hooks are lost if a waypoint gets others, and none are put in another order."""
+    """Whether nobody's hooks are lost if a waypoint gets others, and eager would not call them with None."""
     return hooks_of_gradient(point) is None and not has_several_results(point)
 
 
@@ -295,9 +265,7 @@ def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
     is_last = gate == order[-1]
     shielded = [idx for idx in gates.shielded if idx in gate.outs]
     below = {position for other in order[: order.index(gate)] for position, _ in other.pieces}
-    # By position: of a waypoint with several pieces one hook catches the gradient.
     first = {position: k for k, (position, _) in enumerate(gate.pieces) if position not in below}
-    met = {position: k for position, k in first.items() if position in gates.met}
     # A gate that has nothing for one of its waypoints still leads to it.
     to_shield = [k for position, k in first.items() if not isinstance(gates.place(position), Fresh)]
 
@@ -315,14 +283,12 @@ def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
             passing = passing_of(ctx.node)
             if passing is None:
                 is_watched = ctx.watch.sees() or _is_asked_for_waypoints(ctx.node)
-                passing = Passing(backward_task(), is_watched, {}, ctx.node.caught)
+                passing = Passing(backward_task(), is_watched, {})
                 ctx.node.passing = passing
             passing.arrived.update(arrived)
             sent = [None] * len(gate.pieces)
             if passing.is_watched:
                 sent = gates.pieces(ctx.node, gate, passing.arrived)
-            elif gates.met and gates.takes(ctx.node, _without(passing.arrived, gates.passages.raised)):
-                passing.caught.open()
             return (None, None, None, None, *arrived.values(), *sent)
 
     def lead(values: list[Any], points: Sequence[torch.Tensor], before: Any) -> Any:
@@ -330,10 +296,6 @@ def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
         shield(*filter(_has_no_hooks, (points[k] for k in to_shield)))
         watch = _Watch(points, earlier)
         node = values[gate.outs[0]].grad_fn
-        if earlier is None:
-            node.caught = CaughtGradients()
-        for position, k in met.items():
-            node.caught.hold(points[k], position, gates.kind(position))
         passed = Passed.apply(node, watch, _ANCHOR, token, *(values[idx] for idx in gate.outs), *points)
         for idx, value in zip(gate.outs, passed, strict=False):
             values[idx] = value

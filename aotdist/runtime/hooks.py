@@ -4,9 +4,8 @@ Autograd calls the hooks of all results of a node when it runs the node, with No
 came back to, and those of all inputs with whatever the node returns. In eager most tensors have a node of
 their own, and so their hooks are not called then.
 
-Hooks of leaves are called in the order in which their gradients arrive in eager. The program's node returns
-all gradients at once, and autograd would take the leaves in the order of its heap. So each leaf with hooks
-gets a node in between; of these, autograd runs the one that was made last first.
+So each result gets hooks that pass None over. An input with hooks gets a node in between, which silences them
+for a backward that brings it no gradient. In which order hooks of different tensors are called is autograd's.
 """
 
 from __future__ import annotations
@@ -107,8 +106,8 @@ def shielding(call: Call, shielded: Sequence[NodeOutIdx]) -> Call:
     return shielded_call
 
 
-class _Turn(node_base()):
-    """Passes a tensor on, and its gradient back."""
+class _Silencing(node_base()):
+    """Passes a tensor on, and its gradient back; without one, the tensor's hooks are not called."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -137,20 +136,20 @@ def _wrap(hooks: MutableMapping[int, Hook] | None, wrapped: Callable[[Hook], Hoo
         call_after_backward(lambda: hooks.update({k: hook for k, hook in before.items() if k in hooks}))
 
 
-def heard_in_turn(order: Sequence[int], *given: Any) -> Sequence[Any]:
-    """`given`, so that hooks of those at the positions `order` are called in that order."""
-    hooked = with_hooks(order, given)
+def with_silenced_hooks(positions: Sequence[int], *given: Any) -> Sequence[Any]:
+    """`given`, so that hooks of those at `positions` are called with a gradient, or not at all."""
+    hooked = with_hooks(positions, given)
     if not hooked:
         return given
     taken = list(given)
-    for k in reversed(hooked):
-        taken[k] = _Turn.apply(given[k])
+    for k in hooked:
+        taken[k] = _Silencing.apply(given[k])
     return taken
 
 
-def taking_turns(call: Call, order: Sequence[PrimalIdx]) -> Call:
-    """`call`, given its inputs by `heard_in_turn`."""
-    return lambda primals: call(heard_in_turn(order, *primals))
+def silencing(call: Call, positions: Sequence[PrimalIdx]) -> Call:
+    """`call`, given its inputs by `with_silenced_hooks`."""
+    return lambda primals: call(with_silenced_hooks(positions, *primals))
 
 
 def detaching(call: Call, detached: Sequence[PrimalIdx]) -> Call:

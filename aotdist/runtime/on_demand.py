@@ -118,28 +118,26 @@ class OnDemand:
         """What a backward is given without the tangents `missing`, in order."""
         return [slot for slot in self.graphs.whole.ins if slot not in missing]
 
-    def parts(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
-        """What computes some results of the backward from some gradients, see `backward.Parts`."""
-        key = (outs, arrived, in_parts)
+    def parts(self, outs: tuple[Slot, ...], arrived: frozenset[Slot]) -> Part:
+        """What computes some results of the backward, cut at its waypoints, from some gradients."""
+        key = (outs, arrived)
         if key not in self._parts:
-            self._parts[key] = self._make_part(outs, arrived, in_parts=in_parts)
+            self._parts[key] = self._make_part(outs, arrived)
         return self._parts[key]
 
     @alone
-    def _make_part(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
+    def _make_part(self, outs: tuple[Slot, ...], arrived: frozenset[Slot]) -> Part:
         with users_modes_off():
-            graph = self._part(outs, arrived, in_parts=in_parts)
+            graph = self._part(outs, arrived)
             position = {slot: at for at, slot in enumerate(self.graphs.split.saved)}
             sources = tuple(position.get(slot, slot) for slot in graph.ins)
             return Part(self._compiled(graph), sources)
 
-    def _part(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Graph:
+    def _part(self, outs: tuple[Slot, ...], arrived: frozenset[Slot]) -> Graph:
         if self.emitter.backend.owns_cut:
-            graph = self.graphs.cut if in_parts else linked(self.graphs.cut, arrived)
-            gradients = (slot for slot in graph.ins if slot.role in GRADIENT_ROLES)
-            return self._not_cut(graph, outs, frozenset(gradients) - arrived)
-        whole = self._in_parts if in_parts else parts_of(linked(self.graphs.cut, arrived), self.graphs.split)
-        return part(whole, outs, arrived, any_strides=self._loose)
+            gradients = (slot for slot in self.graphs.cut.ins if slot.role in GRADIENT_ROLES)
+            return self._not_cut(self.graphs.cut, outs, frozenset(gradients) - arrived)
+        return part(self._in_parts, outs, arrived, any_strides=self._loose)
 
     def _not_cut(self, recorded: Graph, outs: Sequence[Slot], missing: frozenset[Slot]) -> Graph:
         """Results of the backward as the trace recorded it, from what a cut of somebody else's saves."""

@@ -81,7 +81,7 @@ class OtherKinds:
             UnsupportedProgram: there is no backward for such gradients.
         """
         if is_watched(ctx):
-            raise refusal(arrived.values(), WATCHED)
+            raise refusal(arrived.values())
         other = self.compiled(arrived)
         given = held_by_name(ctx, self.plan, plain_tensors, other.whole.ins)
         tangents = of_this_call(ctx, other.tangents)
@@ -98,15 +98,12 @@ class OtherKinds:
         return tuple(grads), in_turn(of_this_call(ctx, other.kept), results, put)
 
 
-WATCHED = "hooks, `retain_grad` or `torch.autograd.grad` look at what passes between them"
-CAUGHT = "one of the results is a view that others are made of, and has a gradient too"
-
-
-def refusal(arrived: Iterable[torch.Tensor], reason: str) -> UnsupportedProgram:
-    """An error for gradients of other kinds for which there is no backward."""
+def refusal(arrived: Iterable[torch.Tensor]) -> UnsupportedProgram:
+    """An error for gradients of other kinds in a backward that runs in parts."""
     kinds = ", ".join(type(grad).__name__ for grad in arrived)
     return UnsupportedProgram(
-        f"gradients of other kinds than the results arrive ({kinds}), and {reason}",
+        f"gradients of other kinds than the results arrive ({kinds}), and hooks, `retain_grad` or "
+        "`torch.autograd.grad` look at what passes between them",
         stage="runtime",
         fix="convert them before calling `backward`",
     )

@@ -14,14 +14,13 @@ from aotdist.convention.mutation import PlainWrites
 from aotdist.convention.rng import RngPlan
 from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import UnwrapPlan, plain_positions
-from aotdist.facts import Choice, Facts, NodeOut, Passages, Waypoint
+from aotdist.facts import Choice, Facts, NodeOut, Passages
 from aotdist.joint.trace import Traced
 from aotdist.partition.double_backward import DoubleBackwardPlan
 from aotdist.partition.gates import Gate
 from aotdist.program import Graph, NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.runtime.results import result_views
-from aotdist.runtime.sums import adds_beneath
-from aotdist.runtime.tangent import Tangent, is_laid_out_as
+from aotdist.runtime.tangent import Tangent
 from aotdist.runtime.wrappers import SavedWrappers
 from aotdist.sizes import Expression
 from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, leaves, tangent_recipe
@@ -133,13 +132,10 @@ class OnTheWay:
     Args:
         passages: which gradients pass which tensors.
         totals: recipes to assume for the gradients of waypoints that the node returns.
-        met: recipes to assume for the gradients of waypoints that are views, by position; only of those that
-            can enter the program.
     """
 
     passages: Passages
     totals: Mapping[NodeOutIdx, Tangent]
-    met: Mapping[int, Tangent]
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +158,6 @@ class NodePlan:
         adds_layouts: whether the backward of other outputs may be more than a part of the whole, see `Facts`.
         backward_writes: what the backward writes.
         on_the_way: which gradients pass tensors that the caller holds.
-        heard: see `BackwardFacts.heard`.
         views: forward results that are made as views, see `result_views`.
         rng: where seed and offset come from, if the graphs take them.
     """
@@ -182,7 +177,6 @@ class NodePlan:
     adds_layouts: bool
     backward_writes: BackwardWrites
     on_the_way: OnTheWay
-    heard: tuple[NodeOutIdx, ...]
     views: frozenset[int]
     rng: RngPlan
 
@@ -192,15 +186,11 @@ class NodePlan:
             return self.on_the_way.totals[idx]
         return self.tangents[self.differentiable().index(idx)]
 
-    def by_kind(
-        self, arrived: Grads, caught: Mapping[int, torch.Tensor], *, in_parts: bool
-    ) -> Iterator[tuple[Tangent, torch.Tensor]]:
-        """Gradients of results, and of views that were caught, each with what converts it."""
+    def by_kind(self, arrived: Grads, *, in_parts: bool) -> Iterator[tuple[Tangent, torch.Tensor]]:
+        """Gradients of results, each with what converts it."""
         for idx, grad in arrived.items():
             if grad is not None:
                 yield self.expected(idx, in_parts=in_parts).converting(), grad
-        for position, grad in caught.items():
-            yield self.on_the_way.met[position], grad
 
     def takes(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> bool:
         """Whether the backward is for gradients of these kinds."""
@@ -228,12 +218,8 @@ class NodePlan:
         return [idx for idx, grad in self.grads.enumerate() if grad is None and examples[idx].requires_grad]
 
     def with_siblings(self) -> list[NodeOutIdx]:
-        """Differentiable results that the caller gets, if there are several: each has hooks of its own.
-
-        They come in the order in which their hooks are called.
-        """
+        """Differentiable results that the caller gets, if there are several: each has hooks of its own."""
         found = self.differentiable()
-        found.sort(key=lambda idx: self.heard.index(idx) if idx in self.heard else len(found))
         return [idx for idx in found if self.outs[idx].slot.role == "output"] if len(found) > 1 else []
 
     def differentiable(self) -> list[NodeOutIdx]:
@@ -264,7 +250,6 @@ def node_plan(
     kept, obstacle = _kept_for_double_backward(traced, double_backward)
     plain, later = is_plain(facts), traced.later_backwards
     as_they_are = later is not None and later.meets_other_layouts()
-    totals = _totals(backward.passages, any_strides=not tangent_strides, plain=plain)
     return NodePlan(
         unwrap=plans.unwrap,
         writes=plans.plain_writes,
@@ -286,10 +271,8 @@ def node_plan(
         backward_writes=_backward_writes(facts, traced.program.ins, split),
         on_the_way=OnTheWay(
             passages=backward.passages,
-            totals={w.value: total for w, total in totals.values() if w.value is not None},
-            met={k: total for k, (w, total) in totals.items() if _meets_inside(w, total.recipe)},
+            totals=_totals(backward.passages, any_strides=not tangent_strides, plain=plain),
         ),
-        heard=backward.heard,
         views=result_views(split.forward),
         rng=plans.rng,
     )
@@ -372,20 +355,14 @@ def is_plain(facts: Facts) -> bool:
     return all(isinstance(recipe, Plain) for recipe in recipes)
 
 
-def _totals(passages: Passages, *, any_strides: bool, plain: bool) -> dict[int, tuple[Waypoint, Tangent]]:
-    """The waypoints, by position, and the recipes that are assumed for their gradients."""
-    found: dict[int, tuple[Waypoint, Tangent]] = {}
-    for position, waypoint in enumerate(passages.waypoints):
-        if waypoint.total is not None:
+def _totals(passages: Passages, *, any_strides: bool, plain: bool) -> dict[NodeOutIdx, Tangent]:
+    """The recipes that are assumed for the gradients of waypoints that the node returns."""
+    found: dict[NodeOutIdx, Tangent] = {}
+    for waypoint in passages.waypoints:
+        if waypoint.total is not None and waypoint.value is not None:
             strides = tuple(None if any_strides else plain.stride for _, plain in leaves(waypoint.total))
-            found[position] = waypoint, Tangent(waypoint.path, waypoint.total, strides, plain, "total")
+            found[waypoint.value] = Tangent(waypoint.path, waypoint.total, strides, plain, "total")
     return found
-
-
-def _meets_inside(waypoint: Waypoint, total: Recipe) -> bool:
-    """Whether the gradient of a view can enter the program, and be added to the pieces there."""
-    is_view = waypoint.value is None
-    return is_view and all(is_laid_out_as(total, one) for one in waypoint.pieces) and adds_beneath(total)
 
 
 def _kept_for_double_backward(

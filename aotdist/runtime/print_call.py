@@ -28,7 +28,7 @@ from aotdist.facts import Action
 from aotdist.program import NodeOutIdx, PrimalIdx, Row
 from aotdist.runtime.fit import MISS, Fit, are_outside, no_overlap, place_in_storage, tensor_check
 from aotdist.runtime.gate import Gates
-from aotdist.runtime.hooks import heard_in_turn, shield
+from aotdist.runtime.hooks import shield, with_silenced_hooks
 from aotdist.runtime.print_node import print_classes_off, print_plains
 from aotdist.runtime.print_outputs import action_printer, binder, print_return, print_steps, print_write
 from aotdist.runtime.printer import Printer, print_size, sequence
@@ -54,13 +54,13 @@ class HookPlan:
     Args:
         shielded: results of the node that have hooks of their own.
         detached: inputs that get no gradient, and whose hooks must not be called.
-        turns: inputs, in the order in which their hooks are called.
+        silenced: inputs of which a backward may bring no gradient: then their hooks must not be called.
         gates: the gates that gradients pass, if they pass tensors that the caller holds.
     """
 
     shielded: tuple[NodeOutIdx, ...]
     detached: tuple[PrimalIdx, ...]
-    turns: tuple[PrimalIdx, ...]
+    silenced: tuple[PrimalIdx, ...]
     gates: Gates | None = None
 
 
@@ -153,10 +153,10 @@ def _print_given(
     given = _print_taken(printer, writes, primals)
     for idx in hooks.detached:
         given[idx] += ".detach()"
-    if not hooks.turns:
+    if not hooks.silenced:
         return given
-    order = printer.bind("ARRIVE", hooks.turns)
-    printer.spread(f"given = {printer.bind('heard_in_turn', heard_in_turn)}({order}, ", given, ")")
+    silence = printer.bind("with_silenced_hooks", with_silenced_hooks)
+    printer.spread(f"given = {silence}({printer.bind('SILENCED', hooks.silenced)}, ", given, ")")
     return ["*given"]
 
 

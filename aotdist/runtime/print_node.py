@@ -20,7 +20,7 @@ from aotdist.convention.subclass import UnwrapPlan
 from aotdist.convention.version import bump, version_of
 from aotdist.program import PrimalIdx
 from aotdist.runtime.backward import Backward
-from aotdist.runtime.gate import is_apart
+from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import run_once
 from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult
 from aotdist.runtime.print_outputs import print_changes
@@ -387,7 +387,7 @@ def _print_other_ways(
     pairs = list(zip((names[idx] for idx in plan.differentiable()), plan.tangents, strict=True))
     missing = [_differs(printer, name, tangent) for name, tangent in pairs]
     if plan.on_the_way.passages.waypoints:
-        missing.append(f"{printer.bind('is_apart', is_apart)}(ctx)")
+        missing.append(f"{printer.bind('is_watched', is_watched)}(ctx)")
     with printer.block(f"if {' or '.join(missing)}:"):
         printer.line(returned)
     _print_symbols(printer, symbols, "ctx.symbols")

@@ -30,15 +30,6 @@ def next_sequence_nr() -> int:
     return torch.autograd._get_sequence_nr()
 
 
-def takes_gradients_of(tensor: torch.Tensor) -> bool:
-    """Whether the node that made a tensor takes a gradient of its sizes.
-
-    The history of a view that was reshaped in place under `no_grad` may be that of before.
-    """
-    node = tensor.grad_fn
-    return node is not None and list(node._input_metadata[tensor.output_nr].shape) == list(tensor.size())
-
-
 def has_several_results(tensor: torch.Tensor) -> bool:
     """Whether the node that made a tensor made others with it."""
     return tensor.grad_fn is not None and len(tensor.grad_fn._input_metadata) > 1
@@ -84,12 +75,6 @@ def run_backward(
     return _engine_run_backward(
         tuple(outs), tuple(tangents), retain_graph, create_graph, tuple(wanted), True, accumulate_grad=False
     )
-
-
-def hear_of_gradient(leaf: torch.Tensor, hook: Callable[[Any], None]) -> Any:
-    """`leaf.register_hook(hook)`, without being a torch function."""
-    with torch_functions_off():
-        return leaf.register_hook(hook)
 
 
 def run_accumulating_backward(
@@ -207,11 +192,6 @@ def _custom_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
 
 def _is_custom(node: Any) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
-def result_size(tensor: torch.Tensor) -> torch.Size:
-    """The size of a tensor when its node made it."""
-    return torch.Size(tensor.grad_fn._input_metadata[tensor.output_nr].shape)  # type: ignore[union-attr]
 
 
 def nodes_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:

@@ -65,7 +65,7 @@ RECORD = "variants/0.json"
         (lambda c: c | {"manifest.json": b"[" * 10**6}, "cannot be read"),
         (lambda c: c | {"manifest.json": b"[NaN]"}, "NaN is no number of JSON's"),
         (lambda c: c | {"manifest.json": b"[" + b"0," * 5_000_000 + b"0]"}, "more values than such a file"),
-        (with_manifest(format=1), "has format 1, and this aotdist reads format 11"),
+        (with_manifest(format=1), "has format 1, and this aotdist reads format 12"),
         (with_manifest(target="sm_90"), "built for sm_90, and here is no GPU"),
         (with_manifest(versions={"torch": "2.0.0"}), "built with torch 2.0.0, and here is 2"),
         (with_manifest(versions={"aotdist": "9.9"}), "built with aotdist 9.9, and here is"),

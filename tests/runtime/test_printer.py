@@ -13,7 +13,7 @@ import aotdist
 
 NAMES = [
     *("Node", "call", "region", "forward", "backward", "self", "args", "kwargs", "ctx", "results", "rng"),
-    *("given", "symbols", "tensors", "values", "o0", "t0", "FORWARD", "MISS", "heard_in_turn"),
+    *("given", "symbols", "tensors", "values", "o0", "t0", "FORWARD", "MISS", "with_silenced_hooks"),
     *("float", "int", "len", "list", "max", "type", "KeyError"),
 ]
 

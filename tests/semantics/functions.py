@@ -95,5 +95,4 @@ class WithConstant(torch.autograd.Function):
         return grads[0] * 13
 
 
-OF_SEVERAL_RESULTS = (Several, WithConstant)
 FUNCTIONS = (Scaled, Dirty, Transposed, Alias, Identity, Detached, Several, WithConstant)

@@ -72,14 +72,12 @@ class Scene:
         held: further things whose tensors the user can look at: modules, containers, tensors.
         left_out: which of the results with history no gradient is taken from.
         other_kinds: for which of them it is plain if they are wrappers, and a wrapper if they are plain.
-        mixes: whether `fn` calls an autograd function with several results, or one before a list operator.
-        lenient: some things are not compared. Last bits of gradients that meet outside of `fn`, at a base
-            of an argument that was written, or at that of a view that is made again, if a function with
-            several results is in its history: such backwards are not cut. Strides of dimensions of one
-            element and of what is empty: PyTorch's fakes have them wrong (torch 2.13: of `x * 2` and
-            `torch.empty_like(x)`); a write keeps what they say. How gradients of DTensors are placed that
-            pass the write of an argument: those that arrive there placed otherwise than its result, as
-            from a view along what is sharded, are converted.
+        lenient: some things are not compared. Last bits of gradients that meet outside of `fn`, at the base
+            of a view that is made again, or at that of an argument that was written; of the latter strides,
+            too. Strides of dimensions of one element and of what is empty: PyTorch's fakes have them wrong
+            (torch 2.13: of `x * 2` and `torch.empty_like(x)`); a write keeps what they say. How gradients of
+            DTensors are placed that pass the write of an argument: those that arrive there placed otherwise
+            than its result, as from a view along what is sharded, are converted.
     """
 
     fn: Any
@@ -88,7 +86,6 @@ class Scene:
     held: Mapping[str, Any] = field(default_factory=dict)
     left_out: frozenset[int] = frozenset()
     other_kinds: frozenset[int] = frozenset()
-    mixes: bool = False
     lenient: bool = False
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -326,14 +323,16 @@ def play(
             ends = differentiable(outputs | scene.arguments())
             others = [end for position, end in enumerate(ends) if position in scene.other_kinds]
             ends = [end for position, end in enumerate(ends) if position not in scene.left_out]
-            outside = scene.lenient and (
-                meet_outside(arguments, history) or scene.mixes and any(end._base is not None for end in ends)
-            )
+            writes_view = scene.lenient and meet_outside(arguments, history)
+            outside = writes_view or (scene.lenient and any(map(_is_view, ends)))
             moved = scene.lenient and writes_dtensors(arguments, history)
             taken = {owner for tensor in arguments for owner in _memory(tensor)}
             taken |= {storage._cdata for storage in before}
             seen = differentiate(everything, ends, taken, others, rounded=rounded or outside)
-            sights += [_without_placements(sight) for sight in seen] if moved else seen
+            hidden = {"context": moved, "stride": writes_view}
+            sights += [
+                _without(sight, [name for name, is_hidden in hidden.items() if is_hidden]) for sight in seen
+            ]
     return [leniently(sight) for sight in sights] if scene.lenient else sights
 
 
@@ -349,9 +348,10 @@ def _without_idle_strides(seen: Any) -> Any:
     return seen | {"stride": tuple(None if is_empty or size == 1 else stride for size, stride in strides)}
 
 
-def _without_placements(sight: Sight) -> Sight:
+def _without(sight: Sight, facts: Sequence[str]) -> Sight:
+    """The same without these facts about gradients."""
     return {
-        name: seen | {"context": None} if name.endswith(".grad") and isinstance(seen, dict) else seen
+        name: seen | dict.fromkeys(facts) if name.endswith(".grad") and isinstance(seen, dict) else seen
         for name, seen in sight.items()
     }
 

@@ -23,7 +23,6 @@ from aotdist.errors import AotdistError
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.tensors import storage_id
-from tests.semantics.functions import OF_SEVERAL_RESULTS
 from tests.semantics.observation import Around, Scene, play
 from tests.semantics.vocabulary import (
     ARITHMETIC,
@@ -113,15 +112,8 @@ class Program:
             held=leaves,
             left_out=self.left_out,
             other_kinds=self.other_kinds,
-            mixes=self.mixes_gradients(),
             lenient=True,
         )
-
-    def mixes_gradients(self) -> bool:
-        """Whether it calls a function that may tell None from zeros, see `Scene.mixes`."""
-        body = "".join(self.statements)
-        several = any(f"{function.__name__}.apply(" in body for function in OF_SEVERAL_RESULTS)
-        return several or ("_foreach" in body and ".apply(" in body)
 
     def runs_in_eager(self, around: Around = nullcontext, *, backward: bool = True) -> bool:
         """Whether calling it, and differentiating what it returns, works in eager."""

