@@ -47,7 +47,7 @@ from aotdist.capture.results import (
     replaced_inside,
     with_attributes,
 )
-from aotdist.capture.source import ABSENT, UNNAMED, Argument, Given, Source
+from aotdist.capture.source import ABSENT, UNNAMED, Argument, Given, Item, Source
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.facts import Facts, NotATensor
 from aotdist.program import ArgIdx, I, Program, Row, Slot
@@ -57,7 +57,7 @@ from aotdist.torch_seam.checks import hearing_of_checks
 from aotdist.torch_seam.control_flow import said_to_be_compiling
 from aotdist.torch_seam.modes import class_functions_on, torch_functions_off
 from aotdist.torch_seam.modules import recurrent_layers_referring_to
-from aotdist.torch_seam.own_attributes import own_attributes
+from aotdist.torch_seam.own_attributes import own_attributes, shared
 from aotdist.torch_seam.symbols import number_kind
 from aotdist.torch_seam.tensors import marked_dims
 from aotdist.torch_seam.trees import pytree
@@ -203,6 +203,22 @@ class Environment:
         """What may be assigned to, as it is now."""
         ruled = {module for claim in self.rules for module in claim.root.modules()}
         return Reassignments(self.modules, self.reached, ruled)
+
+    def may_read(self, place: Source) -> bool:
+        """Whether the program may read a place; of a whole list, whether it does more than append to it."""
+        if place.is_whole_list:
+            held = place.owner().read()
+            wholes = (source.container() for source, _ in self.reached.constants)
+            return any(whole is not None and whole.read_or(None) is held for whole in wholes)
+        names, step = self.reached.names, place.steps[-1]
+        is_unread = names is not None and isinstance(step, Item) and step.key not in names
+        return not (is_unread and self.is_attribute(place))
+
+    def is_attribute(self, place: Source) -> bool:
+        """Whether it is an attribute of a module or of an object, rather than an item of a dictionary."""
+        held = shared(place.owner().read())
+        owners = (*self.modules.values(), *(owner for _, owner in self.reached.owners))
+        return any(held is shared(vars(owner)) for owner in owners)
 
 
 @dataclass(frozen=True, slots=True)

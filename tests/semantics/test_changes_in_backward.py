@@ -26,6 +26,7 @@ class Noting(nn.Module):
         self.weight = nn.Parameter(TwoTensor(weight, weight.clone()) if kind == "two" else weight)
         self.log: list[Any] = []
         self.count, self.scale, self.is_used, self.kept = 0, 1.0, False, torch.zeros(3)
+        self.gradient: torch.Tensor | None = None
         self.options: dict[str, Any] = {"calls": 0}
         self.step = step
 
@@ -33,7 +34,7 @@ class Noting(nn.Module):
         return self.step(self, x)
 
     def noted(self) -> tuple[Any, ...]:
-        return self.log, self.count, self.scale, self.is_used, self.options, repr(self.kept)
+        return self.log, self.count, self.scale, self.is_used, self.options, repr((self.kept, self.gradient))
 
 
 def logs(module: Noting, x: torch.Tensor) -> torch.Tensor:
@@ -107,6 +108,24 @@ def takes_out_what_is_there(module: Noting, x: torch.Tensor) -> torch.Tensor:
     return y.sum()
 
 
+def marks(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    def hook(grad: torch.Tensor) -> None:
+        module.is_used, module.gradient = True, grad
+
+    y = x * module.weight
+    y.register_hook(hook)
+    return y.sum()
+
+
+def marks_every_other(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    def hook(grad: torch.Tensor) -> None:
+        module.gradient = grad if module.gradient is None else None
+
+    y = x * module.weight
+    y.register_hook(hook)
+    return y.sum()
+
+
 def finds_what_the_forward_left(module: Noting, x: torch.Tensor) -> torch.Tensor:
     y = x * module.weight
     module.kept, module.count = (2 * x).detach(), 7
@@ -157,6 +176,8 @@ STEPS = [
     takes_out,
     takes_out_what_is_there,
     doubles,
+    marks,
+    marks_every_other,
     finds_what_the_forward_left,
     asks_a_function,
     recomputes,
@@ -198,7 +219,7 @@ def test_step_by_step(step: Callable[..., Any], kind: str) -> None:
     assert [text.replace("grad_fn", "") for text in ours] == eager
 
 
-REPEATABLE = [logs, counts, counts_in_both, takes_out, finds_what_the_forward_left, asks_a_function]
+REPEATABLE = [logs, counts, counts_in_both, marks, finds_what_the_forward_left, asks_a_function]
 
 
 @pytest.mark.parametrize("step", REPEATABLE)
@@ -213,8 +234,11 @@ def test_two_forwards_then_two_backwards(step: Callable[..., Any]) -> None:
     assert ours == eager
 
 
-@pytest.mark.parametrize("step", [anneals, doubles, computes_with_count, takes_out_what_is_there])
-def test_a_number_that_is_not_counted_in_is_what_the_forward_left(step: Callable[..., Any]) -> None:
+ONCE = [anneals, doubles, computes_with_count, takes_out, takes_out_what_is_there, marks_every_other]
+
+
+@pytest.mark.parametrize("step", ONCE)
+def test_what_a_hook_may_read_and_changes_is_what_the_forward_left(step: Callable[..., Any]) -> None:
     module = aotdist.compile(Noting(step, "plain"), backend="fx")
     loss = module(inputs("plain"))
     loss.backward(retain_graph=True)
