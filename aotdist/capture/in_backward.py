@@ -8,22 +8,38 @@ backward finds is known, too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
 from aotdist.capture.constants import is_leaf, is_same
+from aotdist.capture.effects import (
+    NOTHING,
+    Add,
+    Assign,
+    Behind,
+    Delete,
+    Effect,
+    EffectLog,
+    NumberResult,
+    Print,
+    TensorResult,
+    Tree,
+    any_of,
+    has_symbols,
+)
 from aotdist.capture.hidden import is_traced
-from aotdist.capture.prints import Printed, Prints
-from aotdist.capture.reassign import Reassignments, assign, is_plain
+from aotdist.capture.prints import Prints
+from aotdist.capture.reassign import Reassignments, is_plain
 from aotdist.capture.source import ABSENT, Source, Spot
+from aotdist.capture.watched import assign
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import NodeOutIdx
-from aotdist.sizes import Expression, NumberStep, evaluate, numbers_of_data
-from aotdist.subclasses.protocol import Recipe, recipe_of
+from aotdist.sizes import NumberStep, numbers_of_data
+from aotdist.subclasses.protocol import recipe_of
 from aotdist.torch_seam.symbols import SYMBOLIC, expression, hint, new_count, symbols_in
 from aotdist.torch_seam.trees import pytree
 
@@ -36,230 +52,8 @@ if TYPE_CHECKING:
 _KINDS: Mapping[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
-@dataclass(frozen=True, slots=True)
-class KeptTensor:
-    """Stands for one of the tensors that a backward computes and keeps, by position."""
-
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class AnyTensor:
-    """Stands for a tensor that a backward finds somewhere."""
-
-    def __repr__(self) -> str:
-        return "a tensor"
-
-
-Behind: TypeAlias = "int | Source | NumberStep"
-"""What a number of a backward is read off, found in, or computed by."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeptNumber:
-    """Stands for a number that a backward reads off tensors that it keeps, or computes from such.
-
-    Args:
-        kind: its type.
-        expression: its value, in terms of symbols.
-        steps: the symbols that are the backward's own, in order: of each the position of the tensor that it
-            is read off, the place where the backward finds it, or how Python computes it.
-    """
-
-    kind: type
-    expression: Expression
-    steps: tuple[tuple[str, Behind], ...]
-
-    def value(self, kept: Sequence[torch.Tensor], symbols: Mapping[str, Any]) -> Any:
-        """The number, given the tensors that are kept and the symbols of the forward."""
-        symbols = dict(symbols)
-        for name, step in self.steps:
-            match step:
-                case int():
-                    symbols[name] = kept[step].item()
-                case Source():
-                    symbols[name] = step.read()
-                case NumberStep():
-                    symbols[name] = step.value(symbols)
-        return evaluate(self.expression, symbols)
-
-
-@dataclass(frozen=True, slots=True)
-class AnyNumber:
-    """Stands for a number of a type that a backward finds somewhere: the one that another left."""
-
-    kind: type
-
-    def __repr__(self) -> str:
-        return f"a number ({self.kind.__name__})"
-
-
 Told: TypeAlias = Callable[[Mapping[str, Any]], Sequence[tuple[str, torch.Tensor | NumberStep]]]
 """From numbers that depend on data, by symbol, to what they follow from: see `Recorder.told`."""
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardChanges:
-    """What one backward changes.
-
-    Args:
-        grown: lists, and what is appended.
-        added: places of whole numbers, and what is added to them.
-        assigned: places that are assigned constants, tensors, or containers of some, and these.
-        expected: what some of these may hold when the backward begins.
-        deleted: places that hold nothing afterwards.
-        kept: recipes of the tensors among these values, for which `KeptTensor` stands.
-        printed: what is printed, and the leaves of what each call of `print` is given.
-    """
-
-    grown: tuple[tuple[Source, tuple[Any, ...]], ...] = ()
-    added: tuple[tuple[Source, int], ...] = ()
-    assigned: tuple[tuple[Source, Any], ...] = ()
-    expected: tuple[tuple[Source, tuple[Any, ...]], ...] = ()
-    deleted: tuple[Source, ...] = ()
-    kept: tuple[Recipe, ...] = ()
-    printed: tuple[tuple[Printed, tuple[Any, ...]], ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        changes: Iterable[tuple[Source, Any, Any]],
-        kept: Sequence[torch.Tensor],
-        printed: Iterable[tuple[Printed, tuple[Any, ...]]],
-        environment: Environment,
-    ) -> BackwardChanges:
-        """The changes of a backward; not those of arguments.
-
-        What a hook does may depend on what it finds, so places that the program may read are expected to hold
-        what they held here. An item that is given a tensor or a number of the backward's may hold another's.
-
-        Args:
-            changes: place, value before and value after.
-            kept: the tensors among the values.
-            printed: what is printed.
-            environment: says what the program may read.
-        """
-        grown, added, assigned, expected, deleted = [], [], [], [], []
-        seen: set[Spot] = set()
-        for place, before, value in changes:
-            if place.is_of_argument or place.spot() in seen or is_same(before, value):
-                continue
-            seen.add(place.spot())
-            if place.is_grown_list:
-                grown.append((place.whole(), tuple(value)))
-                held = place.whole().whole_list()
-                if environment.may_read(held):
-                    expected.append((held, (held.read()[: -len(value)],)))
-                continue
-            if (step := _step(before, value)) is not None:
-                added.append((place, step))
-                continue
-            if value is ABSENT:
-                deleted.append(place)
-            else:
-                assigned.append((place, value))
-            if environment.may_read(place):
-                keeps = not environment.is_attribute(place) and _has(value, (KeptTensor, KeptNumber))
-                expected.append((place, (before, value) if keeps else (before,)))
-        return cls(
-            grown=tuple(grown),
-            added=tuple(added),
-            assigned=tuple(assigned),
-            expected=tuple((place, _marked(known)) for place, known in expected if not _has(known, SYMBOLIC)),
-            deleted=tuple(deleted),
-            kept=tuple(map(recipe_of, kept)),
-            printed=tuple(printed),
-        )
-
-    def __bool__(self) -> bool:
-        return bool(self.grown or self.added or self.assigned or self.deleted or self.printed)
-
-    def counts(self) -> list[Source]:
-        """Places where a whole number may have been added to, or that are given a number that is read."""
-        counts = [(place, int) for place, value in self.assigned if type(value) is int]
-        counts += [(place, value.kind) for place, value in self.assigned if isinstance(value, KeptNumber)]
-        return [place for place, kind in counts if kind is not bool and type(place.read_or(None)) is kind]
-
-    def has_symbols(self) -> bool:
-        """Whether a symbol is assigned: the backward does more to a number than to add a constant."""
-        return _has([value for _, value in (*self.assigned, *self.grown)], SYMBOLIC)
-
-    def numbers(self) -> list[KeptNumber]:
-        """The numbers that it keeps."""
-        values = [value for _, value in (*self.assigned, *self.grown, *self.printed)]
-        leaves = pytree.tree_leaves(values, is_leaf=is_leaf)
-        return [leaf for leaf in leaves if isinstance(leaf, KeptNumber)]
-
-    def changed(self) -> Iterator[Source]:
-        """The places that are changed; a list that is appended to is one place."""
-        yield from (place.whole_list() for place, _ in self.grown)
-        yield from (place for place, _ in (*self.added, *self.assigned))
-        yield from self.deleted
-
-    def repeat(self, kept: Sequence[Any], symbols: Mapping[str, Any]) -> None:
-        """Make the changes again, with these tensors in the place of those that were kept.
-
-        Args:
-            kept: the tensors.
-            symbols: the symbols of the forward, with their values.
-
-        Raises:
-            UnsupportedProgram: the backward finds other numbers than its forward left.
-        """
-        for call, leaves in self.printed:
-            call.repeat(pytree.tree_unflatten(_another(list(leaves), kept, symbols), call.spec))
-        for place, known in self.expected:
-            expect(place, known)
-        grown, assigned = (  # before anything is written: a number may follow from what is found
-            [(place, _another(value, kept, symbols)) for place, value in changes]
-            for changes in (self.grown, self.assigned)
-        )
-        for place, items in grown:
-            place.read().extend(items)
-        for place, step in self.added:
-            place.write(place.read() + step)
-        for place, value in assigned:
-            place.write(value)
-        for place in self.deleted:
-            forget(place)
-
-    def tensors_left(self, printed: Iterable[tuple[Printed, Sequence[Any]]]) -> tuple[torch.Tensor, ...]:
-        """The tensors that a backward which has just run keeps, read from the places that hold them.
-
-        Args:
-            printed: what it has printed.
-        """
-        if not self.kept:
-            return ()
-        if self.numbers():
-            raise UnsupportedProgram(
-                "the backward (a hook, an autograd function) keeps a number that it reads off a tensor, and "
-                "runs otherwise than with the gradients that are assumed (`create_graph`, other classes)",
-                stage="runtime",
-                fix="keep the tensor (`.detach()`), and read it outside",
-            )
-        found = [*(place.read_or(None) for place, _ in self.assigned)]
-        found += [tuple(place.read()[-len(items) :]) for place, items in self.grown]
-        found += [tuple(leaves) for _, leaves in printed]
-        known = [value for _, value in (*self.assigned, *self.grown, *self.printed)]
-        leaves, marks = (pytree.tree_leaves(values, is_leaf=is_leaf) for values in (found, known))
-        pairs = zip(marks, leaves, strict=True)
-        kept = {mark.position: leaf for mark, leaf in pairs if isinstance(mark, KeptTensor)}
-        return tuple(kept[position] for position in range(len(self.kept)))
-
-    @contextmanager
-    def undone(self) -> Generator[None]:
-        """Undo, when the context is left, what was changed inside in these places."""
-        lists = [(place.whole_list(), list(place.read())) for place, _ in self.grown]
-        places = [*(place for place, _ in (*self.added, *self.assigned)), *self.deleted]
-        undo = assign([*lists, *((place, place.read_or(ABSENT)) for place in places)])
-        try:
-            yield
-        finally:
-            undo()
-
-
-NOTHING = BackwardChanges()
 
 
 class InBackward:
@@ -280,7 +74,7 @@ class InBackward:
         """The symbols that a backward finds there, and where: it may find other numbers than are left."""
         self.whole = NOTHING
         """What the backward of all results changes."""
-        self.of_some: dict[frozenset[NodeOutIdx], BackwardChanges] = {}
+        self.of_some: dict[frozenset[NodeOutIdx], EffectLog] = {}
         """What backwards of some results change."""
         self.kept: tuple[torch.Tensor, ...] = ()
         """What the last backward keeps."""
@@ -334,13 +128,19 @@ class InBackward:
                 _refuse_given(given)
                 _refuse_hidden(watched)
                 found = list(watched.changed_data(tensors=True))
-                values = [*(value for _, _, value in found), *(leaves for _, leaves in prints.noted())]
+                values = [*(value for _, _, value in found), *(each.given.leaves for each in prints.noted())]
                 named, self.kept = _naming(values, told, self.symbols)
-                changes = BackwardChanges.of(
-                    ((place, before, named(value)) for place, before, value in found),
-                    self.kept,
-                    ((call, tuple(map(named, leaves))) for call, leaves in prints.noted()),
+                changes = _log(
+                    ((place, before, Tree.of(value).map(named)) for place, before, value in found),
                     self._environment,
+                )
+                changes = EffectLog(
+                    (
+                        *(replace(each, given=each.given.map(named)) for each in prints.noted()),
+                        *changes.effects,
+                    ),
+                    changes.expected,
+                    tuple(map(recipe_of, self.kept)),
                 )
                 self.replaced = [
                     (place, before) for place, before, _ in found if isinstance(before, torch.Tensor)
@@ -369,34 +169,57 @@ class InBackward:
     def beyond(self) -> InBackward:
         """The same for backwards of backwards, whose changes are only undone."""
         later = InBackward(None)
-        later.whole = replace(self.whole, kept=(), printed=())
+        changes = tuple(each for each in self.whole.effects if not isinstance(each, Print))
+        later.whole = replace(self.whole, effects=changes, kept=())
         return later
 
-    def changes(self, arrived: Collection[NodeOutIdx]) -> BackwardChanges:
+    def counts_of_whole(self) -> list[Source]:
+        """Where a backward may have added to a whole number, or leaves a number that it reads."""
+        leaves = [(place, tree.leaves[0]) for place, tree in self.whole.assigned() if tree.spec.is_leaf()]
+        counts = [(place, int) for place, leaf in leaves if type(leaf) is int]
+        counts += [(place, leaf.kind) for place, leaf in leaves if isinstance(leaf, NumberResult)]
+        return [place for place, kind in counts if kind is not bool and type(place.read_or(None)) is kind]
+
+    def assigns_symbols(self) -> bool:
+        """Whether the backward does more to a number than to add a constant."""
+        return any(tree.has(*SYMBOLIC) for _, tree in self.whole.assigned())
+
+    def changes(self, arrived: Collection[NodeOutIdx]) -> EffectLog:
         """What a backward from these results changes."""
         return self.of_some.get(frozenset(arrived), self.whole)
 
 
-def expect(place: Source, known: Sequence[Any]) -> None:
-    """Check that a place holds one of the values that a backward is compiled for.
+def _log(changes: Iterable[tuple[Source, Any, Tree]], environment: Environment) -> EffectLog:
+    """The changes of a backward; not those of arguments.
 
-    Raises:
-        UnsupportedProgram: it does not.
+    What a hook does may depend on what it finds, so places that the program may read are expected to hold
+    what they held here. An item that is given a tensor or a number of the backward's may hold another's.
+
+    Args:
+        changes: place, value before and value after.
+        environment: says what the program may read.
     """
-    found = _marked(place.read_or(ABSENT))
-    if not any(_agree(found, value) for value in known):
-        said, left = ("nothing" if value is ABSENT else repr(value) for value in (found, known[0]))
-        raise UnsupportedProgram(
-            f"the backward changes `{place.path}`, and finds {said} in it where its forward left {left}",
-            stage="runtime",
-            fix="run the backward of a call before the next call, and once; or count in a buffer (a tensor)",
-        )
-
-
-def forget(place: Source) -> None:
-    """Let a place hold nothing, if it holds anything."""
-    if place.read_or(ABSENT) is not ABSENT:
-        place.delete()
+    effects: list[Effect] = []
+    expected: list[tuple[Source, tuple[Any, ...]]] = []
+    seen: set[Spot] = set()
+    for place, before, tree in changes:
+        value = tree.value()
+        if place.is_of_argument or place.spot() in seen or is_same(before, value):
+            continue
+        seen.add(place.spot())
+        if (step := _step(before, value)) is not None:
+            effects.append(Add(place, step))
+            continue
+        effects.append(Delete(place) if value is ABSENT else Assign(place, tree))
+        known = (before,)
+        if place.is_grown_list:
+            held = place.whole().whole_list()
+            place, known = held, (held.read()[: -len(value)],)
+        elif not environment.is_attribute(place) and tree.has(TensorResult, NumberResult):
+            known = (before, value)
+        if environment.may_read(place) and not has_symbols(known):
+            expected.append((place, any_of(known)))
+    return EffectLog(tuple(effects), tuple(expected))
 
 
 def _step(before: Any, value: Any) -> int | None:
@@ -407,25 +230,10 @@ def _step(before: Any, value: Any) -> int | None:
     return None if isinstance(value, bool) or symbols_in(step) else int(step)
 
 
-def _another(value: Any, kept: Sequence[Any], symbols: Mapping[str, Any]) -> Any:
-    """A copy of `value` with what was kept in the place of `KeptTensor`s and `KeptNumber`s."""
-
-    def own(leaf: Any) -> Any:
-        match leaf:
-            case KeptTensor(position=position):
-                return kept[position]
-            case KeptNumber():
-                return leaf.value(kept, symbols)
-            case _:
-                return leaf
-
-    return pytree.tree_map(own, value, is_leaf=is_leaf)
-
-
 def _naming(
     values: Sequence[Any], told: Told, found: Mapping[str, Source]
 ) -> tuple[Callable[[Any], Any], tuple[torch.Tensor, ...]]:
-    """What puts `KeptTensor`s and `KeptNumber`s into values, and the tensors that they stand for.
+    """What puts a `TensorResult` or `NumberResult` in the place of a leaf, and the tensors they stand for.
 
     Args:
         values: what a backward changes.
@@ -442,15 +250,15 @@ def _naming(
 
     def named(leaf: Any) -> Any:
         if id(leaf) in positions:
-            return KeptTensor(positions[id(leaf)])
+            return TensorResult(positions[id(leaf)])
         if not isinstance(leaf, SYMBOLIC) or not numbers_of_data(leaf):
             return leaf
         own = _behind(symbols_in(leaf), steps)
         if not own:  # it is of the forward
             return leaf
-        return KeptNumber(_KINDS[type(leaf)], expression(leaf), own)
+        return NumberResult(_KINDS[type(leaf)], expression(leaf), own)
 
-    return lambda value: pytree.tree_map(named, value, is_leaf=is_leaf), tuple(kept)
+    return named, tuple(kept)
 
 
 def _behind(names: Iterable[str], steps: Mapping[str, Behind]) -> tuple[tuple[str, Behind], ...]:
@@ -460,36 +268,6 @@ def _behind(names: Iterable[str], steps: Mapping[str, Behind]) -> tuple[tuple[st
         if name in needed and isinstance(step, NumberStep):
             needed.update(step.symbols)
     return tuple((name, step) for name, step in steps.items() if name in needed)
-
-
-def _has(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    return any(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(value, is_leaf=is_leaf))
-
-
-def _marked(value: Any) -> Any:
-    """`value` with `AnyTensor` in the place of tensors: they are not kept alive, and any others will do.
-
-    So will other numbers than those that depend on data.
-    """
-
-    def marked(leaf: Any) -> Any:
-        if isinstance(leaf, (torch.Tensor, KeptTensor)):
-            return AnyTensor()
-        return AnyNumber(leaf.kind) if isinstance(leaf, KeptNumber) else leaf
-
-    return pytree.tree_map(marked, value, is_leaf=is_leaf)
-
-
-def _agree(one: Any, other: Any) -> bool:
-    """Whether a value that is found is one that is expected, or a container of such."""
-    leaves, specs = zip(*(pytree.tree_flatten(value, is_leaf=is_leaf) for value in (one, other)), strict=True)
-    return specs[0] == specs[1] and all(map(_is_same_leaf, *leaves))
-
-
-def _is_same_leaf(one: Any, other: Any) -> bool:
-    if isinstance(other, AnyNumber):
-        return type(one) is other.kind
-    return one == other if isinstance(one, AnyTensor) else is_same(one, other)
 
 
 def _refuse_given(given: GivenContainers | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +22,7 @@ from aotdist.capture.instances import GivenObject
 from aotdist.capture.module_attributes import OF_EVERY_MODULE
 from aotdist.capture.reached import Reached
 from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source, keeper_of, kept_by
-from aotdist.capture.watched import Watched, fill, put_back
+from aotdist.capture.watched import Watched, assign, fill, put_back
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import numbers_of_data
 from aotdist.torch_seam.own_attributes import own, shared
@@ -192,19 +192,6 @@ class Reassignments:
             return []
         parts = pytree.tree_leaves(value) if shows_traced(value) else [value]
         return [p for p in parts if not isinstance(p, type) and hides_traced(p, self.existing)]
-
-
-def assign(values: Sequence[tuple[Source, Any]]) -> Callable[[], None]:
-    """Assign values to places, or delete them (`ABSENT`); returns a function that undoes it."""
-    before = [(place, place.read_or(ABSENT)) for place, _ in values]
-    for place, value in values:
-        put_back(place, value)
-
-    def undo() -> None:
-        for place, value in reversed(before):
-            put_back(place, value)
-
-    return undo
 
 
 def _with_given(value: Any, given: Mapping[int, int]) -> Any:

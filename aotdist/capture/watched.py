@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,3 +89,16 @@ def put_back(place: Source, value: Any) -> None:
         place.write(value)
     elif place.read_or(ABSENT) is not ABSENT:
         place.delete()
+
+
+def assign(values: Sequence[tuple[Source, Any]]) -> Callable[[], None]:
+    """Assign values to places, or delete them (`ABSENT`); returns a function that undoes it."""
+    before = [(place, place.read_or(ABSENT)) for place, _ in values]
+    for place, value in values:
+        put_back(place, value)
+
+    def undo() -> None:
+        for place, value in reversed(before):
+            put_back(place, value)
+
+    return undo
