@@ -73,16 +73,14 @@ class Reassignments:
         found: list[tuple[Source, Any]] = []
         for whole in self._wholes:
             _refuse_kept(whole)
-        for watched in self._watched:
-            for place, before, value in watched.changed():
-                _refuse_deletion(place, before, value)
-                shown = _with_given(value, given)
-                self._refuse_hidden(place.path, shown)
-                repeats = is_plain(shown) if place.is_whole_list else self._shows_tensors(shown)
-                if repeats or shown is not value or (place.is_of_argument and value is not ABSENT):
-                    value = shown
-                    found.append((place, value))
-                    put_back(place, before)
+        for place, before, value in self._changed():
+            _refuse_deletion(place, before, value)
+            shown = _with_given(value, given)
+            self._refuse_hidden(place.path, shown)
+            repeats = is_plain(shown) if place.is_whole_list else self._shows_tensors(shown)
+            if repeats or shown is not value or (place.is_of_argument and value is not ABSENT):
+                found.append((place, shown))
+                put_back(place, before)
         return found
 
     def collect_constants(self) -> tuple[list[tuple[Source, Any]], list[Source]]:
@@ -107,16 +105,18 @@ class Reassignments:
         Args:
             tensors: whether tensors of the trace count as constants.
         """
-        for watched in self._watched:
-            for place, before, value in watched.changed():
-                if value is ABSENT or self._is_data(value, tensors=tensors):
-                    yield place, before, value
+        for place, before, value in self._changed():
+            if value is ABSENT or self._is_data(value, tensors=tensors):
+                yield place, before, value
+
+    def _changed(self) -> Iterator[tuple[Source, Any, Any]]:
+        """Place, value before and value now of all that was assigned, or deleted; see `Watched.changed`."""
+        return (change for watched in self._watched for change in watched.changed())
 
     def side_effects(self) -> list[str]:
         """Places that were given an object which no call makes anew: an effect of the capture only."""
-        changes = (change for watched in self._watched for change in watched.changed())
         wholes = (change for whole in self._wholes for change in whole.changed())
-        return [place.path for place, _, _ in (*changes, *wholes) if not place.is_of_argument]
+        return [place.path for place, _, _ in (*self._changed(), *wholes) if not place.is_of_argument]
 
     def _is_data(self, value: Any, *, tensors: bool = False) -> bool:
         """Whether it is a constant, or a container of constants that the program made."""
@@ -140,7 +140,7 @@ class Reassignments:
 
     def left(self) -> Callable[[], None] | None:
         """A function that restores, after `roll_back`, what the program left; None if it left nothing."""
-        values = [(place, value) for watched in self._watched for place, _, value in watched.changed()]
+        values = [(place, value) for place, _, value in self._changed()]
         wholes = [(whole.held, items) for whole in self._wholes for _, _, items in whole.changed()]
 
         def bring_back() -> None:
@@ -152,8 +152,7 @@ class Reassignments:
 
     def moves(self) -> bool:
         """Whether a place was given a module, object or container of another: each call moves it on."""
-        values = (value for watched in self._watched for _, _, value in watched.changed())
-        parts = (part for value in values for part in (value, *pytree.tree_leaves(value)))
+        parts = (part for _, _, value in self._changed() for part in (value, *pytree.tree_leaves(value)))
         return any(id(part) in self._entered for part in parts)
 
     def roll_back(self) -> None:
@@ -172,11 +171,10 @@ class Reassignments:
 
     def hidden(self) -> Iterator[tuple[str, Any]]:
         """Paths and values of places that hold tensors of the trace in an object that no call makes anew."""
-        for watched in self._watched:
-            for place, _, value in watched.changed():
-                shown = shows_traced(value) and not self._is_data(value, tensors=True)
-                if shown or self._hiding(value):
-                    yield place.path, value
+        for place, _, value in self._changed():
+            shown = shows_traced(value) and not self._is_data(value, tensors=True)
+            if shown or self._hiding(value):
+                yield place.path, value
 
     def _refuse_hidden(self, path: str, value: Any) -> None:
         for hiding in self._hiding(value):
