@@ -27,7 +27,7 @@ class Noting(nn.Module):
         self.log: list[Any] = []
         self.count, self.scale, self.is_used, self.kept = 0, 1.0, False, torch.zeros(3)
         self.gradient: torch.Tensor | None = None
-        self.options: dict[str, Any] = {"calls": 0}
+        self.options: dict[str, Any] = {"calls": 0, "heard": []}
         self.step = step
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -108,6 +108,16 @@ def takes_out_what_is_there(module: Noting, x: torch.Tensor) -> torch.Tensor:
     return y.sum()
 
 
+def counts_and_logs_in_one_place(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    def hook(grad: torch.Tensor) -> None:
+        module.options["calls"] += 1
+        module.options["heard"].append("heard")
+
+    y = x * module.weight
+    y.register_hook(hook)
+    return y.sum()
+
+
 def marks(module: Noting, x: torch.Tensor) -> torch.Tensor:
     def hook(grad: torch.Tensor) -> None:
         module.is_used, module.gradient = True, grad
@@ -177,6 +187,7 @@ STEPS = [
     takes_out_what_is_there,
     doubles,
     marks,
+    counts_and_logs_in_one_place,
     marks_every_other,
     finds_what_the_forward_left,
     asks_a_function,
@@ -219,7 +230,10 @@ def test_step_by_step(step: Callable[..., Any], kind: str) -> None:
     assert [text.replace("grad_fn", "") for text in ours] == eager
 
 
-REPEATABLE = [logs, counts, counts_in_both, marks, finds_what_the_forward_left, asks_a_function]
+REPEATABLE = [
+    *(logs, counts, counts_in_both, counts_and_logs_in_one_place),
+    *(marks, finds_what_the_forward_left),
+]
 
 
 @pytest.mark.parametrize("step", REPEATABLE)
@@ -234,7 +248,10 @@ def test_two_forwards_then_two_backwards(step: Callable[..., Any]) -> None:
     assert ours == eager
 
 
-ONCE = [anneals, doubles, computes_with_count, takes_out, takes_out_what_is_there, marks_every_other]
+ONCE = [
+    *(anneals, doubles, computes_with_count, takes_out, takes_out_what_is_there),
+    *(marks_every_other, asks_a_function),
+]
 
 
 @pytest.mark.parametrize("step", ONCE)
@@ -248,7 +265,9 @@ def test_what_a_hook_may_read_and_changes_is_what_the_forward_left(step: Callabl
     assert torch.equal(module.weight.grad, before)
 
 
-@pytest.mark.parametrize("step", [counts, counts_in_both, recomputes_by_a_backward_inside])
+@pytest.mark.parametrize(
+    "step", [counts, counts_in_both, counts_and_logs_in_one_place, recomputes_by_a_backward_inside]
+)
 def test_what_counts_is_compiled_once(step: Callable[..., Any]) -> None:
     module = aotdist.compile(Noting(step, "plain"), backend="fx")
     for _ in range(4):
