@@ -37,10 +37,10 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (56_108, 42_000),
-    "lines of its core": (32_965, 23_500),
-    "classes of its core": (321, 200),
-    "files of aotdist/": (333, 235),
+    "lines of aotdist/": (55_963, 42_000),
+    "lines of its core": (32_557, 23_500),
+    "classes of its core": (319, 200),
+    "files of aotdist/": (331, 235),
     "import floors": (23, 15),
     "most parameters of a function": (13, 8),
     "most fields of a class": (21, 14),
