@@ -19,8 +19,9 @@ from aotdist.capture.arguments import fakes_of
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.capture.constants import is_constant, same_constant
 from aotdist.capture.origins import raised_at
-from aotdist.capture.reassign import Reassignments, assign
+from aotdist.capture.reassign import Reassignments
 from aotdist.capture.source import Source
+from aotdist.capture.watched import assign
 from aotdist.codegen.ahead import TargetBackend
 from aotdist.codegen.contract import Backend, Decompositions
 from aotdist.codegen.fx import print_graph
@@ -190,7 +191,7 @@ def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall
 def _trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall:
     found = _trace(job, times)
     returned = found.returned()
-    counts = [*returned.counts(), *found.captured.in_backward.whole.counts()]
+    counts = [*returned.counts(), *found.captured.in_backward.counts_of_whole()]
     if job.symbolic and (counts or returned.counted):
         counting = replace(job, counts=tuple(_distinct_places(counts)), counted=returned.counted)
         if (symbolic := _with_symbols(counting, times, found)) is not found:
@@ -200,7 +201,7 @@ def _trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCal
         if (symbolic := _with_symbols(opening, times, found)) is not found:
             job, found = opening, symbolic
     leaves = found.before.left()
-    if not returned.deleted and (leaves is not None or _flags(job, found)):
+    if not returned.log.deleted() and (leaves is not None or _flags(job, found)):
         later = _set_up(job, times, found, on_failure)
         if later is not None:
             return later
@@ -211,7 +212,7 @@ def _trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCal
 def _flags(job: Job, found: TracedCall) -> list[tuple[Source, Any]]:
     """The constants that the program assigns, without its counts, and without what depends on data."""
     counts = {place.spot() for place in job.counts}
-    constants = found.returned().constants
+    constants = found.returned().constants()
     return [(place, v) for place, v in constants if place.spot() not in counts and not numbers_of_data(v)]
 
 
@@ -237,7 +238,7 @@ def _is_equivalent(symbolic: TracedCall, found: TracedCall) -> bool:
     """Whether a trace with symbols is of the same program, and computes with them as with numbers."""
     ours, theirs = symbolic.traced, found.traced
     is_exact = _is_exact(ours) and not ours.symbols.decides_by(ours.symbols.floats())
-    is_exact &= not symbolic.captured.in_backward.whole.has_symbols()
+    is_exact &= not symbolic.captured.in_backward.assigns_symbols()
     is_exact &= not _computes_with_what_it_finds(symbolic)
     return (
         is_exact
@@ -292,7 +293,7 @@ def _results(facts: Facts) -> list[Any]:
 
 def _assigned(facts: Facts) -> dict[tuple[int, Any], Any]:
     """What places are assigned, by where they are."""
-    return {place.spot(): value for place, value in Returned.of(facts).constants}
+    return {place.spot(): value for place, value in Returned.of(facts).constants()}
 
 
 def _have_same_operations(symbolic: Graph, graph: Graph) -> bool:
@@ -368,7 +369,7 @@ def _is_same_program(one: Traced, other: Traced) -> bool:
     """Whether two traces are of one program, but for the constants that it assigns."""
     same_inputs = one.program.ins == other.program.ins
     same_facts = _without_returned(one.facts) == _without_returned(other.facts)
-    same_facts &= Returned.of(one.facts).printed == Returned.of(other.facts).printed
+    same_facts &= Returned.of(one.facts).log.prints() == Returned.of(other.facts).log.prints()
     graphs = [print_graph(traced.graph).source for traced in (one, other)]
     same_graphs = graphs[0] == graphs[1] and _have_same_attributes(one.graph, other.graph)
     return same_inputs and same_facts and same_graphs

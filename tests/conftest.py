@@ -22,6 +22,7 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 ONE_OF: Mapping[str, int] = {
     "artifacts/test_semantics.py": 16,
+    "capture/test_effects.py": 1,
     "codegen/test_recurrent_layers.py": 6,
     "docs/test_pages.py": 1,
     "kernels/test_operators.py": 12,

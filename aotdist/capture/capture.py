@@ -12,7 +12,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Container, Generator, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from aotdist.capture.ambient import Ambient, ambient, modes_left_alone
 from aotdist.capture.arguments import Arguments, read_arguments
 from aotdist.capture.checks import Check, Checks
 from aotdist.capture.constants import is_leaf
+from aotdist.capture.effects import Assign, Delete, Effect, EffectLog, Print, TensorResult, Tree
 from aotdist.capture.given import GivenContainers, are_apart
 from aotdist.capture.hidden import no_results_kept, refuse_carried
 from aotdist.capture.in_backward import InBackward
@@ -35,7 +36,7 @@ from aotdist.capture.modules import (
 )
 from aotdist.capture.objects import MadeObject, taken_apart
 from aotdist.capture.origins import annotate
-from aotdist.capture.prints import Printed, Prints
+from aotdist.capture.prints import Prints
 from aotdist.capture.python_random import no_python_random
 from aotdist.capture.reach import reach
 from aotdist.capture.reached import Reached
@@ -47,7 +48,7 @@ from aotdist.capture.results import (
     replaced_inside,
     with_attributes,
 )
-from aotdist.capture.source import ABSENT, UNNAMED, Argument, Given, Source
+from aotdist.capture.source import ABSENT, UNNAMED, Argument, Given, Item, Source
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.facts import Facts, NotATensor
 from aotdist.program import ArgIdx, I, Program, Row, Slot
@@ -57,7 +58,7 @@ from aotdist.torch_seam.checks import hearing_of_checks
 from aotdist.torch_seam.control_flow import said_to_be_compiling
 from aotdist.torch_seam.modes import class_functions_on, torch_functions_off
 from aotdist.torch_seam.modules import recurrent_layers_referring_to
-from aotdist.torch_seam.own_attributes import own_attributes
+from aotdist.torch_seam.own_attributes import own_attributes, shared
 from aotdist.torch_seam.symbols import number_kind
 from aotdist.torch_seam.tensors import marked_dims
 from aotdist.torch_seam.trees import pytree
@@ -115,51 +116,50 @@ class Returned:
 
     Args:
         spec: pytree structure of the returned value; its leaves are the first outputs.
-        assigned: places that are assigned the next outputs, and the structure of each value.
-        constants: places that are assigned constants, or containers of constants, and these.
-        deleted: places that hold nothing afterwards.
+        log: what the program does in Python; results in it are outputs, those in assignments the next ones.
         replaced: attributes of wrappers that are assigned the next outputs: position of the wrapper among the
             program's inputs, and path.
         shown: classes and attributes of outputs; the last outputs are what these attributes hold.
         checks: what to raise if one of the outputs between `replaced` and `shown` is false.
         shares: whether an object that the program makes is in several places.
         counted: paths of numbers among the arguments that the program changes to others of their type.
-        printed: calls of `print` and of loggers; what they are given are the outputs behind the checks.
     """
 
     spec: pytree.TreeSpec
-    assigned: tuple[tuple[Source, pytree.TreeSpec], ...]
-    constants: tuple[tuple[Source, Any], ...] = ()
-    deleted: tuple[Source, ...] = ()
+    log: EffectLog
     replaced: tuple[tuple[int, str], ...] = ()
     shown: tuple[Shown, ...] = ()
     checks: tuple[Check, ...] = ()
     shares: bool = False
     counted: tuple[str, ...] = ()
-    printed: tuple[Printed, ...] = ()
 
     def counts(self) -> list[Source]:
         """Places outside of the arguments where the program finds a number and leaves another of its type."""
-        found = [(place, number_kind(value)) for place, value in self.constants]
+        found = [(place, number_kind(value)) for place, value in self.constants()]
         return [place for place, kind in found if kind and type(place.read_or(None)) is kind]
 
-    def places(self) -> list[Source]:
-        """Everything that is assigned, or deleted."""
-        return [*(place for place, _ in (*self.assigned, *self.constants)), *self.deleted]
+    def assigned(self) -> list[tuple[Source, pytree.TreeSpec]]:
+        """Places that are assigned outputs, and the structure of each value."""
+        return [(place, tree.spec) for place, tree in self.log.assigned() if tree.has(TensorResult)]
+
+    def constants(self) -> list[tuple[Source, Any]]:
+        """Places that are assigned constants, or containers of constants, and these."""
+        assigned = [(place, tree) for place, tree in self.log.assigned() if not isinstance(place.root, Given)]
+        return [(place, tree.value()) for place, tree in assigned if not tree.has(TensorResult)]
 
     def changes_given(self) -> bool:
         """Whether lists or dictionaries among the arguments are changed."""
-        roots = (place.root for place in self.places())
+        roots = (place.root for place in self.log.places())
         return any(isinstance(root, Given) and root.name in ("args", "kwargs") for root in roots)
 
     def first_checked(self) -> int:
         """Position of the first output that is checked."""
-        num_assigned = sum(spec.num_leaves for _, spec in self.assigned)
+        num_assigned = sum(spec.num_leaves for _, spec in self.assigned())
         return self.spec.num_leaves + num_assigned + len(self.replaced)
 
     def assigned_paths(self) -> list[str]:
         """The names of what is assigned; of a wrapper, that of the attribute."""
-        return [*(source.path for source, _ in self.assigned), *(path[1:] for _, path in self.replaced)]
+        return [*(source.path for source, _ in self.assigned()), *(path[1:] for _, path in self.replaced)]
 
     @classmethod
     def of(cls, facts: Facts) -> Returned:
@@ -203,6 +203,22 @@ class Environment:
         """What may be assigned to, as it is now."""
         ruled = {module for claim in self.rules for module in claim.root.modules()}
         return Reassignments(self.modules, self.reached, ruled)
+
+    def may_read(self, place: Source) -> bool:
+        """Whether the program may read a place; of a whole list, whether it does more than append to it."""
+        if place.is_whole_list:
+            held = place.owner().read()
+            wholes = (source.container() for source, _ in self.reached.constants)
+            return any(whole is not None and whole.read_or(None) is held for whole in wholes)
+        names, step = self.reached.names, place.steps[-1]
+        is_unread = names is not None and isinstance(step, Item) and step.key not in names
+        return not (is_unread and self.is_attribute(place))
+
+    def is_attribute(self, place: Source) -> bool:
+        """Whether it is an attribute of a module or of an object, rather than an item of a dictionary."""
+        held = shared(place.owner().read())
+        owners = (*self.modules.values(), *(owner for _, owner in self.reached.owners))
+        return any(held is shared(vars(owner)) for owner in owners)
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,10 +454,7 @@ def _call(
     *,
     keeps_history: bool,
 ) -> list[Any]:
-    """Run the user's code; returns its flat results, what it assigned, and how to put them back.
-
-    Without `keeps_history`, what it assigned is detached: its backward has run already.
-    """
+    """Run the user's code; returns its flat results, what it assigned, and how to put them back."""
     reassignments = environment.reassignments()
     with no_python_random(environment.reached.python_generators):
         found = _run(run, changes, reassignments, inputs, examples)
@@ -457,25 +470,46 @@ def _call(
             "read it outside of the compiled function",
             stacklevel=2,
         )
-    flat = [(source, *pytree.tree_flatten(value, is_leaf=is_leaf)) for source, value in found.assigned]
-    values = [leaf for _, leaves_of_value, _ in flat for leaf in leaves_of_value]
-    values = values if keeps_history else [_without_history(value, inputs) for value in values]
-    outs = [*found.leaves, *values, *found.replaced.values(), *changes.checks.outs]
-    outs += [leaf for _, leaves in found.printed for leaf in leaves]
+    outs, log = _outputs(found, changes.checks, inputs, detaches=not keeps_history)
     outs, shown = with_attributes(outs, inputs, environment.reached, reassignments.existing)
     how = Returned(
         spec=found.spec,
-        assigned=tuple((source, structure) for source, _, structure in flat),
-        constants=tuple(found.constants),
-        deleted=tuple(found.deleted),
+        log=log,
         replaced=tuple(found.replaced),
         shown=tuple(shown),
         checks=tuple(changes.checks.made),
         shares=any(isinstance(out, MadeObject) for out in outs),
         counted=tuple(changes.given.counted),
-        printed=tuple(printed for printed, _ in found.printed),
     )
     return [*outs, how]
+
+
+def _outputs(
+    found: _Found, checks: Checks, inputs: Sequence[torch.Tensor], *, detaches: bool
+) -> tuple[list[Any], EffectLog]:
+    """All outputs of the program, and its effects, in which results stand for outputs.
+
+    Args:
+        found: what the user's code did.
+        checks: what it checked.
+        inputs: the stand-ins.
+        detaches: whether what it assigned has no history: its backward has run already.
+    """
+    outs = list(found.leaves)
+
+    def output(leaf: Any) -> TensorResult:
+        outs.append(leaf)
+        return TensorResult(len(outs) - 1)
+
+    def assigned(leaf: Any) -> TensorResult:
+        return output(_without_history(leaf, inputs) if detaches else leaf)
+
+    effects: list[Effect] = [Assign(place, Tree.of(value).map(assigned)) for place, value in found.assigned]
+    effects += [Assign(place, Tree.of(value)) for place, value in found.constants]
+    effects += map(Delete, found.deleted)
+    outs += [*found.replaced.values(), *checks.outs]
+    printed = [replace(each, given=each.given.map(output)) for each in found.printed]
+    return outs, EffectLog((*printed, *effects))
 
 
 @dataclass(frozen=True, slots=True)
@@ -489,7 +523,7 @@ class _Found:
         constants: places that were assigned constants, or containers of constants, and these.
         deleted: places that were deleted.
         replaced: tensors that were put inside of wrappers: see `replaced_inside`.
-        printed: what it printed, see `Prints.noted`.
+        printed: what it printed.
     """
 
     leaves: Sequence[Any]
@@ -498,7 +532,7 @@ class _Found:
     constants: Sequence[tuple[Source, Any]]
     deleted: Sequence[Source]
     replaced: Mapping[tuple[int, str], torch.Tensor]
-    printed: Sequence[tuple[Printed, Sequence[Any]]]
+    printed: Sequence[Print]
 
 
 def _run(

@@ -41,9 +41,9 @@ class Names:
         assigned: global variables that it assigns.
         stored: attributes that it assigns, of any object.
         loaded: attributes that it reads.
-        appended: variables and attributes that it appends to (`append`, `extend`); with `[]` behind the name,
-            those to whose items it appends.
-        used: those that it reads for anything else.
+        appended: variables and attributes that it appends to (`append`, `extend`), and items of some by
+            constant keys (`name['key']`).
+        used: those that it reads, or whose items it reads or assigns, for anything else.
         texts: string constants in it, those in tuples too.
     """
 
@@ -119,8 +119,9 @@ def _appended_and_used(instructions: Sequence[dis.Instruction]) -> tuple[set[str
         names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
         if _appends(following[:1]):
             appended.update(names)
-        elif _picks(following[:2]) and _appends(following[2:]):
-            appended.update(f"{name}[]" for name in names)
+        elif _is_item(following):
+            items = {f"{name}[{following[0].argval!r}]" for name in names}
+            (appended if _appends(following[2:]) else used).update(items)
         else:
             used.update(names)
     return appended, used
@@ -130,11 +131,12 @@ def _appends(following: Sequence[dis.Instruction]) -> bool:
     return any(one.opname in _ATTRIBUTE_READS and one.argval in ("append", "extend") for one in following)
 
 
-def _picks(following: Sequence[dis.Instruction]) -> bool:
-    """Whether an item is read by a constant key."""
+def _is_item(following: Sequence[dis.Instruction]) -> bool:
+    """Whether an item is read, assigned or counted in (`d[key] += 1`) by a constant key."""
     match following:
-        case [dis.Instruction(opname="LOAD_CONST"), picking]:
-            return picking.opname == "BINARY_SUBSCR" or picking.argrepr == "[]"
+        case [dis.Instruction(opname="LOAD_CONST"), step, *more]:
+            counts = [each.opname for each in (step, *more)] == ["COPY", "COPY"]
+            return counts or step.opname in ("BINARY_SUBSCR", "STORE_SUBSCR") or step.argrepr == "[]"
         case _:
             return False
 

@@ -6,11 +6,9 @@ that the program makes and puts into them are made anew at every call (`aotdist.
 
 from __future__ import annotations
 
-import itertools
-import operator
+import functools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,54 +17,10 @@ from aotdist.capture.constants import is_constant, is_leaf, is_same, is_unreadab
 from aotdist.capture.instances import GivenObject, is_instance, items_of, slots_of
 from aotdist.capture.objects import MadeObject, taken_apart
 from aotdist.capture.source import ABSENT, Given, Source
+from aotdist.capture.watched import Watched
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.symbols import SYMBOLIC, number_kind
 from aotdist.torch_seam.trees import pytree
-
-
-@dataclass(frozen=True, slots=True)
-class _Attributes:
-    """The `__dict__` of an object, or its slots.
-
-    Args:
-        place: the place of the object.
-        held: the object.
-        in_slots: whether these are its slots.
-        before: the attributes before the trace.
-    """
-
-    place: Source
-    held: Any
-    in_slots: bool
-    before: Any
-
-    def now(self) -> Any:
-        """What is there."""
-        return slots_of(self.held) if self.in_slots else getattr(self.held, "__dict__", {})
-
-    def entry(self, name: Any) -> Source:
-        """The place of an attribute: in `__dict__`, if there is one, past the class's own `__setattr__`."""
-        path = f"{self.place.path}.{name}"
-        if self.in_slots:
-            return self.place.attribute(name, path)
-        return self.place.attribute("__dict__", self.place.path).item(name, path)
-
-
-@dataclass(frozen=True, slots=True)
-class _Items:
-    """A list, a deque or a dictionary, or an object whose class is made of one; as for `_Attributes`."""
-
-    place: Source
-    held: Any
-    before: Any
-
-    def now(self) -> Any:
-        """As for `_Attributes`."""
-        return self.held.copy() if isinstance(self.held, deque) else items_of(self.held)
-
-    def entry(self, key: Any) -> Source:
-        """The place of one of them."""
-        return self.place.item(key)
 
 
 class GivenContainers:
@@ -112,40 +66,17 @@ class GivenContainers:
             self._refuse_changes()
         found: list[tuple[Source, Any]] = []
         for watched in self._watched:
-            place, now, before = watched.place, watched.now(), watched.before
-            if isinstance(now, list) and len(now) > len(before) and all(map(operator.is_, before, now)):
-                grown = place.items_from(len(before))
-                found.append((grown, self._checked(grown, now[len(before) :], made)))
-                continue
-            if isinstance(now, list) and len(now) != len(before):
-                raise UnsupportedProgram(
-                    f"the list `{place.path}` loses items in the compiled function",
-                    stage="capture",
-                    fix="return what is left, or take the items out outside",
-                )
-            if isinstance(now, deque) and len(now) != len(before):
-                raise UnsupportedProgram(
-                    f"the deque `{place.path}` gets longer or shorter in the compiled function",
-                    stage="capture",
-                    fix="pass one that is full (`maxlen`), or a list, or return what it is to hold",
-                )
-            for key, value in list(_entries(now)):
-                then = before.get(key, ABSENT) if isinstance(before, dict) else before[key]
-                if is_same(value, then):
-                    continue
-                entry = watched.entry(key)
-                found.append((entry, self._checked(entry, value, made)))
-                if (kind := number_kind(value)) is not None and type(then) is kind:
-                    self.counted.append(entry.path)
+            for place, before, value in watched.changed():
+                _refuse_other_length(watched, place)
+                if value is not ABSENT:
+                    found.append((place, self._checked(place, value, made)))
+                if (kind := number_kind(value)) is not None and type(before) is kind:
+                    self.counted.append(place.path)
         return found
 
     def changed(self) -> Iterator[str]:
         """Paths of the containers and objects that changed."""
-        for watched in self._watched:
-            now, before = map(_entries, (watched.now(), watched.before))
-            pairs = itertools.zip_longest(now, before, fillvalue=(ABSENT, None))
-            if not all(key == known and is_same(value, then) for (key, value), (known, then) in pairs):
-                yield watched.place.path
+        return (watched.place.path for watched in self._watched if any(True for _ in watched.changed()))
 
     def _refuse_changes(self) -> None:
         for path in self.changed():
@@ -157,13 +88,8 @@ class GivenContainers:
 
     def deleted(self) -> list[Source]:
         """Places in dictionaries and objects that were deleted."""
-        return [
-            watched.entry(key)
-            for watched in self._watched
-            if isinstance(watched.before, dict)
-            for key in watched.before
-            if key not in watched.now()
-        ]
+        changes = (change for watched in self._watched for change in watched.changed())
+        return [place for place, _, value in changes if value is ABSENT]
 
     def _checked(self, place: Source, value: Any, made: dict[int, int]) -> Any:
         value = taken_apart(value, (), made, self.positions, anew=True)
@@ -177,6 +103,22 @@ class GivenContainers:
                     fix="assign tensors and constants",
                 )
         return value
+
+
+def _refuse_other_length(watched: Watched, place: Source) -> None:
+    """Refuse a list that lost items, and a deque that lost or got some."""
+    if isinstance(watched.held, deque) and (place.is_grown_list or place.is_whole_list):
+        raise UnsupportedProgram(
+            f"the deque `{watched.place.path}` gets longer or shorter in the compiled function",
+            stage="capture",
+            fix="pass one that is full (`maxlen`), or a list, or return what it is to hold",
+        )
+    if place.is_whole_list:
+        raise UnsupportedProgram(
+            f"the list `{watched.place.path}` loses items in the compiled function",
+            stage="capture",
+            fix="return what is left, or take the items out outside",
+        )
 
 
 def are_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -204,11 +146,11 @@ def _place(key: int | str) -> Source:
     return Source("kwargs", Given("kwargs")).item(key, key)
 
 
-def _watched(place: Source, value: Any) -> Iterator[_Attributes | _Items]:
+def _watched(place: Source, value: Any) -> Iterator[Watched]:
     if is_unreadable(value) or is_instance(value):  # one of the objects
         return
     if isinstance(value, (list, dict, deque)):
-        yield _Items(place, value, value.copy())
+        yield _items(place, value)
     elif type(value) in pytree.SUPPORTED_NODES and not isinstance(value, tuple):
         yield from _watched_attributes(place, value)
     if isinstance(value, (list, dict, tuple, deque)):
@@ -216,17 +158,35 @@ def _watched(place: Source, value: Any) -> Iterator[_Attributes | _Items]:
             yield from _watched(place.item(key), inner)
 
 
-def _watched_object(place: Source, value: Any) -> Iterator[_Attributes | _Items]:
+def _watched_object(place: Source, value: Any) -> Iterator[Watched]:
     yield from _watched_attributes(place, value)
     if (items := items_of(value)) is not None:
-        yield _Items(place, value, items)
+        yield _items(place, value)
         for key, inner in _entries(items):
             yield from _watched(place.item(key), inner)
 
 
-def _watched_attributes(place: Source, value: Any) -> Iterator[_Attributes | _Items]:
-    for in_slots, attributes in ((False, getattr(value, "__dict__", {})), (True, slots_of(value))):
-        watched = _Attributes(place, value, in_slots, dict(attributes))
-        yield watched
-        for name, inner in attributes.items():
-            yield from _watched(watched.entry(name), inner)
+def _items(place: Source, held: Any) -> Watched:
+    """The items of a list, a deque or a dictionary, or of an object whose class is made of one."""
+    read = functools.partial(list if isinstance(held, deque) else items_of, held)
+    return Watched(place, held, read(), read, lambda _, key: place.item(key), is_same)
+
+
+def _watched_attributes(place: Source, value: Any) -> Iterator[Watched]:
+    """The `__dict__` of an object, past the class's own `__setattr__`, and its slots."""
+
+    def named(_: int, name: str) -> Source:
+        return place.attribute("__dict__", place.path).item(name, f"{place.path}.{name}")
+
+    def in_slot(_: int, name: str) -> Source:
+        return place.attribute(name, f"{place.path}.{name}")
+
+    for read, entry in ((_attributes, named), (slots_of, in_slot)):
+        before = dict(read(value))
+        yield Watched(place, value, before, functools.partial(read, value), entry, is_same)
+        for position, (name, inner) in enumerate(before.items()):
+            yield from _watched(entry(position, name), inner)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    return getattr(value, "__dict__", {})

@@ -8,26 +8,40 @@ backward finds is known, too.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Container, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from aotdist.capture.constants import is_constant, is_leaf, is_same
+from aotdist.capture.constants import is_leaf, is_same
+from aotdist.capture.effects import (
+    NOTHING,
+    Add,
+    Assign,
+    Behind,
+    Delete,
+    Effect,
+    EffectLog,
+    NumberResult,
+    Print,
+    TensorResult,
+    Tree,
+    any_of,
+    has_symbols,
+)
 from aotdist.capture.hidden import is_traced
-from aotdist.capture.prints import Printed, Prints
-from aotdist.capture.reassign import Reassignments, assign, is_plain
+from aotdist.capture.prints import Prints
+from aotdist.capture.reassign import Reassignments, is_plain
 from aotdist.capture.source import ABSENT, Source, Spot
-from aotdist.errors import InternalError, UnsupportedProgram
+from aotdist.capture.watched import assign
+from aotdist.errors import UnsupportedProgram
 from aotdist.program import NodeOutIdx
-from aotdist.sizes import Expression, NumberStep, evaluate, numbers_of_data
-from aotdist.subclasses.protocol import Recipe, recipe_of
+from aotdist.sizes import NumberStep, numbers_of_data
+from aotdist.subclasses.protocol import recipe_of
 from aotdist.torch_seam.symbols import SYMBOLIC, expression, hint, new_count, symbols_in
 from aotdist.torch_seam.trees import pytree
-from aotdist.torch_seam.undo import raise_interrupt
 
 if TYPE_CHECKING:
     from aotdist.capture.capture import Environment
@@ -38,309 +52,8 @@ if TYPE_CHECKING:
 _KINDS: Mapping[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
-@dataclass(frozen=True, slots=True)
-class KeptTensor:
-    """Stands for one of the tensors that a backward computes and keeps, by position."""
-
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
-class AnyTensor:
-    """Stands for a tensor that a backward finds somewhere."""
-
-    def __repr__(self) -> str:
-        return "a tensor"
-
-
-Behind: TypeAlias = "int | Source | NumberStep"
-"""What a number of a backward is read off, found in, or computed by."""
-
-
-@dataclass(frozen=True, slots=True)
-class KeptNumber:
-    """Stands for a number that a backward reads off tensors that it keeps, or computes from such.
-
-    Two are equal if they follow in the same way from what is read.
-
-    Args:
-        kind: its type.
-        follows: how it follows.
-        expression: its value, in terms of symbols.
-        steps: the symbols that are the backward's own, in order: of each the position of the tensor that it
-            is read off, the place where the backward finds it, or how Python computes it.
-    """
-
-    kind: type
-    follows: str
-    expression: Expression = field(compare=False)
-    steps: tuple[tuple[str, Behind], ...] = field(compare=False)
-
-    def value(self, kept: Sequence[torch.Tensor], symbols: Mapping[str, Any]) -> Any:
-        """The number, given the tensors that are kept and the symbols of the forward."""
-        symbols = dict(symbols)
-        for name, step in self.steps:
-            match step:
-                case int():
-                    symbols[name] = kept[step].item()
-                case Source():
-                    symbols[name] = step.read()
-                case NumberStep():
-                    symbols[name] = step.value(symbols)
-        return evaluate(self.expression, symbols)
-
-
-@dataclass(frozen=True, slots=True)
-class AnyNumber:
-    """Stands for a number of a type that a backward finds somewhere: the one that another left."""
-
-    kind: type
-
-    def __repr__(self) -> str:
-        return f"a number ({self.kind.__name__})"
-
-
 Told: TypeAlias = Callable[[Mapping[str, Any]], Sequence[tuple[str, torch.Tensor | NumberStep]]]
 """From numbers that depend on data, by symbol, to what they follow from: see `Recorder.told`."""
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardChanges:
-    """What one backward changes.
-
-    Args:
-        grown: lists, and what is appended.
-        added: places of whole numbers, and what is added to them.
-        assigned: places that are assigned constants, tensors, or containers of some, and these.
-        expected: what some of these may hold when the backward begins, since the changes may depend on it.
-        deleted: places that hold nothing afterwards.
-        found: what these places and lists held at capture.
-        kept: recipes of the tensors among these values, for which `KeptTensor` stands.
-        printed: what is printed, and the leaves of what each call of `print` is given.
-    """
-
-    grown: tuple[tuple[Source, tuple[Any, ...]], ...] = ()
-    added: tuple[tuple[Source, int], ...] = ()
-    assigned: tuple[tuple[Source, Any], ...] = ()
-    expected: tuple[tuple[Source, tuple[Any, ...]], ...] = ()
-    deleted: tuple[Source, ...] = ()
-    found: tuple[tuple[Source, Any], ...] = ()
-    kept: tuple[Recipe, ...] = ()
-    printed: tuple[tuple[Printed, tuple[Any, ...]], ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        changes: Iterable[tuple[Source, Any, Any]],
-        kept: Sequence[torch.Tensor],
-        printed: Iterable[tuple[Printed, tuple[Any, ...]]],
-    ) -> BackwardChanges:
-        """The changes of a backward, from place, value before and value after; not those of arguments."""
-        grown, added, assigned, expected, deleted, found = [], [], [], [], [], []
-        seen: set[Spot] = set()
-        for place, before, value in changes:
-            if place.is_of_argument or place.spot() in seen or is_same(before, value):
-                continue
-            seen.add(place.spot())
-            if place.is_grown_list:
-                grown.append((place.whole(), tuple(value)))
-                held = place.whole().whole_list()
-                found.append((held, held.read()[: -len(value)]))
-                continue
-            if (step := _step(before, value)) is not None:
-                added.append((place, step))
-                continue
-            if value is ABSENT:
-                deleted.append(place)
-            else:
-                assigned.append((place, value))
-            if before is ABSENT or is_constant(before):
-                expected.append((place, (before,)))
-            found.append((place, before))
-        return cls(
-            grown=tuple(grown),
-            added=tuple(added),
-            assigned=tuple(assigned),
-            expected=tuple(expected),
-            deleted=tuple(deleted),
-            found=tuple((place, _marked(value)) for place, value in found if not _has(value, SYMBOLIC)),
-            kept=tuple(map(recipe_of, kept)),
-            printed=tuple(printed),
-        )
-
-    def __bool__(self) -> bool:
-        return bool(self.grown or self.added or self.assigned or self.deleted or self.printed)
-
-    def counts(self) -> list[Source]:
-        """Places where a whole number may have been added to, or that are given a number that is read."""
-        counts = [(place, int) for place, value in self.assigned if type(value) is int]
-        counts += [(place, value.kind) for place, value in self.assigned if isinstance(value, KeptNumber)]
-        return [place for place, kind in counts if kind is not bool and type(place.read_or(None)) is kind]
-
-    def has_symbols(self) -> bool:
-        """Whether a symbol is assigned: the backward does more to a number than to add a constant."""
-        return _has([value for _, value in (*self.assigned, *self.grown)], SYMBOLIC)
-
-    def numbers(self) -> list[KeptNumber]:
-        """The numbers that it keeps."""
-        values = [value for _, value in (*self.assigned, *self.grown, *self.printed)]
-        leaves = pytree.tree_leaves(values, is_leaf=is_leaf)
-        return [leaf for leaf in leaves if isinstance(leaf, KeptNumber)]
-
-    def left(self, kept: Sequence[Any], symbols: Mapping[str, Any]) -> list[tuple[Source, Any]]:
-        """The places that it changes, and what it leaves there.
-
-        Args:
-            kept: the tensors that it keeps.
-            symbols: the symbols of the forward, with their values.
-        """
-        lists = [
-            (place.whole_list(), [*place.read(), *_another(new, kept, symbols)]) for place, new in self.grown
-        ]
-        others = [(place, _another(value, kept, symbols)) for place, value in self.assigned]
-        return [*lists, *others, *((place, ABSENT) for place in self.deleted)]
-
-    def only_where_found(self) -> BackwardChanges:
-        """The same changes, for backwards that find what this one found, since they may depend on it."""
-        return replace(self, expected=tuple((place, (value,)) for place, value in self.found))
-
-    def after(self, second: BackwardChanges, left: Mapping[Spot, Any], *, alike: bool) -> BackwardChanges:
-        """The same changes, relaxed by what the backward changes when it is run a second time.
-
-        A list may hold anything if the backward appends the same to it again. If everything else is the same
-        as well, a flag that it sets may be set already.
-
-        Args:
-            second: what the second run changes.
-            left: what the second run leaves in the places where the first left something.
-            alike: whether the second run computes the same.
-        """
-        found = _by_spot(self.found)
-        appended = _by_spot((place.whole_list(), items) for place, items in second.grown)
-        grown, ends = [], list(self.assigned)
-        for place, items in self.grown:
-            whole = place.whole_list()
-            if _agree(appended.get(whole.spot()), items):
-                grown.append((place, items))
-            else:
-                ends.append((whole, [*found.get(whole.spot(), ()), *items]))
-        value_at = {**_by_spot(ends), **{place.spot(): ABSENT for place in self.deleted}}
-        if not second.changes_no_more_than(self):
-            return self.only_where_found()
-        if not (alike and all(_agree(left[spot], value) for spot, value in value_at.items())):
-            lists = {place.whole_list().spot() for place, _ in grown}
-            known = self.only_where_found()
-            return replace(known, expected=tuple(e for e in known.expected if e[0].spot() not in lists))
-        expected = tuple(
-            (place, (value, value_at[place.spot()]))
-            for place, value in self.found
-            if place.spot() in value_at and not _has(value, AnyTensor)
-        )
-        return replace(self, grown=tuple(grown), assigned=tuple(ends), expected=expected)
-
-    def changes_no_more_than(self, other: BackwardChanges) -> bool:
-        """Whether these add the same to numbers as `other`, and change no place or list that it does not."""
-        spots = {place.spot() for place in other.changed()}
-        lists = {place.spot()[0] for place in other.changed() if place.is_whole_list}
-        ours = (place.spot() for place in self.changed())
-        known = all(spot in spots or spot[0] in lists for spot in ours)
-        return known and _by_spot(self.added) == _by_spot(other.added)
-
-    def changed(self) -> Iterator[Source]:
-        """The places that are changed; a list that is appended to is one place."""
-        yield from (place.whole_list() for place, _ in self.grown)
-        yield from (place for place, _ in (*self.added, *self.assigned))
-        yield from self.deleted
-
-    def repeat(self, kept: Sequence[Any], symbols: Mapping[str, Any]) -> None:
-        """Make the changes again, with these tensors in the place of those that were kept.
-
-        Args:
-            kept: the tensors.
-            symbols: the symbols of the forward, with their values.
-
-        Raises:
-            UnsupportedProgram: the backward finds other numbers than its forward left.
-        """
-        for call, leaves in self.printed:
-            call.repeat(pytree.tree_unflatten(_another(list(leaves), kept, symbols), call.spec))
-        for place, known in self.expected:
-            expect(place, known)
-        grown, assigned = (  # before anything is written: a number may follow from what is found
-            [(place, _another(value, kept, symbols)) for place, value in changes]
-            for changes in (self.grown, self.assigned)
-        )
-        for place, items in grown:
-            place.read().extend(items)
-        for place, step in self.added:
-            place.write(place.read() + step)
-        for place, value in assigned:
-            place.write(value)
-        for place in self.deleted:
-            forget(place)
-
-    def tensors_left(self, printed: Iterable[tuple[Printed, Sequence[Any]]]) -> tuple[torch.Tensor, ...]:
-        """The tensors that a backward which has just run keeps, read from the places that hold them.
-
-        Args:
-            printed: what it has printed.
-        """
-        if not self.kept:
-            return ()
-        if self.numbers():
-            raise UnsupportedProgram(
-                "the backward (a hook, an autograd function) keeps a number that it reads off a tensor, and "
-                "runs otherwise than with the gradients that are assumed (`create_graph`, other classes)",
-                stage="runtime",
-                fix="keep the tensor (`.detach()`), and read it outside",
-            )
-        found = [*(place.read_or(None) for place, _ in self.assigned)]
-        found += [tuple(place.read()[-len(items) :]) for place, items in self.grown]
-        found += [tuple(leaves) for _, leaves in printed]
-        known = [value for _, value in (*self.assigned, *self.grown, *self.printed)]
-        leaves, marks = (pytree.tree_leaves(values, is_leaf=is_leaf) for values in (found, known))
-        pairs = zip(marks, leaves, strict=True)
-        kept = {mark.position: leaf for mark, leaf in pairs if isinstance(mark, KeptTensor)}
-        return tuple(kept[position] for position in range(len(self.kept)))
-
-    @contextmanager
-    def undone(self) -> Generator[None]:
-        """Undo, when the context is left, what was changed inside in these places."""
-        lists = [(place.whole_list(), list(place.read())) for place, _ in self.grown]
-        places = [*(place for place, _ in (*self.added, *self.assigned)), *self.deleted]
-        undo = assign([*lists, *((place, place.read_or(ABSENT)) for place in places)])
-        try:
-            yield
-        finally:
-            undo()
-
-
-NOTHING = BackwardChanges()
-
-
-@dataclass(slots=True)
-class _Rerun:
-    """A backward that is run a second time, on what its first run left in Python.
-
-    Args:
-        first: what the first run changed.
-        kept: the tensors that the first run kept.
-        second: what the second run changes.
-        left: what the second run leaves in the places where the first left something.
-    """
-
-    first: BackwardChanges
-    kept: Sequence[torch.Tensor]
-    second: BackwardChanges = NOTHING
-    left: Mapping[Spot, Any] = field(default_factory=dict)
-
-    def left_by_first(self, symbols: Mapping[str, Any]) -> list[tuple[Source, Any]]:
-        """What the second run finds.
-
-        Kept tensors are detached, to be other objects: both runs are given the same gradients, and a hook
-        that keeps a gradient would otherwise seem to change nothing.
-        """
-        return self.first.left([tensor.detach() for tensor in self.kept], symbols)
 
 
 class InBackward:
@@ -359,11 +72,9 @@ class InBackward:
         """Places where symbols stand for numbers."""
         self.symbols: dict[str, Source] = {}
         """The symbols that a backward finds there, and where: it may find other numbers than are left."""
-        self._rerun: _Rerun | None = None
-        """The backward that is being run a second time, if one is."""
         self.whole = NOTHING
         """What the backward of all results changes."""
-        self.of_some: dict[frozenset[NodeOutIdx], BackwardChanges] = {}
+        self.of_some: dict[frozenset[NodeOutIdx], EffectLog] = {}
         """What backwards of some results change."""
         self.kept: tuple[torch.Tensor, ...] = ()
         """What the last backward keeps."""
@@ -406,11 +117,8 @@ class InBackward:
     ) -> Generator[None]:
         """A backward of the trace: it finds what the forward left; what it changes is noted, and undone."""
         assert self._environment is not None, "a trace has one"
-        rerun = self._rerun
         with ExitStack() as stack:
             stack.callback(assign([*self._left, *self._other_symbols(env)]))
-            left_by_first = [] if rerun is None else rerun.left_by_first({})
-            stack.callback(assign(left_by_first))
             watched = self._environment.reassignments()
             given = self.watch_given() if self.watch_given is not None else None
             prints = Prints(watched.existing)
@@ -420,58 +128,29 @@ class InBackward:
                 _refuse_given(given)
                 _refuse_hidden(watched)
                 found = list(watched.changed_data(tensors=True))
-                values = [*(value for _, _, value in found), *(leaves for _, leaves in prints.noted())]
-                earlier = numbers_of_data([value for _, value in left_by_first])
-                named, self.kept = _naming(values, told, earlier, self.symbols)
-                changes = BackwardChanges.of(
-                    ((place, before, named(value)) for place, before, value in found),
-                    self.kept,
-                    ((call, tuple(map(named, leaves))) for call, leaves in prints.noted()),
+                values = [*(value for _, _, value in found), *(each.given.leaves for each in prints.noted())]
+                named, self.kept = _naming(values, told, self.symbols)
+                changes = _log(
+                    ((place, before, Tree.of(value).map(named)) for place, before, value in found),
+                    self._environment,
+                )
+                changes = EffectLog(
+                    (
+                        *(replace(each, given=each.given.map(named)) for each in prints.noted()),
+                        *changes.effects,
+                    ),
+                    changes.expected,
+                    tuple(map(recipe_of, self.kept)),
                 )
                 self.replaced = [
                     (place, before) for place, before, _ in found if isinstance(before, torch.Tensor)
                 ]
-                if rerun is None:
-                    self._note(choice, changes)
+                if choice is None:
+                    self.whole = changes
                 else:
-                    rerun.second = changes
-                    rerun.left = {place.spot(): named(place.read_or(ABSENT)) for place, _ in left_by_first}
+                    self.of_some[frozenset(choice)] = changes
             finally:
                 watched.roll_back()
-
-    def _note(self, choice: Collection[NodeOutIdx] | None, changes: BackwardChanges) -> None:
-        if choice is None:
-            self.whole = changes
-        else:
-            self.of_some[frozenset(choice)] = changes
-
-    def try_again(
-        self,
-        choice: Collection[NodeOutIdx] | None,
-        kept: Sequence[torch.Tensor],
-        computes_the_same: Callable[[], bool],
-    ) -> None:
-        """Find out, by a second run, whether a backward does the same where it finds its own changes.
-
-        Args:
-            choice: the results that it starts from; None for all.
-            kept: the tensors that its first run kept.
-            computes_the_same: runs it again, and says whether it computes the same.
-        """
-        first = self.whole if choice is None else self.of_some[frozenset(choice)]
-        if not first.found:
-            return
-        self._rerun = rerun = _Rerun(first, kept)
-        try:
-            alike = computes_the_same()
-            self._note(choice, first.after(rerun.second, rerun.left, alike=alike))
-        except InternalError:
-            raise
-        except Exception as error:  # the user's code expects to find something else: only that is known then
-            raise_interrupt(error)
-            self._note(choice, first.only_where_found())
-        finally:
-            self._rerun = None
 
     def _other_symbols(self, env: ShapeEnv | None) -> Generator[tuple[Source, Any]]:
         left = {place.spot(): value for place, value in self._left}
@@ -490,34 +169,57 @@ class InBackward:
     def beyond(self) -> InBackward:
         """The same for backwards of backwards, whose changes are only undone."""
         later = InBackward(None)
-        later.whole = replace(self.whole, kept=(), printed=())
+        changes = tuple(each for each in self.whole.effects if not isinstance(each, Print))
+        later.whole = replace(self.whole, effects=changes, kept=())
         return later
 
-    def changes(self, arrived: Collection[NodeOutIdx]) -> BackwardChanges:
+    def counts_of_whole(self) -> list[Source]:
+        """Where a backward may have added to a whole number, or leaves a number that it reads."""
+        leaves = [(place, tree.leaves[0]) for place, tree in self.whole.assigned() if tree.spec.is_leaf()]
+        counts = [(place, int) for place, leaf in leaves if type(leaf) is int]
+        counts += [(place, leaf.kind) for place, leaf in leaves if isinstance(leaf, NumberResult)]
+        return [place for place, kind in counts if kind is not bool and type(place.read_or(None)) is kind]
+
+    def assigns_symbols(self) -> bool:
+        """Whether the backward does more to a number than to add a constant."""
+        return any(tree.has(*SYMBOLIC) for _, tree in self.whole.assigned())
+
+    def changes(self, arrived: Collection[NodeOutIdx]) -> EffectLog:
         """What a backward from these results changes."""
         return self.of_some.get(frozenset(arrived), self.whole)
 
 
-def expect(place: Source, known: Sequence[Any]) -> None:
-    """Check that a place holds one of the values that a backward is compiled for.
+def _log(changes: Iterable[tuple[Source, Any, Tree]], environment: Environment) -> EffectLog:
+    """The changes of a backward; not those of arguments.
 
-    Raises:
-        UnsupportedProgram: it does not.
+    What a hook does may depend on what it finds, so places that the program may read are expected to hold
+    what they held here. An item that is given a tensor or a number of the backward's may hold another's.
+
+    Args:
+        changes: place, value before and value after.
+        environment: says what the program may read.
     """
-    found = _marked(place.read_or(ABSENT))
-    if not any(_agree(found, _marked(value)) for value in known):
-        said, left = ("nothing" if value is ABSENT else repr(value) for value in (found, known[0]))
-        raise UnsupportedProgram(
-            f"the backward changes `{place.path}`, and finds {said} in it where its forward left {left}",
-            stage="runtime",
-            fix="run the backward of a call before the next call, and once; or count in a buffer (a tensor)",
-        )
-
-
-def forget(place: Source) -> None:
-    """Let a place hold nothing, if it holds anything."""
-    if place.read_or(ABSENT) is not ABSENT:
-        place.delete()
+    effects: list[Effect] = []
+    expected: list[tuple[Source, tuple[Any, ...]]] = []
+    seen: set[Spot] = set()
+    for place, before, tree in changes:
+        value = tree.value()
+        if place.is_of_argument or place.spot() in seen or is_same(before, value):
+            continue
+        seen.add(place.spot())
+        if (step := _step(before, value)) is not None:
+            effects.append(Add(place, step))
+            continue
+        effects.append(Delete(place) if value is ABSENT else Assign(place, tree))
+        known = (before,)
+        if place.is_grown_list:
+            held = place.whole().whole_list()
+            place, known = held, (held.read()[: -len(value)],)
+        elif not environment.is_attribute(place) and tree.has(TensorResult, NumberResult):
+            known = (before, value)
+        if environment.may_read(place) and not has_symbols(known):
+            expected.append((place, any_of(known)))
+    return EffectLog(tuple(effects), tuple(expected))
 
 
 def _step(before: Any, value: Any) -> int | None:
@@ -528,30 +230,14 @@ def _step(before: Any, value: Any) -> int | None:
     return None if isinstance(value, bool) or symbols_in(step) else int(step)
 
 
-def _another(value: Any, kept: Sequence[Any], symbols: Mapping[str, Any]) -> Any:
-    """A copy of `value` with what was kept in the place of `KeptTensor`s and `KeptNumber`s."""
-
-    def own(leaf: Any) -> Any:
-        match leaf:
-            case KeptTensor(position=position):
-                return kept[position]
-            case KeptNumber():
-                return leaf.value(kept, symbols)
-            case _:
-                return leaf
-
-    return pytree.tree_map(own, value, is_leaf=is_leaf)
-
-
 def _naming(
-    values: Sequence[Any], told: Told, earlier: Container[str], found: Mapping[str, Source]
+    values: Sequence[Any], told: Told, found: Mapping[str, Source]
 ) -> tuple[Callable[[Any], Any], tuple[torch.Tensor, ...]]:
-    """What puts `KeptTensor`s and `KeptNumber`s into values, and the tensors that they stand for.
+    """What puts a `TensorResult` or `NumberResult` in the place of a leaf, and the tensors they stand for.
 
     Args:
         values: what a backward changes.
         told: says what numbers follow from.
-        earlier: symbols of numbers that an earlier run left.
         found: symbols that the backward finds, and where.
     """
     leaves = pytree.tree_leaves(values, is_leaf=is_leaf)
@@ -561,39 +247,18 @@ def _naming(
     for name, step in told(numbers_of_data(values)):
         steps[name] = step if isinstance(step, NumberStep) else len(kept)
         kept += [] if isinstance(step, NumberStep) else [step]
-    follows = _follows(steps, earlier)
 
     def named(leaf: Any) -> Any:
         if id(leaf) in positions:
-            return KeptTensor(positions[id(leaf)])
+            return TensorResult(positions[id(leaf)])
         if not isinstance(leaf, SYMBOLIC) or not numbers_of_data(leaf):
             return leaf
         own = _behind(symbols_in(leaf), steps)
         if not own:  # it is of the forward
             return leaf
-        spelled = expression(leaf)
-        return KeptNumber(_KINDS[type(leaf)], _in_terms_of(follows, spelled), spelled, own)
+        return NumberResult(_KINDS[type(leaf)], expression(leaf), own)
 
-    return lambda value: pytree.tree_map(named, value, is_leaf=is_leaf), tuple(kept)
-
-
-def _follows(steps: Mapping[str, Behind], earlier: Container[str]) -> Mapping[str, str]:
-    """How each number follows from what is read, the same for every run that computes the same."""
-    follows: dict[str, str] = {}
-    for name, step in steps.items():
-        match step:
-            case NumberStep():
-                args = ", ".join(_in_terms_of(follows, arg) for arg in step.args)
-                follows[name] = f"{step.function.__name__}({args})"
-            case Source():
-                follows[name] = f"`{step.path}`"
-            case int():
-                follows[name] = "found" if name in earlier else "read"
-    return follows
-
-
-def _in_terms_of(names: Mapping[str, str], spelled: Expression) -> str:
-    return re.sub(r"[a-z]\w*", lambda found: names.get(found[0], found[0]), spelled)
+    return named, tuple(kept)
 
 
 def _behind(names: Iterable[str], steps: Mapping[str, Behind]) -> tuple[tuple[str, Behind], ...]:
@@ -603,42 +268,6 @@ def _behind(names: Iterable[str], steps: Mapping[str, Behind]) -> tuple[tuple[st
         if name in needed and isinstance(step, NumberStep):
             needed.update(step.symbols)
     return tuple((name, step) for name, step in steps.items() if name in needed)
-
-
-def _has(value: Any, kinds: type | tuple[type, ...]) -> bool:
-    return any(isinstance(leaf, kinds) for leaf in pytree.tree_leaves(value, is_leaf=is_leaf))
-
-
-def _marked(value: Any) -> Any:
-    """`value` with `AnyTensor` in the place of tensors: they are not kept alive, and any others will do.
-
-    So will other numbers than those that depend on data.
-    """
-
-    def marked(leaf: Any) -> Any:
-        if isinstance(leaf, (torch.Tensor, KeptTensor)):
-            return AnyTensor()
-        return AnyNumber(leaf.kind) if isinstance(leaf, KeptNumber) else leaf
-
-    return pytree.tree_map(marked, value, is_leaf=is_leaf)
-
-
-def _agree(one: Any, other: Any) -> bool:
-    """Whether two values are the same, or containers of the same."""
-    leaves, specs = zip(*(pytree.tree_flatten(value, is_leaf=is_leaf) for value in (one, other)), strict=True)
-    return specs[0] == specs[1] and all(map(_is_same_leaf, *leaves))
-
-
-def _is_same_leaf(one: Any, other: Any) -> bool:
-    if isinstance(one, (KeptTensor, KeptNumber, AnyTensor)):
-        return one == other
-    if isinstance(other, AnyNumber):
-        return type(one) is other.kind
-    return is_same(one, other)
-
-
-def _by_spot(pairs: Iterable[tuple[Source, Any]]) -> dict[Spot, Any]:
-    return {place.spot(): value for place, value in pairs}
 
 
 def _refuse_given(given: GivenContainers | None) -> None:

@@ -12,42 +12,19 @@ import logging
 import warnings
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from aotdist.capture.code import is_users_code
-from aotdist.capture.constants import is_constant, is_leaf
+from aotdist.capture.constants import is_constant
+from aotdist.capture.effects import Print, Tree
 from aotdist.capture.hidden import hides_traced, is_text_of_traced, refusal, text_of
 from aotdist.capture.origins import Origins, code_behind, is_user_file
 from aotdist.errors import AotdistError
 from aotdist.torch_seam.patches import Patch
 from aotdist.torch_seam.symbols import SYMBOLIC
-from aotdist.torch_seam.trees import pytree
-
-
-@dataclass(frozen=True, slots=True)
-class Printed:
-    """One call of `print`, or of a logger.
-
-    Args:
-        call: what is called; None for `print`, which is looked up when it is called.
-        file: where `print` writes; None for `sys.stdout`.
-        spec: the structure of its arguments.
-    """
-
-    call: Callable[..., None] | None
-    file: Any
-    spec: pytree.TreeSpec
-
-    def repeat(self, given: Any) -> None:
-        """Make the call with these arguments, positional ones and others."""
-        args, kwargs = given
-        if self.call is not None:
-            self.call(*args, **kwargs)
-        else:
-            print(*args, **kwargs, file=self.file)
 
 
 class Prints:
@@ -59,7 +36,7 @@ class Prints:
 
     def __init__(self, existing: Collection[int]) -> None:
         self._existing = existing
-        self._noted: list[tuple[Printed, list[Any]]] = []
+        self._noted: list[Print] = []
 
     def heard(self) -> AbstractContextManager[None]:
         """A context in which this thread's prints are noted rather than made."""
@@ -73,14 +50,14 @@ class Prints:
         Raises:
             UnsupportedProgram: an object among the arguments hides tensors of the program.
         """
-        leaves, spec = pytree.tree_flatten((args, kwargs), is_leaf=is_leaf)
-        if any(map(is_text_of_traced, leaves)):
+        given = Tree.of((args, kwargs))
+        if any(map(is_text_of_traced, given.leaves)):
             warnings.warn(
                 "aotdist: a text of a tensor is printed, which every call prints without values; "
                 f"give `print` the tensor or number itself (`print('loss', loss)`), at {Origins().current()}",
                 stacklevel=3,
             )
-        self._noted.append((Printed(call, file, spec), [self._as_it_is(leaf) for leaf in leaves]))
+        self._noted.append(Print(call, file, given.map(self._as_it_is)))
 
     def _as_it_is(self, leaf: Any) -> Any:
         """A leaf as it is now, whatever is written later; a text of an object."""
@@ -95,15 +72,15 @@ class Prints:
             )
         return str(leaf)
 
-    def noted(self) -> list[tuple[Printed, list[Any]]]:
-        """The calls that were noted, and the leaves of what each is given."""
+    def noted(self) -> list[Print]:
+        """The calls that were noted, with the tensors of the trace that they are given."""
         return self._noted
 
     def fail(self, error: BaseException) -> None:
         """Let `made_before` make what was noted: the program has raised `error`."""
         if self._noted:
-            texts = [(printed, list(map(_without_value, leaves))) for printed, leaves in self._noted]
-            setattr(error, _MADE_BEFORE, texts)
+            said = [replace(each, given=each.given.map(_without_value)) for each in self._noted]
+            setattr(error, _MADE_BEFORE, said)
 
 
 def _without_value(leaf: Any) -> Any:
@@ -115,8 +92,8 @@ def _without_value(leaf: Any) -> Any:
 def made_before(error: BaseException) -> None:
     """Make the prints that a program came to before it raised an error of its own; there are no values."""
     if not isinstance(error, AotdistError):
-        for printed, leaves in getattr(error, _MADE_BEFORE, ()):
-            printed.repeat(pytree.tree_unflatten(leaves, printed.spec))
+        for each in getattr(error, _MADE_BEFORE, ()):
+            each.make(each.given.value())
 
 
 _MADE_BEFORE = "_aotdist_prints"

@@ -193,11 +193,13 @@ class EnteredCode:
     def only_appended(self) -> frozenset[str]:
         """Names of lists that are logs to it: it appends to them, and does nothing else.
 
-        With `[]` behind the name, names of dictionaries whose lists are.
+        With a key behind the name, items of dictionaries that are logs.
         """
         if self.any_name:
             return frozenset()
-        return frozenset(name for name in self.appended if name.removesuffix("[]") not in self.used)
+        containers = {name.partition("[")[0] for name in self.used if "[" in name}
+        names = (name for name in self.appended if not self.used & {name, name.partition("[")[0]})
+        return frozenset(name for name in names if name not in containers)
 
 
 def spot_of(source: Source) -> Spot:
@@ -211,10 +213,10 @@ def name_of(source: Source) -> str:
 
 
 def name_of_dict(source: Source) -> str:
-    """Of an item, the name of what it is an item of, with `[]`; empty for another place."""
+    """Of an item, the name of what it is an item of, with the key; empty for another place."""
     match source.steps[-1:]:
         case (Item(key=key),):
-            return f"{source.path.removesuffix(f'[{key!r}]').rpartition('.')[2]}[]"
+            return f"{source.path.removesuffix(f'[{key!r}]').rpartition('.')[2]}[{key!r}]"
         case _:
             return ""
 

@@ -7,11 +7,10 @@ fits calls that find what this one found.
 
 from __future__ import annotations
 
-import operator
+import functools
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,98 +22,13 @@ from aotdist.capture.instances import GivenObject
 from aotdist.capture.module_attributes import OF_EVERY_MODULE
 from aotdist.capture.reached import Reached
 from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source, keeper_of, kept_by
+from aotdist.capture.watched import Watched, assign, fill, put_back
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import numbers_of_data
 from aotdist.torch_seam.own_attributes import own, shared
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
 from aotdist.torch_seam.undo import to_undo
-
-
-@dataclass(frozen=True, slots=True)
-class _Dictionary:
-    """A dictionary (attributes, buffers, a user's own) and what it held before the trace.
-
-    Args:
-        source: where it is found at each call.
-        held: the dictionary; of a module, that which all threads share.
-        before: what it held.
-    """
-
-    source: Source
-    held: dict[Any, Any]
-    before: dict[Any, Any]
-
-    def changed(self) -> Iterator[tuple[Source, Any, Any]]:
-        """Place, value before and value now of every entry that is another object now, or gone."""
-        held = _kept(self.held)
-        for position, (key, value) in enumerate(held.items()):
-            before = self.before.get(key, ABSENT)
-            if value is not before:
-                yield self._place(position, key), before, value
-        for position, (key, before) in enumerate(self.before.items()):
-            if key not in held:
-                yield self._place(position, key), before, ABSENT
-
-    def _place(self, position: int, key: Any) -> Source:
-        if not isinstance(key, str):
-            return self.source.item_at(position, key, keeper_of(self.held))
-        path = self.source.path
-        return self.source.item(key, f"{path}.{key}" if path else key, keeper_of(self.held))
-
-
-@dataclass(frozen=True, slots=True)
-class _List:
-    """A list and what it held before the trace; as for `_Dictionary`."""
-
-    source: Source
-    held: list[Any]
-    before: list[Any]
-
-    def changed(self) -> Iterator[tuple[Source, Any, Any]]:
-        """As for `_Dictionary`; items that were appended are one place, as is a list that lost some."""
-        count = len(self.before)
-        if len(self.held) == count:
-            for position, (before, value) in enumerate(zip(self.before, kept_by(self.held), strict=True)):
-                if value is not before:
-                    yield self.source.item(position, cls=keeper_of(self.held)), before, value
-            return
-        if len(self.held) > count and all(map(operator.is_, self.before, self.held)):
-            yield self.source.items_from(count), ABSENT, self.held[count:]
-        else:
-            yield self.source.whole_list(), list(self.before), list(self.held)
-
-
-@dataclass(frozen=True, slots=True)
-class _Variable:
-    """A closure variable, a global or an attribute, and what it held before the trace."""
-
-    source: Source
-    before: Any
-
-    def changed(self) -> Iterator[tuple[Source, Any, Any]]:
-        """As for `_Dictionary`."""
-        value = self.source.read_or(ABSENT)
-        if value is not self.before:
-            yield self.source, self.before, value
-
-
-@dataclass(frozen=True, slots=True)
-class _Whole:
-    """A set or a deque, and what was in it before the trace; changes of it are not repeated at calls."""
-
-    source: Source
-    held: set[Any] | deque[Any]
-    before: tuple[Any, ...]
-
-    def is_changed(self) -> bool:
-        """Whether something else is in it now."""
-        return len(self.held) != len(self.before) or not all(map(operator.is_, self.held, self.before))
-
-    def fill(self, items: Collection[Any]) -> None:
-        """Replace its items."""
-        self.held.clear()
-        (self.held.extend if isinstance(self.held, deque) else self.held.update)(items)
 
 
 class Reassignments:
@@ -129,12 +43,15 @@ class Reassignments:
     def __init__(
         self, modules: Mapping[str, nn.Module], reached: Reached, ruled: Collection[nn.Module]
     ) -> None:
-        self._watched: list[_Dictionary | _List | _Variable] = [
+        self._watched: list[Watched] = [
             *_of_modules(modules),
             *_of_parameters({path: module for path, module in modules.items() if module not in ruled}),
             *_of_reached(reached),
         ]
-        self._wholes = [_Whole(source, held, tuple(held)) for source, held in reached.wholes]
+        self._wholes = [
+            Watched(source, held, tuple(held), functools.partial(tuple, held))
+            for source, held in reached.wholes
+        ]
         entered = [*modules.values(), *(held for _, held in (*reached.owners, *reached.containers))]
         self._entered = frozenset(map(id, entered))
         self._existing = [*entered, *self._before()]
@@ -156,16 +73,14 @@ class Reassignments:
         found: list[tuple[Source, Any]] = []
         for whole in self._wholes:
             _refuse_kept(whole)
-        for watched in self._watched:
-            for place, before, value in watched.changed():
-                _refuse_deletion(place, before, value)
-                shown = _with_given(value, given)
-                self._refuse_hidden(place.path, shown)
-                repeats = is_plain(shown) if place.is_whole_list else self._shows_tensors(shown)
-                if repeats or shown is not value or (place.is_of_argument and value is not ABSENT):
-                    value = shown
-                    found.append((place, value))
-                    _hold(place, before)
+        for place, before, value in self._changed():
+            _refuse_deletion(place, before, value)
+            shown = _with_given(value, given)
+            self._refuse_hidden(place.path, shown)
+            repeats = is_plain(shown) if place.is_whole_list else self._shows_tensors(shown)
+            if repeats or shown is not value or (place.is_of_argument and value is not ABSENT):
+                found.append((place, shown))
+                put_back(place, before)
         return found
 
     def collect_constants(self) -> tuple[list[tuple[Source, Any]], list[Source]]:
@@ -181,7 +96,7 @@ class Reassignments:
                 deleted.append(place)
             elif not is_same(value, before):
                 assigned.append((place, value))
-            _hold(place, before)
+            put_back(place, before)
         return assigned, deleted
 
     def changed_data(self, *, tensors: bool = False) -> Iterator[tuple[Source, Any, Any]]:
@@ -190,16 +105,18 @@ class Reassignments:
         Args:
             tensors: whether tensors of the trace count as constants.
         """
-        for watched in self._watched:
-            for place, before, value in watched.changed():
-                if value is ABSENT or self._is_data(value, tensors=tensors):
-                    yield place, before, value
+        for place, before, value in self._changed():
+            if value is ABSENT or self._is_data(value, tensors=tensors):
+                yield place, before, value
+
+    def _changed(self) -> Iterator[tuple[Source, Any, Any]]:
+        """Place, value before and value now of all that was assigned, or deleted; see `Watched.changed`."""
+        return (change for watched in self._watched for change in watched.changed())
 
     def side_effects(self) -> list[str]:
         """Places that were given an object which no call makes anew: an effect of the capture only."""
-        changes = (change for watched in self._watched for change in watched.changed())
-        wholes = [whole.source.path for whole in self._wholes if whole.is_changed()]
-        return [*(place.path for place, _, _ in changes if not place.is_of_argument), *wholes]
+        wholes = (change for whole in self._wholes for change in whole.changed())
+        return [place.path for place, _, _ in (*self._changed(), *wholes) if not place.is_of_argument]
 
     def _is_data(self, value: Any, *, tensors: bool = False) -> bool:
         """Whether it is a constant, or a container of constants that the program made."""
@@ -218,43 +135,30 @@ class Reassignments:
 
     def _before(self) -> Iterator[Any]:
         for watched in self._watched:
-            match watched:
-                case _Dictionary(before=before):
-                    yield from before.values()
-                case _List(before=before):
-                    yield from before
-                case _Variable(before=before):
-                    yield before
+            before = watched.before if watched.entry is not None else (watched.before,)
+            yield from before.values() if isinstance(before, dict) else before
 
     def left(self) -> Callable[[], None] | None:
         """A function that restores, after `roll_back`, what the program left; None if it left nothing."""
-        values = [(place, value) for watched in self._watched for place, _, value in watched.changed()]
-        wholes = [(whole, tuple(whole.held)) for whole in self._wholes if whole.is_changed()]
+        values = [(place, value) for place, _, value in self._changed()]
+        wholes = [(whole.held, items) for whole in self._wholes for _, _, items in whole.changed()]
 
         def bring_back() -> None:
             assign(values)
-            for whole, items in wholes:
-                whole.fill(items)
+            for held, items in wholes:
+                fill(held, items)
 
         return bring_back if values or wholes else None
 
     def moves(self) -> bool:
         """Whether a place was given a module, object or container of another: each call moves it on."""
-        values = (value for watched in self._watched for _, _, value in watched.changed())
-        parts = (part for value in values for part in (value, *pytree.tree_leaves(value)))
+        parts = (part for _, _, value in self._changed() for part in (value, *pytree.tree_leaves(value)))
         return any(id(part) in self._entered for part in parts)
 
     def roll_back(self) -> None:
         """Put back everything that was assigned, for the program to run once more."""
-        for whole in self._wholes:
-            if whole.is_changed():
-                whole.fill(whole.before)
-        for watched in self._watched:
-            if isinstance(watched, _List):
-                watched.held[:] = watched.before
-                continue
-            for place, before, _ in list(watched.changed()):
-                _hold(place, before)
+        for watched in (*self._wholes, *self._watched):
+            watched.undo()
 
     @contextmanager
     def undone_on_failure(self) -> Generator[None]:
@@ -267,11 +171,10 @@ class Reassignments:
 
     def hidden(self) -> Iterator[tuple[str, Any]]:
         """Paths and values of places that hold tensors of the trace in an object that no call makes anew."""
-        for watched in self._watched:
-            for place, _, value in watched.changed():
-                shown = shows_traced(value) and not self._is_data(value, tensors=True)
-                if shown or self._hiding(value):
-                    yield place.path, value
+        for place, _, value in self._changed():
+            shown = shows_traced(value) and not self._is_data(value, tensors=True)
+            if shown or self._hiding(value):
+                yield place.path, value
 
     def _refuse_hidden(self, path: str, value: Any) -> None:
         for hiding in self._hiding(value):
@@ -287,19 +190,6 @@ class Reassignments:
             return []
         parts = pytree.tree_leaves(value) if shows_traced(value) else [value]
         return [p for p in parts if not isinstance(p, type) and hides_traced(p, self.existing)]
-
-
-def assign(values: Sequence[tuple[Source, Any]]) -> Callable[[], None]:
-    """Assign values to places, or delete them (`ABSENT`); returns a function that undoes it."""
-    before = [(place, place.read_or(ABSENT)) for place, _ in values]
-    for place, value in values:
-        _hold(place, value)
-
-    def undo() -> None:
-        for place, value in reversed(before):
-            _hold(place, value)
-
-    return undo
 
 
 def _with_given(value: Any, given: Mapping[int, int]) -> Any:
@@ -322,11 +212,13 @@ def is_plain(value: Any) -> bool:
     return all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in pytree.tree_leaves(value))
 
 
-def _refuse_kept(whole: _Whole) -> None:
-    if whole.is_changed() and any(shows_traced(v) or numbers_of_data(v) for v in whole.held):
+def _refuse_kept(whole: Watched) -> None:
+    for place, _, now in whole.changed():
+        if not any(shows_traced(value) or numbers_of_data(value) for value in now):
+            continue
         kind = type(whole.held).__name__
         raise UnsupportedProgram(
-            f"`{whole.source.path}` is a {kind}, and is given a tensor which the program computes, or a "
+            f"`{place.path}` is a {kind}, and is given a tensor which the program computes, or a "
             "number that it reads off one",
             stage="capture",
             fix="keep these in a list, or return them",
@@ -355,7 +247,7 @@ def _refuse_deletion(place: Source, before: Any, value: Any) -> None:
         )
 
 
-def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[_Dictionary | _List]:
+def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[Watched]:
     for path, module in modules.items():
         for held in (vars(module)["_buffers"], vars(module)["_modules"], vars(module)):
             yield _container(Source(path, held), held)
@@ -364,13 +256,13 @@ def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[_Dictionary | _Lis
                 yield _container(Source(path, module).attribute(name), value)
 
 
-def _of_parameters(modules: Mapping[str, nn.Module]) -> Iterator[_Dictionary | _List]:
+def _of_parameters(modules: Mapping[str, nn.Module]) -> Iterator[Watched]:
     for path, module in modules.items():
         held = vars(module)["_parameters"]
         yield _container(Source(path, held), held)
 
 
-def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
+def _of_reached(reached: Reached) -> Iterator[Watched]:
     for source, owner in reached.owners:
         if isinstance(vars(owner), dict):  # `list[int]` shows its class's, and takes no assignments
             yield _container(source.attribute("__dict__", source.path), vars(owner))
@@ -384,11 +276,15 @@ def _of_reached(reached: Reached) -> Iterator[_Dictionary | _List | _Variable]:
         # and deques is watched there. What a tuple holds changes with the tuple.
         owner = source.owner().read_or(ABSENT)
         if not isinstance(owner, (torch.Tensor, tuple, deque)) and id(owner) not in watched:
-            yield _Variable(source, source.read_or(ABSENT))
-    yield from (_Variable(source, source.read_or(ABSENT)) for source in reached.assigned)
+            yield _variable(source)
+    yield from map(_variable, reached.assigned)
 
 
-def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictionary | _List:
+def _variable(source: Source) -> Watched:
+    return Watched(source, None, source.read_or(ABSENT), functools.partial(source.read_or, ABSENT))
+
+
+def _container(source: Source, container: list[Any] | dict[Any, Any]) -> Watched:
     """`container`, at a place from which each call reaches its own."""
     if source.is_of_argument:
         place = source
@@ -396,19 +292,17 @@ def _container(source: Source, container: list[Any] | dict[Any, Any]) -> _Dictio
         place = Source(source.path, container)
     else:
         place = Source(source.path, Held(source, shared(container)))
-    if isinstance(container, dict):
-        return _Dictionary(place, shared(container), _kept(container))
-    return _List(place, container, kept_by(container))
+    held = shared(container)
+    read = functools.partial(_kept if isinstance(held, dict) else kept_by, held)
+    return Watched(place, held, read(), read, functools.partial(_item, place, keeper_of(held)))
+
+
+def _item(place: Source, cls: type[Any] | None, position: int, key: Any) -> Source:
+    if isinstance(key, str):
+        return place.item(key, f"{place.path}.{key}" if place.path else key, cls)
+    return place.item_at(position, key, cls)
 
 
 def _kept(dictionary: dict[Any, Any]) -> dict[Any, Any]:
     """What a dictionary holds for this thread; those of a module's state are what all threads share."""
     return {key: shared(value) for key, value in kept_by(own(dictionary)).items()}
-
-
-def _hold(place: Source, value: Any) -> None:
-    """Assign `value` to a place, or delete it (`ABSENT`)."""
-    if value is not ABSENT:
-        place.write(value)
-    elif place.read_or(ABSENT) is not ABSENT:
-        place.delete()

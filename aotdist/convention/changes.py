@@ -6,7 +6,7 @@ size of that storage, or to its history (`detach_`, `requires_grad_`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,15 @@ from torch.autograd.graph import GradientEdge
 
 from aotdist.convention.naming import another_name, with_history_of
 from aotdist.convention.put import put
-from aotdist.torch_seam.autograd import beneath_autograd, failing_in_backward
+from aotdist.facts import ViewStep
+from aotdist.torch_seam.autograd import (
+    beneath_autograd,
+    creation_meta,
+    failing_in_backward,
+    set_creation_meta,
+)
 from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.swaps import swap_histories
 
 _ATEN = torch.ops.aten
 
@@ -133,6 +140,39 @@ def spend_history(tensor: torch.Tensor, reason: str) -> None:
 def resize_storage(tensor: torch.Tensor, num_bytes: int) -> None:
     """Let the storage of `tensor` be `num_bytes` long."""
     tensor.untyped_storage().resize_(num_bytes)
+
+
+def make_again(view: torch.Tensor, changed: torch.Tensor, steps: Sequence[ViewStep]) -> None:
+    """Give a view the history of one that is made of its base as that is after a change.
+
+    After a write to its base, autograd makes the history of a view again when it is asked for it. In eager it
+    goes by the places of the two in memory, whatever sizes the base has by then. Tensors of a trace have no
+    memory: there, autograd calls the operators that made the view once more, on the base as it is now.
+
+    Args:
+        view: the view; all else of it stays.
+        changed: a view of the base as it is now, that shows it as it was.
+        steps: how the view was made of the base as it was.
+    """
+    creation, again = creation_meta(view), changed
+    for step in steps:
+        result = step.of(again)
+        again = result if step.pick is None else result[step.pick]
+    swap_histories(view, again)
+    set_creation_meta(view, creation)
+
+
+def lies_elsewhere(base: torch.Tensor, changes: Iterable[Change]) -> bool:
+    """Whether some of these changes moved a tensor in its storage, or gave it other sizes or strides.
+
+    Eager makes the history of a view again from places in the storage.
+    """
+    formers = [change.former for change in changes if change.moves() and change.former is not None]
+    return any(_place(former) != _place(base) for former in formers)
+
+
+def _place(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
 
 _OF_HISTORY = frozenset[Any]({torch.Tensor.detach_, torch.Tensor.requires_grad_})

@@ -13,9 +13,8 @@ import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from aotdist.capture.origins import Origins
-from aotdist.convention.changes import Change, resize_as_out
+from aotdist.convention.changes import Change, lies_elsewhere, resize_as_out
 from aotdist.convention.naming import another_name
-from aotdist.convention.outdated_views import lies_elsewhere
 from aotdist.convention.view_refusals import (
     detached_since,
     grows_as_a_view,

@@ -15,9 +15,8 @@ from typing import Any
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
-from aotdist.convention.changes import INVERSES, Change, resize_as_out, set_memory
+from aotdist.convention.changes import INVERSES, Change, make_again, resize_as_out, set_memory
 from aotdist.convention.naming import another_name
-from aotdist.convention.outdated_views import make_again
 from aotdist.convention.version import all_uncounted, bump, rewind, written_uncounted
 from aotdist.convention.view_log import Uncounted, ViewLog, edge_of_leaf, is_recorded
 from aotdist.convention.view_refusals import (

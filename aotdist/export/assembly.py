@@ -246,7 +246,7 @@ class Assembly:
         returned = self._traced.returned
         found: dict[str, OutIdx] = {}
         position = returned.spec.num_leaves
-        for source, spec in returned.assigned:
+        for source, spec in returned.assigned():
             if not spec.is_leaf():
                 raise UnsupportedProgram(
                     f"`{source.path}` is assigned a container of tensors",

@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -20,7 +21,6 @@ from aotdist.capture.in_backward import InBackward
 from aotdist.convention.metadata import takes_any_size
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import NodeOut, kept_slots
-from aotdist.joint.alike import Computed
 from aotdist.joint.classes import users_code
 from aotdist.joint.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
 from aotdist.joint.inputs import StandIn
@@ -75,6 +75,27 @@ def _kind(recipe: Recipe) -> Hashable:
     if isinstance(recipe, Wrapper):
         return recipe.cls, tuple(_kind(part) for _, part in recipe.attributes)
     return type(recipe)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a run of a backward has computed.
+
+    Args:
+        grads: the gradients of inputs.
+        kept: the tensors that user code in it keeps.
+    """
+
+    grads: Mapping[PrimalIdx, torch.Tensor]
+    kept: tuple[torch.Tensor, ...]
+
+    def recipes(self) -> tuple[dict[PrimalIdx, Recipe], tuple[Recipe, ...]]:
+        """The recipes of the gradients, and of the tensors that are kept."""
+        return {idx: recipe_of(grad) for idx, grad in self.grads.items()}, tuple(map(recipe_of, self.kept))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The gradients, then the tensors that are kept."""
+        return [*self.grads.values(), *self.kept]
 
 
 class Backward:

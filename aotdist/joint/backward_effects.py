@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -16,10 +15,10 @@ from aotdist.convention.changes import Change, resize_storage
 from aotdist.convention.naming import NAMED
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import BackwardFacts, BackwardWrite, Choice
-from aotdist.joint.alike import Computed
 from aotdist.joint.backward import (
     Backward,
     Chosen,
+    Computed,
     End,
     Result,
     choice_results,
@@ -119,8 +118,8 @@ class BackwardTrace:
         cannot_repeat = bool(made or once or (writes and (self._forward_end is None or storages)))
         choices = [] if cannot_repeat else self._to_trace_alone(whole, writes, writers)
         runs, chosen, of_choices = self._trace_alone(choices, writes)
-        if self._in_python.whole and self._may_run_later and not (writes or made):
-            self._check_repeatable({None: whole, **runs})
+        if self._in_python.whole and self._may_run_later and not (runs or writes or made):
+            self._find_changes_of_some()
         if self._forward_end is not None:
             self._forward_end.read_late(recorder, self._inputs.row(), writes, forward.node_outs, made)
         _refuse_changes(self._inputs, context.log.changes[num_changes:])
@@ -212,15 +211,11 @@ class BackwardTrace:
             results += choice_results(recorder, slots, some, written)
         return runs, tuple(found), results
 
-    def _check_repeatable(self, runs: Mapping[Chosen | None, Computed]) -> None:
-        """Run the backward of each choice again, to see whether it changes the same in Python each time."""
-        runs, backward = dict(runs), self._backward
+    def _find_changes_of_some(self) -> None:
+        """Run the backward of each choice of results, to see what it changes in Python."""
         with self._recorder.on_trial():
-            if len(runs) == 1:
-                runs |= {chosen: backward.run(chosen, retain_graph=True) for chosen in backward.some()}
-            for chosen, first in runs.items():
-                again_alike = functools.partial(_runs_alike, backward, self._recorder, chosen, first)
-                self._in_python.try_again(chosen, first.kept, again_alike)
+            for chosen in self._backward.some():
+                self._backward.run(chosen, retain_graph=True)
 
 
 def _results_behind_nodes(ends: Sequence[End]) -> dict[Any, frozenset[NodeOutIdx]]:
@@ -229,11 +224,6 @@ def _results_behind_nodes(ends: Sequence[End]) -> dict[Any, frozenset[NodeOutIdx
         node: frozenset(ends[position][0] for position in positions)
         for node, positions in tensors_by_node([tensor for _, tensor in ends]).items()
     }
-
-
-def _runs_alike(backward: Backward, recorder: Recorder, choice: Chosen | None, first: Computed) -> bool:
-    """Whether the backward of a choice, run once more, computes what it computed first."""
-    return first.is_like(recorder, backward.run(choice, retain_graph=True))
 
 
 def _refuse_replaced_inputs(

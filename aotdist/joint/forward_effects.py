@@ -14,10 +14,9 @@ from aotdist.joint.backward import End, Result, requires_grad_by_itself, value_r
 from aotdist.joint.classify import NodeOutputs, classify
 from aotdist.joint.context import TraceContext
 from aotdist.joint.data_writes import forward_writes
-from aotdist.joint.endings import endings, spent_results
 from aotdist.joint.inputs import StandIn
 from aotdist.joint.lifting import Lifting
-from aotdist.joint.metadata import Metadata, refuse
+from aotdist.joint.metadata import Metadata, endings, refuse, spent_results
 from aotdist.joint.own_leaves import refuse_uses_of_own_leaves
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.sizes import NumberStep, numbers_of_data

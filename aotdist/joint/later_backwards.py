@@ -19,9 +19,9 @@ import torch
 from aotdist.capture.source import Source
 from aotdist.errors import AotdistError, InternalError, UnsupportedProgram
 from aotdist.facts import BackwardFacts, Facts, Fresh, NodeOut, OutputFact, Untouched
-from aotdist.joint.alike import Computed
 from aotdist.joint.backward import (
     Backward,
+    Computed,
     Wanted,
     grad_results,
     kept_results,

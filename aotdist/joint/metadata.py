@@ -1,25 +1,26 @@
-"""What a traced program did to its inputs' sizes, strides, storages and history."""
+"""What a traced program did to its inputs' sizes, strides, storages and history, and last to results."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
-from aotdist.convention.changes import Change
+from aotdist.convention.changes import Change, spend_history
 from aotdist.convention.metadata import takes_any_size
 from aotdist.convention.naming import NAMED, named_history
 from aotdist.convention.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
+from aotdist.facts import Fresh, IsInput, MetadataWrite, NotATensor, OutputFact, Place, ViewOfOutput
 from aotdist.joint.failures import reshaped_unseen
 from aotdist.joint.inputs import Inputs, StandIn
-from aotdist.program import PrimalIdx, Row, Slot
+from aotdist.program import OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors
-from aotdist.torch_seam.autograd import history_of, sequence_nr
+from aotdist.torch_seam.autograd import history_of, retains_grad, sequence_nr, spent_history
 from aotdist.torch_seam.functional import memory_of
 
 
@@ -230,3 +231,54 @@ def is_switched_on(stand_in: StandIn) -> bool:
     """Whether an input begins to require grad."""
     after = stand_in.tensor
     return after.requires_grad and not stand_in.example.requires_grad and after.is_leaf
+
+
+def spent_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> Mapping[int, str]:
+    """Results whose graph was freed, by identity, each with the message of the error of its backward.
+
+    Inputs, views, and bases of results are not among them: of those, the backward is traced, and refused.
+    """
+    tensors = [out for out in outs if isinstance(out, torch.Tensor)]
+    viewed = {id(base) for out in tensors for base in log.views.bases(out)}
+    alone = [
+        out
+        for out in tensors
+        if inputs.index_of(out) is None
+        and id(out) not in viewed
+        and not any(True for _ in log.views.bases(out))
+    ]
+    found = ((id(out), spent_history(out)) for out in alone)
+    return {key: said for key, said in found if said is not None}
+
+
+def endings(
+    outs: Sequence[Any],
+    facts: Sequence[OutputFact],
+    spent: Mapping[int, str],
+    retained: Iterable[PrimalIdx],
+) -> tuple[MetadataWrite, ...]:
+    """What is done to results and inputs once all results are made.
+
+    They are given `retain_grad`, if the program called it, or a history whose backward raises: the program
+    may have called `torch.autograd.grad`, which freed the graph of what it returns, and eager returns that
+    all the same.
+
+    Args:
+        outs: what the program returned.
+        facts: the fact of each of `outs`.
+        spent: see `spent_results`.
+        retained: inputs that retain their gradients.
+    """
+    made = [_retaining(IsInput(idx)) for idx in retained]
+    for position, (out, fact) in enumerate(zip(outs, facts, strict=True)):
+        place = ViewOfOutput(OutIdx(position), ())
+        if isinstance(fact, Fresh) and id(out) in spent:
+            made.append(MetadataWrite(place, spend_history, (spent[id(out)],), (), True, -1))
+        is_made = not isinstance(fact, (NotATensor, IsInput))
+        if is_made and retains_grad(out):
+            made.append(_retaining(place))
+    return tuple(made)
+
+
+def _retaining(place: Place) -> MetadataWrite:
+    return MetadataWrite(place, torch.Tensor.retain_grad, (), (), True, -1)

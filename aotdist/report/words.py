@@ -89,7 +89,7 @@ def _data(fact: InputFact) -> Iterator[str]:
 def output_names(returned: Returned, count: int) -> list[str]:
     """What the caller calls each output: what is returned, then what is assigned."""
     names = [f"out[{position}]" for position in range(returned.spec.num_leaves)]
-    for source, spec in returned.assigned:
+    for source, spec in returned.assigned():
         leaves = spec.num_leaves
         names += [source.path] if leaves == 1 else [f"{source.path}[{leaf}]" for leaf in range(leaves)]
     names += [path[1:] for _, path in returned.replaced]

@@ -12,7 +12,8 @@ from typing import Any, Protocol
 
 import torch
 
-from aotdist.capture.in_backward import NOTHING, BackwardChanges, InBackward
+from aotdist.capture.effects import NOTHING, EffectLog
+from aotdist.capture.in_backward import InBackward
 from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.changes import resize_storage
@@ -99,10 +100,10 @@ class Backward:
         """The gradients, given a tangent, or None, for each differentiable output."""
         changes = self._changes(tangents)
         grads, kept = self._without_history(ctx, changes, *tangents)
-        changes.repeat(kept, getattr(ctx, "symbols", {}))
+        changes.replay(kept, getattr(ctx, "symbols", {}))
         return grads
 
-    def _changes(self, tangents: Sequence[torch.Tensor | None]) -> BackwardChanges:
+    def _changes(self, tangents: Sequence[torch.Tensor | None]) -> EffectLog:
         """What this backward changes in Python.
 
         Raises:
@@ -121,9 +122,7 @@ class Backward:
             )
         return changes
 
-    def _without_history(
-        self, ctx: Any, changes: BackwardChanges, *tangents: torch.Tensor | None
-    ) -> Gradients:
+    def _without_history(self, ctx: Any, changes: EffectLog, *tangents: torch.Tensor | None) -> Gradients:
         """The gradients, computed by the graph for the tangents that arrived: whole, reduced, or in parts."""
         plan = self._plan(ctx)
         pairs = list(zip(plan.tangents, tangents, strict=True))
@@ -237,10 +236,10 @@ class Backward:
         """
         changes = self._changes(tangents)
         grads, kept = self._with_history(ctx, changes, *tangents)
-        changes.repeat(kept, getattr(ctx, "symbols", {}))
+        changes.replay(kept, getattr(ctx, "symbols", {}))
         return grads
 
-    def _with_history(self, ctx: Any, changes: BackwardChanges, *tangents: torch.Tensor | None) -> Gradients:
+    def _with_history(self, ctx: Any, changes: EffectLog, *tangents: torch.Tensor | None) -> Gradients:
         """The gradients with a history: by the backward as a program, or by its graph under autograd."""
         plan, arrived = self._plan(ctx), self._there(tangents)
         if not arrived:

@@ -219,7 +219,7 @@ def _first_leaf(facts: Facts, idx: NodeOutIdx) -> int:
 
 def _written_in_backward(captured: Captured) -> Iterator[tuple[Source, Any]]:
     """Objects and containers that a backward writes: those of the capture, so calls must find the same."""
-    for held in held_in(captured.in_backward.whole.changed()):
+    for held in held_in(captured.in_backward.whole.places()):
         yield held.source, held.example
 
 

@@ -90,7 +90,7 @@ def print_call(
         for function, argument in fit.prepare:
             printer.line(f"{printer.bind('prepare', function)}({printer.bind('module', argument)})")
         _print_arguments(printer, fit)
-        held = held_in([*returned.places(), *(count.place for count in fit.counts)])
+        held = held_in([*returned.log.places(), *(count.place for count in fit.counts)])
         with _missing_places_miss(printer) if held or fit.reads_places() else nullcontext():
             _print_sources(printer, fit)
             _print_held(printer, fit, held)

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aotdist.capture.in_backward import BackwardChanges
+from aotdist.capture.effects import EffectLog
 from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.changes import resize_storage
 from aotdist.convention.mutation import PlainWrites, write_plain
@@ -23,7 +23,7 @@ from aotdist.runtime.backward import Backward
 from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import run_once
 from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult
-from aotdist.runtime.print_outputs import print_changes
+from aotdist.runtime.print_outputs import print_effects_of_backward
 from aotdist.runtime.printer import Printer, Told, print_size, print_step, remark, sequence
 from aotdist.runtime.results import Versions, saved_beside
 from aotdist.runtime.tangent import OtherKind, Tangent, rebuilt
@@ -142,7 +142,7 @@ def print_node(
     plan: NodePlan,
     backward: Backward,
     after_backward: Sequence[tuple[Callable[..., None], object]],
-    changes: BackwardChanges,
+    changes: EffectLog,
     *,
     has_classes: bool,
 ) -> None:
@@ -347,7 +347,7 @@ def _print_gradients(
     printer: Printer,
     plan: NodePlan,
     after_backward: Sequence[tuple[Callable[..., None], object]],
-    changes: BackwardChanges,
+    changes: EffectLog,
     *,
     has_symbols: bool,
 ) -> None:
@@ -374,7 +374,7 @@ def _print_gradients(
     hints = ["kept"] * len(changes.kept)
     for position, tensor in enumerate(print_results(printer, changes.kept, plains, hints)):
         printer.line(f"kept{position} = {tensor}")
-    print_changes(printer, changes)
+    print_effects_of_backward(printer, changes)
     returned = ["None" if recipe is None else next(built) for recipe in plan.grads]
     returned += ["None"] if has_symbols else []
     printer.spread("return (", returned, ",)")

@@ -13,7 +13,16 @@ from aotdist.capture.ambient import Ambient
 from aotdist.capture.arguments import Numbers
 from aotdist.capture.capture import Returned
 from aotdist.capture.checks import require
-from aotdist.capture.in_backward import BackwardChanges, KeptNumber, KeptTensor, expect, forget
+from aotdist.capture.effects import (
+    Add,
+    Assign,
+    Delete,
+    EffectLog,
+    NumberResult,
+    Print,
+    TensorResult,
+    expect,
+)
 from aotdist.capture.instances import GivenObject
 from aotdist.capture.objects import MadeObject, holds_objects, number_of
 from aotdist.capture.results import Shown, show_as
@@ -231,28 +240,25 @@ def print_return(
         variables: hold the inputs.
         bind: names the object that a place begins at.
     """
-    names = (_name_of_output(idx, fact) for idx, fact in outputs.enumerate())
-    printed = map("o{}".format, itertools.count(returned.first_checked() + len(returned.checks)))
-    for call in returned.printed:
-        printer.line(f"{printer.bind('printed', call.repeat)}({_display(printer, call.spec, printed)})")
+    names = [_name_of_output(idx, fact) for idx, fact in outputs.enumerate()]
+
+    def leaf(value: Any) -> str:
+        return names[value.position] if isinstance(value, TensorResult) else _literal(printer, value)
+
+    _print_prints(printer, returned.log, leaf)
     for position, check in enumerate(returned.checks, returned.first_checked()):
         printer.line(f"{printer.bind('require', require)}(o{position}, {printer.bind('CHECK', check)})")
     for shown in returned.shown:
         if not isinstance(outputs[OutIdx(shown.out)], IsInput):
             _print_shown(printer, shown)
-    result = _display(printer, returned.spec, names)
+    result = _display(printer, returned.spec, iter(names))
     if returned.shares:  # objects in it may be in other places as well, which are assigned before
         printer.line(f"result = {result}")
         result = "result"
-    for source, spec in returned.assigned:
-        value = _display(printer, spec, names)
-        printer.line(_assignment(source, value, bind))
-    for source, constant in returned.constants:
-        printer.line(_assignment(source, _own(printer, constant), bind))
-    for source in returned.deleted:
-        printer.line(source.deletion(bind))
-    for idx, path in returned.replaced:
-        printer.line(f"{variables[idx]}{path} = {next(names)}  # is replaced")
+    _print_changes(printer, returned.log, bind, leaf)
+    first_replaced = returned.first_checked() - len(returned.replaced)
+    for (idx, path), name in zip(returned.replaced, names[first_replaced:], strict=False):
+        printer.line(f"{variables[idx]}{path} = {name}  # is replaced")
     printer.line(f"return {result}")
 
 
@@ -263,38 +269,61 @@ def _name_of_output(idx: OutIdx, fact: OutputFact) -> str:
     return f"o{idx}"
 
 
-def _assignment(source: Source, value: str, bind: Callable[[str, Any], str]) -> str:
-    if source.is_grown_list:
-        return f"{source.whole().expression(bind)}.extend({value}){remark(f'{source.path} grows')}"
-    return f"{source.assignment(value, bind)}{remark(f'{source.path} is reassigned')}"
-
-
-def print_changes(printer: Printer, changes: BackwardChanges) -> None:
-    """Print what a backward changes in Python: in the objects of the capture, which are those of the call."""
+def print_effects_of_backward(printer: Printer, log: EffectLog) -> None:
+    """Print what a backward does in Python: in the objects of the capture, which are those of the call."""
 
     def bind(hint: str, value: Any) -> str:
         return printer.bind(hint, value.example if isinstance(value, Held) else value)
 
-    _print_numbers(printer, changes.numbers(), bind)
-    for call, leaves in changes.printed:
-        given = _display(printer, call.spec, (_own(printer, leaf) for leaf in leaves))
-        printer.line(f"{printer.bind('printed', call.repeat)}({given})")
-    for place, known in changes.expected:
+    def leaf(value: Any) -> str:
+        match value:
+            case TensorResult(position):
+                return f"kept{position}"
+            case NumberResult(expression=spelled):
+                return print_size(printer, spelled)
+            case _:
+                return _literal(printer, value)
+
+    _print_numbers(printer, log.numbers(), bind)
+    _print_prints(printer, log, leaf)
+    for place, known in log.expected:
         bound = printer.bind(place.path, place), printer.bind(f"{place.path} at capture", known)
         printer.line(f"{printer.bind('expect', expect)}({', '.join(bound)})")
-    for place, items in changes.grown:
-        values = ", ".join(_own(printer, item) for item in items)
-        printer.line(f"{place.expression(bind)}.extend([{values}]){remark(f'{place.path} grows')}")
-    for place, step in changes.added:
-        added = place.assignment(str(step), bind, adds=True)
-        printer.line(f"{added}{remark(f'{place.path} is counted in')}")
-    for place, value in changes.assigned:
-        printer.line(_assignment(place, _own(printer, value), bind))
-    for place in changes.deleted:
-        printer.line(f"{printer.bind('forget', forget)}({printer.bind(place.path, place)})")
+    _print_changes(printer, log, bind, leaf)
 
 
-def _print_numbers(printer: Printer, numbers: Iterable[KeptNumber], bind: Callable[[str, Any], str]) -> None:
+def _print_prints(printer: Printer, log: EffectLog, leaf: Callable[[Any], str]) -> None:
+    """Print that what a program prints is printed; `leaf` spells a leaf of a value."""
+    for each in log.prints():
+        given = _display(printer, each.given.spec, map(leaf, each.given.leaves))
+        printer.line(f"{printer.bind('printed', each.make)}({given})")
+
+
+def _print_changes(
+    printer: Printer, log: EffectLog, bind: Callable[[str, Any], str], leaf: Callable[[Any], str]
+) -> None:
+    """Print the other effects."""
+    for each in log.effects:
+        match each:
+            case Assign(place, tree):
+                value = _display(printer, tree.spec, map(leaf, tree.leaves))
+                if place.is_grown_list:
+                    whole = place.whole()
+                    printer.line(f"{whole.expression(bind)}.extend({value}){remark(f'{whole.path} grows')}")
+                else:
+                    printer.line(f"{place.assignment(value, bind)}{remark(f'{place.path} is reassigned')}")
+            case Add(place, step):
+                added = place.assignment(str(step), bind, adds=True)
+                printer.line(f"{added}{remark(f'{place.path} is counted in')}")
+            case Delete(place):
+                printer.line(place.deletion(bind))
+            case Print():
+                pass
+
+
+def _print_numbers(
+    printer: Printer, numbers: Iterable[NumberResult], bind: Callable[[str, Any], str]
+) -> None:
     """Bind each symbol that numbers of a backward follow from to a variable of its name."""
     steps = {name: step for number in numbers for name, step in number.steps}
     for name, step in steps.items():
@@ -306,23 +335,6 @@ def _print_numbers(printer: Printer, numbers: Iterable[KeptNumber], bind: Callab
             case int():
                 value = f"kept{step}.item()"
         printer.line(f"{name} = {value}")
-
-
-def _own(printer: Printer, constant: Any) -> str:
-    """`constant` as an expression; a container is another one at each call."""
-    match constant:
-        case list() | tuple() if type(constant) is not torch.Size:
-            items = [_own(printer, item) for item in constant]
-            return sequence(items) if isinstance(constant, tuple) else f"[{', '.join(items)}]"
-        case dict():
-            items = [f"{_literal(printer, key)}: {_own(printer, value)}" for key, value in constant.items()]
-            return f"{{{', '.join(items)}}}"
-        case KeptTensor(position=position):
-            return f"kept{position}"
-        case KeptNumber(expression=spelled):
-            return print_size(printer, spelled)
-        case _:
-            return _literal(printer, constant)
 
 
 def _print_shown(printer: Printer, shown: Shown) -> None:

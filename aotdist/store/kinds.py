@@ -12,7 +12,7 @@ import torch
 from aotdist import facts
 from aotdist.capture.capture import Returned
 from aotdist.capture.checks import Check
-from aotdist.capture.prints import Printed
+from aotdist.capture.effects import Add, Assign, Delete, EffectLog, Print, TensorResult, Tree
 from aotdist.capture.results import Shown
 from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.contract import Fusion, KernelSummary
@@ -42,7 +42,8 @@ class Shape:
 
 
 _OURS: tuple[type[Any], ...] = (
-    *(NodeAt, Shape, Slot, Settings, Returned, Shown, Check, Printed, MeshName, GroupName, Place),
+    *(NodeAt, Shape, Slot, Settings, Returned, Shown, Check, MeshName, GroupName, Place),
+    *(EffectLog, Assign, Add, Delete, Print, Tree, TensorResult),
     *(PackedLaunch, Result, Fusion, KernelSummary),
     *(protocol.Plain, protocol.Constant, protocol.Wrapper),
     *(synthetic_base.Member, synthetic_base.Span, synthetic_base.ViewBase, synthetic_base.BasePlan),

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from aotdist import facts
 from aotdist.capture.capture import Returned
 from aotdist.capture.checks import Check
-from aotdist.capture.prints import Printed
+from aotdist.capture.effects import Print, TensorResult
 from aotdist.capture.results import Shown
 from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.triton import Packed
@@ -200,7 +200,7 @@ def _is_function(value: Any) -> bool:
 
 _LEAVES = (bool, int, float, complex, str, type(None))
 _OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
-_OBJECTS = (DeviceMesh, CreationMeta, TreeSpec, Returned, type)
+_OBJECTS = (DeviceMesh, CreationMeta, TreeSpec, Returned, TensorResult, type)
 
 
 def is_plain(value: Any) -> bool:
@@ -337,7 +337,7 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
     ),
     Returned: ((_PATH, lambda it: all(is_attribute_path(path) for _, path in it.replaced)),),
     Check: (("an error that is none of Python's", lambda it: _is_exception(it.error)),),
-    Printed: (("something to call", lambda it: it.call is None and it.file is None),),
+    Print: (("something to call", lambda it: it.call is None and it.file is None),),
     PackedLaunch: ((_NAMES, lambda it: is_name(it.name)),),
     Packed: (
         (_NAMES, lambda it: all(map(is_name, (*it.pointers, *it.blocks)))),

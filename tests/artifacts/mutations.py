@@ -52,7 +52,8 @@ _NUMBERS = (0, 1, -1, 7, 2**31, 2**62, 2**63, 10**30, -(2**63), 1.5, 1e308, True
 _KINDS = (
     *("dict", "list", "set", "row", "slice", "tree", "leaf", "class", "place", "mesh", "group", "packed"),
     *("operator", "function", "higher_order", "tensor", "torch", "device", "size", "float", "complex"),
-    *("Slot", "Plain", "Wrapper", "Constant", "ViewStep", "MetadataWrite", "Returned", "Check", "Printed"),
+    *("Slot", "Plain", "Wrapper", "Constant", "ViewStep", "MetadataWrite", "Returned", "Check", "Print"),
+    *("EffectLog", "Assign", "Add", "Delete", "Tree", "TensorResult"),
     *("Inside", "Around", "NodeAt", "Fresh", "IsInput", "ViewOfInput", "Facts", "Settings", "NotATensor"),
 )
 

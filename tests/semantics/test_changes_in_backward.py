@@ -26,14 +26,15 @@ class Noting(nn.Module):
         self.weight = nn.Parameter(TwoTensor(weight, weight.clone()) if kind == "two" else weight)
         self.log: list[Any] = []
         self.count, self.scale, self.is_used, self.kept = 0, 1.0, False, torch.zeros(3)
-        self.options: dict[str, Any] = {"calls": 0}
+        self.gradient: torch.Tensor | None = None
+        self.options: dict[str, Any] = {"calls": 0, "heard": []}
         self.step = step
 
     def forward(self, x: torch.Tensor) -> Any:
         return self.step(self, x)
 
     def noted(self) -> tuple[Any, ...]:
-        return self.log, self.count, self.scale, self.is_used, self.options, repr(self.kept)
+        return self.log, self.count, self.scale, self.is_used, self.options, repr((self.kept, self.gradient))
 
 
 def logs(module: Noting, x: torch.Tensor) -> torch.Tensor:
@@ -107,6 +108,34 @@ def takes_out_what_is_there(module: Noting, x: torch.Tensor) -> torch.Tensor:
     return y.sum()
 
 
+def counts_and_logs_in_one_place(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    def hook(grad: torch.Tensor) -> None:
+        module.options["calls"] += 1
+        module.options["heard"].append("heard")
+
+    y = x * module.weight
+    y.register_hook(hook)
+    return y.sum()
+
+
+def marks(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    def hook(grad: torch.Tensor) -> None:
+        module.is_used, module.gradient = True, grad
+
+    y = x * module.weight
+    y.register_hook(hook)
+    return y.sum()
+
+
+def marks_every_other(module: Noting, x: torch.Tensor) -> torch.Tensor:
+    def hook(grad: torch.Tensor) -> None:
+        module.gradient = grad if module.gradient is None else None
+
+    y = x * module.weight
+    y.register_hook(hook)
+    return y.sum()
+
+
 def finds_what_the_forward_left(module: Noting, x: torch.Tensor) -> torch.Tensor:
     y = x * module.weight
     module.kept, module.count = (2 * x).detach(), 7
@@ -157,6 +186,9 @@ STEPS = [
     takes_out,
     takes_out_what_is_there,
     doubles,
+    marks,
+    counts_and_logs_in_one_place,
+    marks_every_other,
     finds_what_the_forward_left,
     asks_a_function,
     recomputes,
@@ -198,7 +230,10 @@ def test_step_by_step(step: Callable[..., Any], kind: str) -> None:
     assert [text.replace("grad_fn", "") for text in ours] == eager
 
 
-REPEATABLE = [logs, counts, counts_in_both, takes_out, finds_what_the_forward_left, asks_a_function]
+REPEATABLE = [
+    *(logs, counts, counts_in_both, counts_and_logs_in_one_place),
+    *(marks, finds_what_the_forward_left),
+]
 
 
 @pytest.mark.parametrize("step", REPEATABLE)
@@ -213,8 +248,14 @@ def test_two_forwards_then_two_backwards(step: Callable[..., Any]) -> None:
     assert ours == eager
 
 
-@pytest.mark.parametrize("step", [anneals, doubles, computes_with_count, takes_out_what_is_there])
-def test_a_number_that_is_not_counted_in_is_what_the_forward_left(step: Callable[..., Any]) -> None:
+ONCE = [
+    *(anneals, doubles, computes_with_count, takes_out, takes_out_what_is_there),
+    *(marks_every_other, asks_a_function),
+]
+
+
+@pytest.mark.parametrize("step", ONCE)
+def test_what_a_hook_may_read_and_changes_is_what_the_forward_left(step: Callable[..., Any]) -> None:
     module = aotdist.compile(Noting(step, "plain"), backend="fx")
     loss = module(inputs("plain"))
     loss.backward(retain_graph=True)
@@ -224,7 +265,9 @@ def test_a_number_that_is_not_counted_in_is_what_the_forward_left(step: Callable
     assert torch.equal(module.weight.grad, before)
 
 
-@pytest.mark.parametrize("step", [counts, counts_in_both, recomputes_by_a_backward_inside])
+@pytest.mark.parametrize(
+    "step", [counts, counts_in_both, counts_and_logs_in_one_place, recomputes_by_a_backward_inside]
+)
 def test_what_counts_is_compiled_once(step: Callable[..., Any]) -> None:
     module = aotdist.compile(Noting(step, "plain"), backend="fx")
     for _ in range(4):

@@ -1,0 +1,325 @@
+"""What a program, or its backward, does in Python besides its result: one log of effects.
+
+Assignments, appended items, counters, deletions, prints: they are undone after the trace, and replayed by
+every call when it has run, and by every backward when its gradients are computed. `TensorResult` stands in
+them for what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from aotdist.capture.constants import is_leaf, is_same
+from aotdist.capture.source import ABSENT, Source
+from aotdist.capture.watched import assign, put_back
+from aotdist.errors import UnsupportedProgram
+from aotdist.sizes import Expression, NumberStep, evaluate
+from aotdist.subclasses.protocol import Recipe
+from aotdist.torch_seam.symbols import SYMBOLIC
+from aotdist.torch_seam.trees import pytree
+
+
+@dataclass(frozen=True, slots=True)
+class TensorResult:
+    """Stands for a tensor that is computed: a program's output, or what a backward keeps, by position."""
+
+    position: int
+
+
+Behind: TypeAlias = "int | Source | NumberStep"
+"""What a number of a backward is read off, found in, or computed by."""
+
+
+@dataclass(frozen=True, slots=True)
+class NumberResult:
+    """Stands for a number that a backward reads off tensors that it keeps, or computes from such.
+
+    Args:
+        kind: its type.
+        expression: its value, in terms of symbols.
+        steps: the symbols that are the backward's own, in order: of each the position of the tensor that it
+            is read off, the place where the backward finds it, or how Python computes it.
+    """
+
+    kind: type
+    expression: Expression
+    steps: tuple[tuple[str, Behind], ...]
+
+    def value(self, kept: Sequence[torch.Tensor], symbols: Mapping[str, Any]) -> Any:
+        """The number, given the tensors that are kept and the symbols of the forward."""
+        symbols = dict(symbols)
+        for name, step in self.steps:
+            match step:
+                case int():
+                    symbols[name] = kept[step].item()
+                case Source():
+                    symbols[name] = step.read()
+                case NumberStep():
+                    symbols[name] = step.value(symbols)
+        return evaluate(self.expression, symbols)
+
+
+@dataclass(frozen=True, slots=True)
+class AnyOf:
+    """Stands for any tensor, or any number of a type: the one that another backward left."""
+
+    kind: type
+
+    def __repr__(self) -> str:
+        return "a tensor" if self.kind is torch.Tensor else f"a number ({self.kind.__name__})"
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A value: a structure of containers, and its leaves, which are constants and results."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, value: Any) -> Tree:
+        """`value`, taken apart."""
+        leaves, spec = pytree.tree_flatten(value, is_leaf=is_leaf)
+        return cls(spec, tuple(leaves))
+
+    def map(self, function: Callable[[Any], Any]) -> Tree:
+        """The same structure of other leaves."""
+        return Tree(self.spec, tuple(map(function, self.leaves)))
+
+    def value(self) -> Any:
+        """The value; containers are others each time."""
+        return pytree.tree_unflatten(list(self.leaves), self.spec)
+
+    def has(self, *kinds: type) -> bool:
+        """Whether there is a leaf of one of these kinds."""
+        return any(isinstance(leaf, kinds) for leaf in self.leaves)
+
+
+@dataclass(frozen=True, slots=True)
+class Assign:
+    """A place is assigned a value; items appended to a list are a place, too (`Source.items_from`)."""
+
+    place: Source
+    value: Tree
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """A whole number is added to that at a place."""
+
+    place: Source
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delete:
+    """A place holds nothing afterwards."""
+
+    place: Source
+
+
+@dataclass(frozen=True, slots=True)
+class Print:
+    """One call of `print`, or of a logger.
+
+    Args:
+        call: what is called; None for `print`, which is looked up when it is called.
+        file: where `print` writes; None for `sys.stdout`.
+        given: its positional arguments and the others.
+    """
+
+    call: Callable[..., None] | None
+    file: Any
+    given: Tree
+
+    def make(self, given: Any) -> None:
+        """Make the call with these arguments, positional ones and others."""
+        args, kwargs = given
+        if self.call is not None:
+            self.call(*args, **kwargs)
+        else:
+            print(*args, **kwargs, file=self.file)
+
+
+Effect: TypeAlias = Assign | Add | Delete | Print
+
+
+@dataclass(frozen=True, slots=True)
+class EffectLog:
+    """What was done, in order.
+
+    Args:
+        effects: the effects.
+        expected: what some of the places may hold when it is done again.
+        kept: recipes of the tensors of a backward for which `TensorResult` stands.
+    """
+
+    effects: tuple[Effect, ...] = ()
+    expected: tuple[tuple[Source, tuple[Any, ...]], ...] = ()
+    kept: tuple[Recipe, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.effects)
+
+    def assigned(self) -> list[tuple[Source, Tree]]:
+        """The places that are assigned a value, or lists that get items, and these."""
+        return [(each.place, each.value) for each in self.effects if isinstance(each, Assign)]
+
+    def deleted(self) -> list[Source]:
+        """The places that hold nothing afterwards."""
+        return [each.place for each in self.effects if isinstance(each, Delete)]
+
+    def prints(self) -> list[Print]:
+        """What is printed."""
+        return [each for each in self.effects if isinstance(each, Print)]
+
+    def places(self) -> list[Source]:
+        """All that is changed; a list that is appended to is one place."""
+        places = [each.place for each in self.effects if not isinstance(each, Print)]
+        return [place.whole().whole_list() if place.is_grown_list else place for place in places]
+
+    def trees(self) -> list[Tree]:
+        """The values, and what is printed."""
+        return [*(value for _, value in self.assigned()), *(each.given for each in self.prints())]
+
+    def numbers(self) -> list[NumberResult]:
+        """The numbers that a backward computes."""
+        leaves = (leaf for tree in self.trees() for leaf in tree.leaves)
+        return [leaf for leaf in leaves if isinstance(leaf, NumberResult)]
+
+    def replay(self, results: Sequence[Any], symbols: Mapping[str, Any]) -> None:
+        """Do it again.
+
+        Args:
+            results: the tensors for which `TensorResult` stands.
+            symbols: the symbols of the forward, with their values.
+
+        Raises:
+            UnsupportedProgram: a place holds something else than is expected.
+        """
+
+        def own(tree: Tree) -> Any:
+            return tree.map(lambda leaf: _result(leaf, results, symbols)).value()
+
+        for each in self.prints():
+            each.make(own(each.given))
+        for place, known in self.expected:
+            expect(place, known)
+        # Before anything is written: a number may follow from what is found.
+        values = iter([own(tree) for _, tree in self.assigned()])
+        for each in self.effects:
+            match each:
+                case Assign(place) if place.is_grown_list:
+                    place.whole().read().extend(next(values))
+                case Assign(place):
+                    place.write(next(values))
+                case Add(place, step):
+                    place.write(place.read() + step)
+                case Delete(place):
+                    put_back(place, ABSENT)
+                case Print():
+                    pass
+
+    @contextmanager
+    def undone(self) -> Generator[None]:
+        """Undo, when the context is left, what was done inside in these places."""
+        places = [(place, place.read_or(ABSENT)) for place in self.places()]
+        undo = assign([(place, list(held) if place.is_whole_list else held) for place, held in places])
+        try:
+            yield
+        finally:
+            undo()
+
+    def tensors_left(self, printed: Iterable[Print]) -> tuple[torch.Tensor, ...]:
+        """The tensors that a backward which has just run keeps, read from the places that hold them.
+
+        Args:
+            printed: what it has printed.
+        """
+        if not self.kept:
+            return ()
+        if self.numbers():
+            raise UnsupportedProgram(
+                "the backward (a hook, an autograd function) keeps a number that it reads off a tensor, and "
+                "runs otherwise than with the gradients that are assumed (`create_graph`, other classes)",
+                stage="runtime",
+                fix="keep the tensor (`.detach()`), and read it outside",
+            )
+        found = [_left(place, tree) for place, tree in self.assigned()]
+        leaves = [leaf for tree in (*found, *(each.given for each in printed)) for leaf in tree.leaves]
+        marks = [leaf for tree in self.trees() for leaf in tree.leaves]
+        pairs = zip(marks, leaves, strict=True)
+        kept = {mark.position: leaf for mark, leaf in pairs if isinstance(mark, TensorResult)}
+        return tuple(kept[position] for position in range(len(self.kept)))
+
+
+NOTHING = EffectLog()
+
+
+def _left(place: Source, value: Tree) -> Tree:
+    """What is at a place that was assigned a value, or what a list got."""
+    if place.is_grown_list:
+        return Tree.of(place.whole().read()[-len(value.value()) :])
+    return Tree.of(place.read_or(None))
+
+
+def _result(leaf: Any, results: Sequence[Any], symbols: Mapping[str, Any]) -> Any:
+    match leaf:
+        case TensorResult(position):
+            return results[position]
+        case NumberResult():
+            return leaf.value(results, symbols)
+        case _:
+            return leaf
+
+
+def expect(place: Source, known: Sequence[Any]) -> None:
+    """Check that a place holds one of the values that a backward is compiled for.
+
+    Raises:
+        UnsupportedProgram: it does not.
+    """
+    found = any_of(place.read_or(ABSENT))
+    if not any(_agree(found, value) for value in known):
+        said, left = ("nothing" if value is ABSENT else repr(value) for value in (found, known[0]))
+        raise UnsupportedProgram(
+            f"the backward changes `{place.path}`, and finds {said} in it where its forward left {left}",
+            stage="runtime",
+            fix="run the backward of a call before the next call, and once; or count in a buffer (a tensor)",
+        )
+
+
+def any_of(value: Any) -> Any:
+    """`value` with `AnyOf` in the place of tensors: they are not kept alive, and any others will do.
+
+    So will other numbers than those that depend on data.
+    """
+
+    def marked(leaf: Any) -> Any:
+        if isinstance(leaf, (torch.Tensor, TensorResult)):
+            return AnyOf(torch.Tensor)
+        return AnyOf(leaf.kind) if isinstance(leaf, NumberResult) else leaf
+
+    return Tree.of(value).map(marked).value()
+
+
+def has_symbols(value: Any) -> bool:
+    """Whether there are symbolic numbers in a value."""
+    return Tree.of(value).has(*SYMBOLIC)
+
+
+def _agree(found: Any, known: Any) -> bool:
+    """Whether a value that is found is one that is expected, or a container of such."""
+    one, other = Tree.of(found), Tree.of(known)
+    return one.spec == other.spec and all(map(_is_same_leaf, one.leaves, other.leaves))
+
+
+def _is_same_leaf(found: Any, known: Any) -> bool:
+    if isinstance(known, AnyOf):
+        return found == known if isinstance(found, AnyOf) else type(found) is known.kind
+    return is_same(found, known)
