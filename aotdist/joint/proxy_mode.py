@@ -25,8 +25,8 @@ from torch.fx import Node
 from aotdist.capture.origins import is_asked_by_a_library
 from aotdist.convention.philox import Stream
 from aotdist.convention.rng import draws_nothing, functional_draw
-from aotdist.joint import corrections, known
-from aotdist.joint.answers import Answers, NeedsSizes
+from aotdist.joint import corrections
+from aotdist.joint.data_guards import DataGuards, NeedsSizes, NotKnown, result_of
 from aotdist.joint.random import Draws
 from aotdist.joint.scalars import Scalars, current_scalars, needs_value
 from aotdist.joint.unbacked import Unbacked
@@ -94,7 +94,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         decompositions: operators that are recorded as simpler ones.
         stamp: the origin of the operation that runs now, for `node.meta`.
         draws: gives a draw that is repeated (in a checkpoint) the result of the first.
-        answers: answers conditions on data that exists before a call.
+        data_guards: answers conditions on data that exists before a call.
         stream: where random numbers come from, if from a seed and an offset; else None.
         size: gives the node of a symbolic number, or the number itself if it is a certain one.
         unbacked: the numbers that depend on data; None where there may be none.
@@ -111,7 +111,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         decompositions: Mapping[OpOverload, Callable[..., Any]],
         stamp: Callable[[], dict[str, Any]],
         draws: Draws,
-        answers: Answers,
+        data_guards: DataGuards,
         stream: Stream | None,
         size: Callable[[Any], Any],
         unbacked: Unbacked | None,
@@ -124,7 +124,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         self._decompositions = decompositions
         self._stamp = stamp
         self._draws = draws
-        self._answers = answers
+        self._data_guards = data_guards
         self._stream = stream
         self._size = size
         self._unbacked = unbacked
@@ -173,12 +173,12 @@ class ProxyMode(ProxyTorchDispatchMode):
         scalars, token = current_scalars(), None
         try:
             node_args, node_kwargs = self._node_arguments(args, kwargs)
-            with suppress(known.NotKnown):
-                return known.result_of(func, node_args, node_kwargs, self.tracer.root)
+            with suppress(NotKnown):
+                return result_of(func, node_args, node_kwargs, self.tracer.root)
             is_condition = func is _ITEM and args[0].dtype is torch.bool
             if is_condition and is_asked_by_a_library(inspect.currentframe()):
-                with suppress(known.NotKnown):
-                    return self._answers.answer(node_args[0], self.tracer.root)
+                with suppress(NotKnown):
+                    return self._data_guards.answer(node_args[0], self.tracer.root)
                 if self._symbolic:
                     raise NeedsSizes("a choice by data takes too many operators to be made at each call")
             if func is _ITEM and scalars is not None:
@@ -273,7 +273,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         if self._unbacked is None or not isinstance(result, torch.SymFloat):
             return result
         is_ours = depends_on_data(result) or any(map(has_floats, args))
-        return self._unbacked.computed(func, args) if is_ours else result
+        return self._unbacked.apply(func, args) if is_ours else result
 
     def _is_recorded_directly(self, func: OpOverload) -> bool:
         if func not in self._is_direct:
