@@ -9,7 +9,7 @@ from __future__ import annotations
 import builtins
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -39,24 +39,22 @@ class Numbers(Protocol):
 
 def functions_recorded(numbers: Numbers) -> AbstractContextManager[None]:
     """Functions that take some of `numbers` record themselves inside."""
-    return _RECORDED.applied(numbers)
+    return _RECORDED.applied((numbers, *(_RECORDED.value or ())))
 
 
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        numbers = _RECORDED.value
-        given: Iterable[Any] = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
-        if numbers is None or kwargs or not any(map(numbers.is_traced, given)):
+        given: Sequence[Any] = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
+        of = next((of for of in _RECORDED.value or () if any(map(of.is_traced, given))), None)
+        if of is None or kwargs or any(isinstance(one, torch.Tensor) for one in given):
             return function(*args, **kwargs)
-        if any(isinstance(one, torch.Tensor) for one in given):
-            return function(*args, **kwargs)
-        return numbers.apply(function, tuple(given))
+        return of.apply(function, tuple(given))
 
     return recorded
 
 
-_RECORDED = Patch[Numbers](
+_RECORDED = Patch[tuple[Numbers, ...]](
     "functions_of_numbers",
     lambda: [
         (module, name, _recorded(getattr(module, name)))

@@ -109,7 +109,9 @@ class Unbacked:
 
     def is_traced(self, number: Any) -> bool:
         """Whether a number depends on data."""
-        return isinstance(number, SYMBOLIC) and depends_on_data(number)
+        return type(number) in SYMBOLIC and depends_on_data(
+            number
+        )  # a number of an optimizer's is another class
 
     def apply(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """What Python computes: of whole numbers an expression, of others a new symbol.
