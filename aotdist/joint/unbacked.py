@@ -108,10 +108,8 @@ class Unbacked:
         return self._node(number.node.expr)
 
     def is_traced(self, number: Any) -> bool:
-        """Whether a number depends on data."""
-        return type(number) in SYMBOLIC and depends_on_data(
-            number
-        )  # a number of an optimizer's is another class
+        """Whether a number depends on data; those of an optimizer's are of other classes."""
+        return type(number) in SYMBOLIC and depends_on_data(number)
 
     def apply(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """What Python computes: of whole numbers an expression, of others a new symbol.
