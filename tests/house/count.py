@@ -37,15 +37,15 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (56_247, 42_000),
-    "lines of its core": (33_105, 23_500),
-    "classes of its core": (324, 200),
-    "files of aotdist/": (334, 235),
+    "lines of aotdist/": (55_729, 42_000),
+    "lines of its core": (32_333, 23_500),
+    "classes of its core": (310, 200),
+    "files of aotdist/": (323, 235),
     "import floors": (23, 15),
     "most parameters of a function": (13, 8),
     "most fields of a class": (21, 14),
     "functions over 60 lines": (8, 4),
-    "files over 400 lines": (16, 8),
+    "files over 400 lines": (15, 8),
     "modules in circles of imports": (0, 0),
 }
 """What there may be of each, and what there is to be."""
