@@ -424,25 +424,26 @@ NO_PASSAGES = Passages((), Row())
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """A condition on data of inputs, on which the program branched at capture.
+class DataGuard:
+    """Conditions on data that is there before a call, on which the program branched at capture.
 
     Args:
-        of: the plain tensors that it depends on: an input, and which of its plain tensors.
-        sizes: the symbolic numbers that it depends on.
-        ask: computes the condition from these, tensors first: a tensor of one boolean.
-        holds: whether it held at capture.
+        ask: computes the conditions from tensors and numbers of the call, tensors first.
+        holds: whether each held at capture.
+        of: the plain tensors that they depend on: an input, and which of its plain tensors; empty where who
+            asks knows them.
+        sizes: the symbolic numbers that they depend on.
     """
 
-    of: tuple[tuple[PrimalIdx, int], ...]
-    sizes: tuple[Expression, ...]
-    ask: Callable[..., torch.Tensor]
-    holds: bool
+    ask: Callable[..., Sequence[Any]]
+    holds: tuple[bool, ...]
+    of: tuple[tuple[PrimalIdx, int], ...] = ()
+    sizes: tuple[Expression, ...] = ()
 
     def is_same(self, *given: torch.Tensor | float) -> bool:
-        """Whether the answer is the same for these tensors, and numbers."""
+        """Whether the answers are the same for these tensors, and numbers."""
         with no_modes(), autocast_off(), torch.no_grad():
-            return bool(self.ask(*given)) is self.holds
+            return tuple(map(bool, self.ask(*given))) == self.holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -502,7 +503,7 @@ class Facts:
         early: outputs that are made before anything is written: views of inputs, made before a write.
         asked: attributes of inputs by which the program asks autograd (`is_leaf`), and the answers; of
             `grad_fn`, `grad` and `_base`, whether there is one.
-        answers: conditions on data of inputs that the program branched on.
+        data_guards: conditions on data of inputs that the program branched on.
         numbers: names of the unbacked symbols in these facts, each with the node output that holds its value,
             or with how Python computes it from those before.
     """
@@ -519,7 +520,7 @@ class Facts:
     related: bool = False
     early: tuple[OutIdx, ...] = ()
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...] = ()
-    answers: tuple[Answer, ...] = ()
+    data_guards: tuple[DataGuard, ...] = ()
     numbers: tuple[tuple[str, NodeOutIdx | NumberStep], ...] = ()
 
     def written(self) -> Set[PrimalIdx]:

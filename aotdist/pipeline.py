@@ -15,7 +15,7 @@ from aotdist.codegen.contract import Backend, BoxedCall
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.codegen.graph_copy import copied
-from aotdist.convention.stack import Plans, lower_all
+from aotdist.convention.stack import Plans
 from aotdist.joint.trace import Traced
 from aotdist.partition.choices import without_choices
 from aotdist.partition.collector import collector_paused
@@ -169,7 +169,7 @@ def _run_stages(job: Job, times: StageTimes, on_failure: ExitStack) -> Compilati
     found = trace_call(job, times, on_failure)
     captured, traced = found.captured, found.traced
     with times.stage("convention"):
-        _, plans = lower_all(traced.program, traced.facts, drawn_on=drawn_on(traced.graph))
+        plans = Plans.of(traced.program, traced.facts, drawn_on(traced.graph))
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
     with times.stage("passes"):
         times.counting(lambda: len(traced.graph.gm.graph.nodes))
@@ -274,7 +274,7 @@ def _double_backward_compiler(
     own = emitter.of_reference() if emitter.backend.owns_cut else emitter
 
     def compiled(traced_backward: Traced) -> Training:
-        _, plans = lower_all(traced_backward.program, traced_backward.facts)
+        plans = Plans.of(traced_backward.program, traced_backward.facts)
         graph, _ = _joint_passes(traced_backward.graph, own.backend, own.settings)
         return _compile_training(graph, traced_backward, plans, own, StageTimes())[0]
 

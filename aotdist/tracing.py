@@ -59,7 +59,7 @@ class Job:
         backend: turns graphs into callables.
         settings: how to compile.
         symbolic: try symbolic sizes, if the call, settings or marks ask for them.
-        finds_out: let the program choose by data of this call, see `aotdist.joint.answers`.
+        finds_out: let the program choose by data of this call, see `aotdist.joint.data_guards`.
         counts: places of numbers that symbols are to stand for.
         counted: such numbers among the arguments, by path.
         opens: let dimensions differ that `call.guess` names.

@@ -25,6 +25,7 @@ ONE_OF: Mapping[str, int] = {
     "capture/test_effects.py": 1,
     "codegen/test_recurrent_layers.py": 6,
     "docs/test_pages.py": 1,
+    "joint/test_corrections.py": 3,
     "kernels/test_operators.py": 12,
     "models/test_zoo.py": 1,
     "op_db/test_op_db.py": 40,

@@ -30,7 +30,7 @@ from aotdist.codegen.random_operators import draws_as_eager, keep_draws_in_order
 from aotdist.codegen.recurrent_layers import has_unknown_sizes, keep_for_backward
 from aotdist.codegen.write_back import write_back
 from aotdist.errors import BadSettings, UnsupportedProgram
-from aotdist.joint import batch_statistics
+from aotdist.joint import operators
 from aotdist.program import Graph
 from aotdist.torch_seam.ambient import autocast_off, warnings_no_errors
 from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode
@@ -83,7 +83,7 @@ class InductorBackend:
 
         Its `add` is of complex numbers alone, and fails for those that lie by columns (torch 2.13).
         """
-        table = {**inductor_decompositions(), **batch_statistics.MADE_OF}
+        table = {**inductor_decompositions(), **operators.MADE_OF}
         table.pop(torch.ops.aten.add.Tensor, None)
         return table
 

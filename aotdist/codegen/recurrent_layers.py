@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from aotdist.joint import unknown_sizes
+from aotdist.joint import functions_of_data
 from aotdist.torch_seam.operators import schema_of, training_rnn
 
 _LAYER = torch.ops.aten.mkldnn_rnn_layer.default
@@ -38,5 +38,5 @@ def keep_for_backward(gm: GraphModule) -> None:
 
 def has_unknown_sizes(gm: GraphModule) -> bool:
     """Whether a graph passes on what a layer or an operator makes: nobody knows its size before it runs."""
-    targets = (_TRAINING_LAYER, _BACKWARD, *unknown_sizes.OF_OUR_OWN.values())
+    targets = (_TRAINING_LAYER, _BACKWARD, *functions_of_data.OF_OUR_OWN.values())
     return any(gm.graph.find_nodes(op="call_function", target=target) for target in targets)

@@ -24,7 +24,7 @@ from aotdist.codegen.fx import load_graph, marked_call, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import BadSettings
-from aotdist.joint import batch_statistics
+from aotdist.joint import operators
 from aotdist.kernels import extremes, foreach, scattering, triton_seam
 from aotdist.kernels.checking import Difference, checked, launching, with_checks, with_real_strides
 from aotdist.kernels.choices import Choices
@@ -92,7 +92,7 @@ class TritonBackend:
         """Inductor's table, foreach operators by tensor, and operators of our own and of wrappers'."""
         of_operators = {op: made for op, made in inductor_decompositions().items() if op not in _KEPT}
         own = {**foreach.decompositions(), **extremes.decompositions(), **scattering.decompositions()}
-        return {**of_operators, **own, **batch_statistics.MADE_OF, **operators_made_of_others()}
+        return {**of_operators, **own, **operators.MADE_OF, **operators_made_of_others()}
 
     def prepare_joint(self, graph: Graph) -> Graph:
         """The graph itself."""

@@ -8,11 +8,9 @@ Source: "Add an opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#
 
 from __future__ import annotations
 
-import functools
-import itertools
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, assert_never
+from typing import Any, assert_never
 
 import torch
 
@@ -20,10 +18,6 @@ from aotdist.convention.function_view import function_view
 from aotdist.convention.layer import Call
 from aotdist.convention.metadata import rewrite
 from aotdist.convention.version import bump, rewind
-from aotdist.convention.view_log import ViewLog
-from aotdist.convention.view_mode import ViewMode
-from aotdist.convention.views import Opened
-from aotdist.convention.wrapper_views import look_inside
 from aotdist.facts import (
     Action,
     Facts,
@@ -41,9 +35,8 @@ from aotdist.facts import (
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
-    ViewStep,
 )
-from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Program, Row
+from aotdist.program import OutIdx, PrimalIdx, Row
 
 
 def replay(
@@ -192,111 +185,12 @@ class Outputs:
                 assert_never(place)
 
 
-class Epilogue:
-    """See `aotdist.convention.layer.Layer`."""
-
-    def lower(self, program: Program[PrimalIdx], facts: Facts) -> tuple[Program[PrimalIdx], EpiloguePlan]:
-        """The inner program returns one tensor for each fresh output and each base of a view."""
-        holders = _holders(facts)
-
-        def fn(*primals: Any) -> list[Any]:
-            given = list(map(Opened.of, primals))
-            log = ViewLog()
-            with ViewMode(log):
-                outs = program.fn(*primals)
-            look_inside(log, outs, given)
-            return [held(log, outs, primals) for held in holders]
-
-        inside = [
-            (idx, Inside(path), count)
-            for idx, fact in facts.inputs.enumerate()
-            for path, count in fact.inside
-            if count
-        ]
-        plan = EpiloguePlan(facts.outputs, facts.order, facts.rewinds, tuple(inside), facts.early)
-        return Program(fn, program.ins, program.examples), plan
-
-
-_Held: TypeAlias = Callable[[ViewLog, Sequence[Any], Sequence[Any]], Any]
-"""Finds the tensor that the region returns as one of its values, given the outputs and the inputs."""
-
-
-def _holders(facts: Facts) -> list[_Held]:
-    """How to find each value: as an output, as the base of one, or as what a write of metadata speaks of."""
-    found: dict[NodeOutIdx, _Held] = {}
-    for idx, fact in facts.outputs.enumerate():
-        _add_of_output(found, idx, fact)
-    kept = {item.number: item.place for item in facts.order if isinstance(item, Keep)}
-    for write in facts.metadata_writes():
-        _add_of_write(found, write, kept)
-    return [found[NodeOutIdx(position)] for position in range(len(found))]
-
-
-def _add_of_output(found: dict[NodeOutIdx, _Held], idx: OutIdx, fact: OutputFact) -> None:
-    if isinstance(fact, Fresh):
-        found[fact.value] = functools.partial(_output, idx)
-    if isinstance(fact, ViewOfIntermediate):
-        found.setdefault(fact.base, functools.partial(_base_of_output, idx))
-    if isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)):
-        views: list[ViewStep] = []
-        number = itertools.count()
-        for step in fact.steps:
-            views = [*views, *(step.steps if isinstance(step, FunctionView) else (step,))]
-            if isinstance(step, FunctionView):
-                found.setdefault(step.value, functools.partial(_from_function, idx, next(number), views))
-
-
-def _add_of_write(found: dict[NodeOutIdx, _Held], write: MetadataWrite, kept: Mapping[int, Place]) -> None:
-    if write.number < 0:
-        for value in write.args:
-            if isinstance(value, Fresh) and isinstance(write.target, IsInput):
-                found.setdefault(value.value, functools.partial(_moved, write.target.input))
-        return
-    for position, given in enumerate(write.args):
-        arg = kept[given.number] if isinstance(given, Kept) else given
-        if isinstance(arg, Fresh):
-            found.setdefault(arg.value, functools.partial(_source, write.number, position))
-        elif isinstance(arg, ViewOfIntermediate):
-            found.setdefault(arg.base, functools.partial(_source, write.number, position))
-    if isinstance(write.target, Fresh):
-        found.setdefault(write.target.value, functools.partial(_target, write.number))
-    if write.data is not None:
-        found.setdefault(write.data, functools.partial(_grown, write.number))
-
-
-def _output(idx: OutIdx, log: ViewLog, outs: Sequence[Any], _: Sequence[Any]) -> torch.Tensor:
-    return log.as_made(outs[idx])
-
-
-def _base_of_output(idx: OutIdx, log: ViewLog, outs: Sequence[Any], _: Sequence[Any]) -> torch.Tensor:
-    return log.as_made(log.root(outs[idx], set(map(id, outs))).base)
-
-
-def _from_function(
-    idx: OutIdx, number: int, steps: Sequence[ViewStep], log: ViewLog, outs: Sequence[Any], _: Sequence[Any]
-) -> torch.Tensor:
-    root = log.root(outs[idx], set(map(id, outs)))
-    # Where nothing has a history, nothing tells what a function made: the view is made again.
-    value = log.as_made(root.made[number].tensor) if root.made else replay(root.base, steps, (), {})
-    return value.clone()  # the view that is made of it knows whose memory it shows; the value is the numbers
-
-
-def _source(number: int, position: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:
-    return log.as_made(log.root(log.changes[number].args[position], ()).base)
-
-
-def _target(number: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:
-    return log.as_made(log.changes[number].tensor)
-
-
-def _moved(idx: PrimalIdx, _log: ViewLog, _outs: Sequence[Any], primals: Sequence[Any]) -> torch.Tensor:
-    return primals[idx]
-
-
-def _grown(number: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:
-    grown = log.changes[number].grown
-    assert grown is not None, "it grew in the trace"
-    return grown
-
-
-EPILOGUE = Epilogue()
+def plan_epilogue(facts: Facts) -> EpiloguePlan:
+    """How a call's outputs are made from what the region returns."""
+    inside = [
+        (idx, Inside(path), count)
+        for idx, fact in facts.inputs.enumerate()
+        for path, count in fact.inside
+        if count
+    ]
+    return EpiloguePlan(facts.outputs, facts.order, facts.rewinds, tuple(inside), facts.early)

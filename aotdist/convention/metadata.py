@@ -68,19 +68,9 @@ def rewrite(
             plain.data.copy_(value)
 
 
-class Metadata:
-    """See `aotdist.convention.layer.Layer`."""
-
-    def lower(self, program: Program[PrimalIdx], facts: Facts) -> tuple[Program[PrimalIdx], SwitchedOn]:
-        """The inner program writes the metadata of other names for the same tensors."""
-        changed = facts.reshaped()
-
-        def fn(*primals: Any) -> list[Any]:
-            own = [p.view_as(p) if PrimalIdx(k) in changed else p for k, p in enumerate(primals)]
-            return program.fn(*own)
-
-        sized = tuple(_sized(program, facts))
-        return Program(fn, program.ins, program.examples), SwitchedOn(facts.switched_on, sized)
+def switched_on(program: Program[PrimalIdx], facts: Facts) -> SwitchedOn:
+    """What is to be done before the call."""
+    return SwitchedOn(facts.switched_on, tuple(_sized(program, facts)))
 
 
 def takes_any_size(example: torch.Tensor, size: Sequence[Any]) -> bool:
@@ -95,6 +85,3 @@ def _sized(program: Program[PrimalIdx], facts: Facts) -> Iterator[tuple[PrimalId
             continue
         if grad.size != known.size and takes_any_size(program.examples[idx], grad.size):
             yield idx, tuple(grad.size)
-
-
-METADATA = Metadata()

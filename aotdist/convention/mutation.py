@@ -18,7 +18,7 @@ import torch
 from aotdist.convention.layer import Call
 from aotdist.convention.put import put, refuse_forbidden, take
 from aotdist.convention.subclass import plain_positions
-from aotdist.convention.version import bump, rewind
+from aotdist.convention.version import bump
 from aotdist.facts import DataWritten, Facts
 from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Program
 from aotdist.subclasses.protocol import Wrapper, is_wrapper, leaves
@@ -121,60 +121,27 @@ def plain_writes(facts: Facts) -> list[tuple[PrimalIdx, int]]:
     ]
 
 
-class DifferentiableMutation:
-    """See `aotdist.convention.layer.Layer`."""
-
-    def lower(
-        self, program: Program[PrimalIdx], facts: Facts
-    ) -> tuple[Program[PrimalIdx], DifferentiableWrites]:
-        """The inner program leaves those inputs alone and returns their new values after its results.
-
-        What it writes without history, it does not count, where the input has a history.
-        """
-        writes = differentiable_writes(facts)
-        counted = [(idx, bumps) for idx, bumps in plain_writes(facts) if _has_history(program.examples[idx])]
-
-        def fn(*primals: Any) -> list[Any]:
-            own = list(primals)
-            for idx, _, _ in writes:
-                own[idx] = primals[idx].clone()
-            outs = program.fn(*own)
-            for idx, bumps in counted:
-                rewind(primals[idx], bumps)
-            return [*outs, *(own[idx] for idx, _, _ in writes)]
-
-        num_values = len(facts.node_outs) - len(writes) - len(plain_writes(facts))
-        plan = DifferentiableWrites(tuple(writes), num_values, tuple(counted))
-        return Program(fn, program.ins, program.examples), plan
+def plan_differentiable(program: Program[PrimalIdx], facts: Facts) -> DifferentiableWrites:
+    """How new values with history are written."""
+    writes, plain = differentiable_writes(facts), plain_writes(facts)
+    counted = [(idx, bumps) for idx, bumps in plain if _has_history(program.examples[idx])]
+    return DifferentiableWrites(
+        tuple(writes), len(facts.node_outs) - len(writes) - len(plain), tuple(counted)
+    )
 
 
-class PlainMutation:
-    """See `aotdist.convention.layer.Layer`."""
-
-    def lower(self, program: Program[PlainIdx], facts: Facts) -> tuple[Program[PlainIdx], PlainWrites]:
-        """The inner program writes none of its inputs and returns the new values after its results."""
-        positions = plain_positions(facts.recipes)
-        targets = {
-            # Beneath a wrapper nobody counts: eager bumps the wrapper alone, and `UnwrapPlan` what is to be.
-            plain: 0
-            if isinstance(facts.recipes[idx], Wrapper) or _has_history(program.examples[plain])
-            else bumps
-            for idx, bumps in plain_writes(facts)
-            for plain in positions[idx]
-        }
-        num_values = sum(_num_leaves(facts, NodeOutIdx(k)) for k in range(len(facts.node_outs))) - len(
-            targets
-        )
-
-        def fn(*plains: Any) -> list[Any]:
-            own = list(plains)
-            for idx in targets:
-                own[idx] = plains[idx].detach().clone()
-            results = program.fn(*own)
-            return [*results, *(own[idx] for idx in targets)]
-
-        writes = tuple((idx, num_values + at, bumps) for at, (idx, bumps) in enumerate(targets.items()))
-        return Program(fn, program.ins, program.examples), PlainWrites(writes, num_values)
+def plan_plain(program: Program[PrimalIdx], facts: Facts) -> PlainWrites:
+    """How new values without history are written."""
+    positions = plain_positions(facts.recipes)
+    targets = {
+        # Beneath a wrapper nobody counts: eager bumps the wrapper alone, and `UnwrapPlan` what is to be.
+        plain: 0 if isinstance(facts.recipes[idx], Wrapper) or _has_history(program.examples[idx]) else bumps
+        for idx, bumps in plain_writes(facts)
+        for plain in positions[idx]
+    }
+    num_values = sum(_num_leaves(facts, NodeOutIdx(k)) for k in range(len(facts.node_outs))) - len(targets)
+    writes = tuple((idx, num_values + at, bumps) for at, (idx, bumps) in enumerate(targets.items()))
+    return PlainWrites(writes, num_values)
 
 
 def _has_history(example: torch.Tensor) -> bool:
@@ -183,7 +150,3 @@ def _has_history(example: torch.Tensor) -> bool:
 
 def _num_leaves(facts: Facts, idx: NodeOutIdx) -> int:
     return sum(1 for _ in leaves(facts.node_outs[idx].recipe))
-
-
-DIFFERENTIABLE = DifferentiableMutation()
-PLAIN = PlainMutation()

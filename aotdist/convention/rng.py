@@ -21,11 +21,8 @@ from aotdist.convention.draws import RULES
 from aotdist.convention.layer import Call
 from aotdist.convention.philox import Stream
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import Facts
-from aotdist.program import PlainIdx, Program, Row, Slot
-from aotdist.torch_seam.functional import FakeTensorMode
-from aotdist.torch_seam.modes import TorchDispatchMode
-from aotdist.torch_seam.operators import OpOverload, argument_names, is_operator, with_defaults
+from aotdist.program import Slot
+from aotdist.torch_seam.operators import OpOverload, argument_names, with_defaults
 from aotdist.torch_seam.trees import pytree
 
 SLOTS = (Slot("rng", "seed"), Slot("rng", "offset"))
@@ -86,49 +83,6 @@ def _refusal(what: str) -> UnsupportedProgram:
     )
 
 
-_ATEN = torch.ops.aten
-_IN_PLACE: Mapping[OpOverload, OpOverload] = {
-    _ATEN.bernoulli_.float: _ATEN.bernoulli.p,
-    _ATEN.bernoulli_.Tensor: _ATEN.bernoulli.Tensor,
-    _ATEN.cauchy_.default: _ATEN.cauchy.default,
-    _ATEN.exponential_.default: _ATEN.exponential.default,
-    _ATEN.geometric_.default: _ATEN.geometric.default,
-    _ATEN.log_normal_.default: _ATEN.log_normal.default,
-    _ATEN.normal_.default: _ATEN.normal_functional.default,
-    _ATEN.random_.default: _ATEN.random.default,
-    getattr(_ATEN.random_, "from"): getattr(_ATEN.random, "from"),
-    _ATEN.random_.to: _ATEN.random.to,
-    _ATEN.uniform_.default: _ATEN.uniform.default,
-}
-"""Operators that fill a tensor; in a trace they are functional by then."""
-
-
-class Drawing(TorchDispatchMode):
-    """Random operators draw from a stream."""
-
-    def __init__(self, stream: Stream) -> None:
-        super().__init__()
-        self._stream = stream
-
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        if not is_operator(func) or torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **kwargs)
-        if draws_nothing(func, args, kwargs):
-            return func(*args, **kwargs)
-        with FakeTensorMode(allow_non_fake_inputs=True):
-            like = func(*args, **kwargs)
-        if func not in _IN_PLACE:
-            return functional_draw(func, args, kwargs, self._stream, like)
-        return args[0].copy_(functional_draw(_IN_PLACE[func], args, kwargs, self._stream, like))
-
-
 @dataclass(frozen=True, slots=True)
 class RngPlan:
     """Whether each call brings a seed and an offset.
@@ -155,26 +109,3 @@ class RngPlan:
 
 HIDDEN_STATE = RngPlan(None)
 """The plan of a program that draws from the user's generator, or not at all."""
-
-
-@dataclass(frozen=True, slots=True)
-class FunctionalRng:
-    """See `aotdist.convention.layer.Layer`.
-
-    Args:
-        device: where the program draws.
-    """
-
-    device: torch.device
-
-    def lower(self, program: Program[PlainIdx], facts: Facts) -> tuple[Program[PlainIdx], RngPlan]:
-        """The inner program takes a seed and an offset after its other inputs, and draws from these."""
-
-        def fn(*plains: Any) -> list[Any]:
-            *inputs, seed, offset = plains
-            with Drawing(Stream(lambda: (seed, offset))):
-                return program.fn(*inputs)
-
-        zero = torch.zeros((), dtype=torch.int64, device=self.device)
-        slots, examples = Row([*program.ins, *SLOTS]), Row([*program.examples, zero, zero])
-        return Program(fn, slots, examples), RngPlan(self.device)

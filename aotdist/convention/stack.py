@@ -1,4 +1,4 @@
-"""The layers in order, from the outside in: this is the only place that says so."""
+"""The plans in order, from the outside in: this is the only place that says so."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from dataclasses import dataclass
 
 import torch
 
-from aotdist.convention.epilogue import EPILOGUE, EpiloguePlan
-from aotdist.convention.layer import Call, Layer
-from aotdist.convention.metadata import METADATA, SwitchedOn
-from aotdist.convention.mutation import DIFFERENTIABLE, PLAIN, DifferentiableWrites, PlainWrites
-from aotdist.convention.rng import HIDDEN_STATE, FunctionalRng, RngPlan
-from aotdist.convention.subclass import UNWRAP, UnwrapPlan
+from aotdist.convention.epilogue import EpiloguePlan, plan_epilogue
+from aotdist.convention.layer import Call
+from aotdist.convention.metadata import SwitchedOn, switched_on
+from aotdist.convention.mutation import DifferentiableWrites, PlainWrites, plan_differentiable, plan_plain
+from aotdist.convention.rng import HIDDEN_STATE, RngPlan
+from aotdist.convention.subclass import UnwrapPlan, plan_unwrap
 from aotdist.facts import Facts
-from aotdist.program import PlainIdx, PrimalIdx, Program
+from aotdist.program import PrimalIdx, Program
 
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """What undoes the layers at run time. The first three act outside of the autograd node."""
+    """What leads from the graph back to the program. The first three act outside of the autograd node."""
 
     epilogue: EpiloguePlan
     switched_on: SwitchedOn
@@ -27,6 +27,24 @@ class Plans:
     unwrap: UnwrapPlan
     plain_writes: PlainWrites
     rng: RngPlan = HIDDEN_STATE
+
+    @classmethod
+    def of(cls, program: Program[PrimalIdx], facts: Facts, drawn_on: torch.device | None = None) -> Plans:
+        """What leads from the graph of a trace back to the program.
+
+        Args:
+            program: as it was traced.
+            facts: what the trace showed.
+            drawn_on: where seed and offset lie that the graph takes, if it does.
+        """
+        return cls(
+            plan_epilogue(facts),
+            switched_on(program, facts),
+            plan_differentiable(program, facts),
+            plan_unwrap(facts),
+            plan_plain(program, facts),
+            RngPlan(drawn_on),
+        )
 
     def lift_inside(self, call: Call, sizes: Sequence[int] = ()) -> Call:
         """What `call`, the graph's convention, is inside of the autograd node.
@@ -47,30 +65,3 @@ class Plans:
         """
         call = self.switched_on.lift(self.writes.lift(call))
         return self.epilogue.lift(torch.enable_grad()(call) if enables_grad else call)
-
-
-OUTSIDE: tuple[Layer, ...] = (EPILOGUE, METADATA, DIFFERENTIABLE)
-"""The layers outside of the autograd node."""
-INSIDE: tuple[Layer, ...] = (UNWRAP, PLAIN)
-"""Those inside of it; beneath them, `FunctionalRng` if it is asked for."""
-
-
-def lower_all(
-    program: Program[PrimalIdx], facts: Facts, *, drawn_on: torch.device | None = None
-) -> tuple[Program[PlainIdx], Plans]:
-    """The program that the graph implements, and the plans of every layer above it.
-
-    Args:
-        program: as it was traced.
-        facts: what the trace showed.
-        drawn_on: where seed and offset lie that the graph takes, if it does.
-    """
-    inner, epilogue = EPILOGUE.lower(program, facts)
-    inner, switched_on = METADATA.lower(inner, facts)
-    inner, writes = DIFFERENTIABLE.lower(inner, facts)
-    plain, unwrap = UNWRAP.lower(inner, facts)
-    functional, plain_writes = PLAIN.lower(plain, facts)
-    if drawn_on is None:
-        return functional, Plans(epilogue, switched_on, writes, unwrap, plain_writes)
-    pure, rng = FunctionalRng(drawn_on).lower(functional, facts)
-    return pure, Plans(epilogue, switched_on, writes, unwrap, plain_writes, rng)

@@ -13,7 +13,7 @@ from typing import Any
 from aotdist.convention.layer import Call
 from aotdist.convention.version import bump, count_as
 from aotdist.facts import DataWritten, Facts, Untouched
-from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Program, Row, Slot
+from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Row
 from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, plain_tensors, rebuild
 
 
@@ -70,31 +70,15 @@ def plain_positions(recipes: Row[PrimalIdx, Recipe]) -> Row[PrimalIdx, tuple[Pla
     return Row(positions)
 
 
-class Unwrap:
-    """See `aotdist.convention.layer.Layer`."""
-
-    def lower(self, program: Program[PrimalIdx], facts: Facts) -> tuple[Program[PlainIdx], UnwrapPlan]:
-        """The inner program takes and returns plain tensors."""
-        node_outs = [out for out in facts.node_outs if out.slot.role == "output" or out.differentiable]
-        outs = Row[NodeOutIdx, Recipe](out.recipe for out in node_outs)
-        versions = {
-            NodeOutIdx(position): out.version
-            for position, out in enumerate(node_outs)
-            if isinstance(out.recipe, Wrapper) and out.version
-        }
-
-        def fn(*plains: Any) -> list[Any]:
-            results = program.fn(*rebuild_all(facts.recipes, plains))
-            return [plain for result in results for plain in plain_tensors(result)]
-
-        slots = [
-            Slot("primal", slot.path, inner)
-            for slot, recipe in zip(program.ins, facts.recipes, strict=True)
-            for inner, _ in leaves(recipe)
-        ]
-        examples = [plain for example in program.examples for plain in plain_tensors(example)]
-        plan = UnwrapPlan(facts.recipes, outs, _bumps(facts), versions)
-        return Program(fn, Row(slots), Row(examples)), plan
+def plan_unwrap(facts: Facts) -> UnwrapPlan:
+    """How the call's tensors are taken apart, and results put together."""
+    node_outs = [out for out in facts.node_outs if out.slot.role == "output" or out.differentiable]
+    versions = {
+        NodeOutIdx(position): out.version
+        for position, out in enumerate(node_outs)
+        if isinstance(out.recipe, Wrapper) and out.version
+    }
+    return UnwrapPlan(facts.recipes, Row(out.recipe for out in node_outs), _bumps(facts), versions)
 
 
 def _bumps(facts: Facts) -> tuple[tuple[PrimalIdx, int], ...]:
@@ -107,6 +91,3 @@ def _bumps(facts: Facts) -> tuple[tuple[PrimalIdx, int], ...]:
                 if isinstance(facts.recipes[idx], Wrapper) and not differentiable:
                     found.append((idx, bumps))
     return tuple(each for each in found if each[-1])
-
-
-UNWRAP = Unwrap()

@@ -34,12 +34,11 @@ from aotdist.joint.forward_effects import ForwardEffects
 from aotdist.joint.held import held_tensors
 from aotdist.joint.inputs import Inputs
 from aotdist.joint.late import ForwardEnd, is_read_again
-from aotdist.joint.layout_sums import LayoutSums
 from aotdist.joint.metadata import refuse
 from aotdist.joint.recorder import Recorder, Writers
 from aotdist.joint.waypoints import Waypoints
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
-from aotdist.subclasses.protocol import leaves, plain_tensors, recipe_of
+from aotdist.subclasses.protocol import is_wrapper, leaves, plain_tensors, recipe_of, same_layout
 from aotdist.torch_seam.autograd import (
     custom_functions,
     saves_tensors,
@@ -47,6 +46,8 @@ from aotdist.torch_seam.autograd import (
     tensors_by_node,
 )
 from aotdist.torch_seam.functional import functional_storage_id, memory_of
+from aotdist.torch_seam.modes import TorchDispatchMode
+from aotdist.torch_seam.operators import OpOverload
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,3 +265,27 @@ def _obstacle(functions: Sequence[str], unseen: str, *, hooked: bool) -> str | N
     if own:
         return f"it runs the autograd function `{own[0]}`"
     return f"a tensor changes behind autograd's back ({unseen})" if unseen else None
+
+
+_SUMS = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor})
+
+
+class LayoutSums(TorchDispatchMode):
+    """Notes, while autograd runs inside, whether wrappers of different layouts are added up."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.differ = False
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _SUMS and all(map(is_wrapper, args[:2])):
+            self.differ |= not same_layout(*map(recipe_of, args[:2]))
+        return func(*args, **(kwargs or {}))

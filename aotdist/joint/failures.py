@@ -12,7 +12,7 @@ from aotdist.capture.origins import Origins, raised_at
 from aotdist.convention.view_log import ViewLog
 from aotdist.convention.view_refusals import detached_since, reshaped_since
 from aotdist.errors import AotdistError, UnsupportedProgram
-from aotdist.joint.kernel_results import CANNOT_VIEW
+from aotdist.joint.fakes import CANNOT_VIEW
 from aotdist.program import Slot
 from aotdist.torch_seam.dynamo import is_compiling_a_frame
 from aotdist.torch_seam.functional import (

@@ -111,7 +111,7 @@ class Lifting(TorchFunctionMode):
             _RESIZE_STORAGE.default: self._resize_storage,
             torch.Tensor.__repr__: _described,
             torch.Tensor.__format__: _formatted,
-            **corrections.instead(of_bits=recorder.of_bits, target=recorder.target),
+            **corrections.functions(of_bits=recorder.of_bits, target=recorder.target),
             **(python_numbers.INSTEAD if recorder.unbacked is not None else {}),
         }
 

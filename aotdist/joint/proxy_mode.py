@@ -25,10 +25,8 @@ from torch.fx import Node
 from aotdist.capture.origins import is_asked_by_a_library
 from aotdist.convention.philox import Stream
 from aotdist.convention.rng import draws_nothing, functional_draw
-from aotdist.joint import known
-from aotdist.joint.answers import Answers, NeedsSizes
-from aotdist.joint.fused import is_functional_step, results_like
-from aotdist.joint.kernel_results import fake_result
+from aotdist.joint import corrections
+from aotdist.joint.data_guards import DataGuards, NeedsSizes, NotKnown, result_of
 from aotdist.joint.random import Draws
 from aotdist.joint.scalars import Scalars, current_scalars, needs_value
 from aotdist.joint.unbacked import Unbacked
@@ -36,7 +34,6 @@ from aotdist.torch_seam.functional import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
-    uncached_fake,
 )
 from aotdist.torch_seam.modes import set_aside
 from aotdist.torch_seam.operators import (
@@ -65,21 +62,6 @@ _ASK_THE_GENERAL_MODE = (
     torch.Tag.dynamic_output_shape,
     torch.Tag.inplace_view,
 )
-_KEEP_OFFSETS = frozenset(
-    {
-        torch.ops.aten.copy.default,
-        torch.ops.aten.slice_scatter.default,
-        torch.ops.aten.select_scatter.default,
-        torch.ops.aten.diagonal_scatter.default,
-        torch.ops.aten.as_strided_scatter.default,
-    }
-)
-"""Operators whose result starts as far into its storage as their first argument does into its own."""
-_VIEW_AS_REAL = torch.ops.aten.view_as_real.default
-_ASSERT = torch.ops.aten._assert_async.default
-_ASSERT_WITH_TEXT = torch.ops.aten._assert_async.msg
-_ASSERT_TEXT = "Expected Tensor with single nonzero value, but got zero"
-"""Eager's message where a program gives none; graphs drop the overload that takes no message."""
 _ATOMS = (
     int,
     float,
@@ -112,7 +94,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         decompositions: operators that are recorded as simpler ones.
         stamp: the origin of the operation that runs now, for `node.meta`.
         draws: gives a draw that is repeated (in a checkpoint) the result of the first.
-        answers: answers conditions on data that exists before a call.
+        data_guards: answers conditions on data that exists before a call.
         stream: where random numbers come from, if from a seed and an offset; else None.
         size: gives the node of a symbolic number, or the number itself if it is a certain one.
         unbacked: the numbers that depend on data; None where there may be none.
@@ -129,7 +111,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         decompositions: Mapping[OpOverload, Callable[..., Any]],
         stamp: Callable[[], dict[str, Any]],
         draws: Draws,
-        answers: Answers,
+        data_guards: DataGuards,
         stream: Stream | None,
         size: Callable[[Any], Any],
         unbacked: Unbacked | None,
@@ -142,7 +124,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         self._decompositions = decompositions
         self._stamp = stamp
         self._draws = draws
-        self._answers = answers
+        self._data_guards = data_guards
         self._stream = stream
         self._size = size
         self._unbacked = unbacked
@@ -173,13 +155,11 @@ class ProxyMode(ProxyTorchDispatchMode):
         scalars = current_scalars()
         if scalars is not None and (tokens := scalars.tokens_among((args, kwargs))):
             return self._dispatch_with(tokens, scalars, func, types, args, kwargs)
-        if func is _VIEW_AS_REAL and args[0].is_conj():
-            # A written base has lost its bit when its views are made again; it gets it back after that.
+        if rows := corrections.of("node", func):
             with self:
-                return func(args[0].resolve_conj())
-        if func in _KEEP_OFFSETS and args[0].storage_offset() != 0:
-            with uncached_fake(args[0]):  # the cache forgets offsets of what is no view
-                return self._dispatch(func, types, args, kwargs)
+                result = corrections.corrected(rows, func, args, kwargs)
+            if result is not NotImplemented:
+                return result
         return self._dispatch(func, types, args, kwargs)
 
     def _read(
@@ -193,12 +173,12 @@ class ProxyMode(ProxyTorchDispatchMode):
         scalars, token = current_scalars(), None
         try:
             node_args, node_kwargs = self._node_arguments(args, kwargs)
-            with suppress(known.NotKnown):
-                return known.result_of(func, node_args, node_kwargs, self.tracer.root)
+            with suppress(NotKnown):
+                return result_of(func, node_args, node_kwargs, self.tracer.root)
             is_condition = func is _ITEM and args[0].dtype is torch.bool
             if is_condition and is_asked_by_a_library(inspect.currentframe()):
-                with suppress(known.NotKnown):
-                    return self._answers.answer(node_args[0], self.tracer.root)
+                with suppress(NotKnown):
+                    return self._data_guards.answer(node_args[0], self.tracer.root)
                 if self._symbolic:
                     raise NeedsSizes("a choice by data takes too many operators to be made at each call")
             if func is _ITEM and scalars is not None:
@@ -263,8 +243,6 @@ class ProxyMode(ProxyTorchDispatchMode):
         self, func: OpOverload, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """Record an operator directly, if it is a plain one on tensors that have nodes."""
-        if func is _ASSERT:
-            func, args = _ASSERT_WITH_TEXT, (*args, _ASSERT_TEXT)
         if self._is_recorded_directly(func):
             try:
                 node_args, node_kwargs = self._node_arguments(args, kwargs)
@@ -295,7 +273,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         if self._unbacked is None or not isinstance(result, torch.SymFloat):
             return result
         is_ours = depends_on_data(result) or any(map(has_floats, args))
-        return self._unbacked.computed(func, args) if is_ours else result
+        return self._unbacked.apply(func, args) if is_ours else result
 
     def _is_recorded_directly(self, func: OpOverload) -> bool:
         if func not in self._is_direct:
@@ -344,10 +322,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         node_args: tuple[Any, ...],
         node_kwargs: dict[str, Any],
     ) -> Any:
-        if is_functional_step(func):
-            result = results_like(func, args)
-        else:
-            result = fake_result(func, args, kwargs, symbolic=self._symbolic, on_gpu=self._on_gpu)
+        result = corrections.fake_result(func, args, kwargs, on_gpu=self._on_gpu)
         if func is _ZEROS_WITHOUT_MEMORY and self._decompositions:  # compilers read memory
             node = self._create(_ZEROS, node_args, node_kwargs)
             self._bind(result, node)  # pyright: ignore[reportArgumentType]  # zeros are one tensor

@@ -10,9 +10,7 @@
 
 from __future__ import annotations
 
-import builtins
 import functools
-import math
 import operator
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
@@ -24,21 +22,16 @@ from aotdist.capture.origins import is_called_by_the_user
 from aotdist.errors import UnsupportedProgram
 from aotdist.joint import collectives
 from aotdist.joint.failures import refusal
+from aotdist.joint.functions_of_numbers import functions_recorded
 from aotdist.joint.unbacked import Unbacked
 from aotdist.torch_seam.checks import hearing_of_checks_of_numbers
 from aotdist.torch_seam.groups import all_to_all_of_symbols
 from aotdist.torch_seam.patches import Patch
-from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, is_undecided, number_kind
+from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, is_undecided
 
 _GET_ITEM: Any = torch.Tensor.__getitem__
 _SET_ITEM: Any = torch.Tensor.__setitem__
 _TEXTS = ("__str__", "__repr__", "__format__")
-_MATH = (
-    *("sqrt", "exp", "expm1", "log", "log2", "log10", "log1p", "pow", "fabs", "fmod", "copysign", "hypot"),
-    *("isnan", "isinf", "isfinite"),
-    *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh", "degrees", "radians"),
-)
-"""Functions of `math` that take floats, and compute with them without an operator."""
 
 
 def _is_unbacked(number: Any) -> bool:
@@ -131,33 +124,6 @@ INSTEAD: Mapping[Any, Callable[..., Any]] = {
 """What runs instead of methods of tensors."""
 
 
-def _recorded(function: Callable[..., Any], of_two: Callable[[Any, Any], Any] | None) -> Callable[..., Any]:
-    """`function`, which records itself where it is given numbers that depend on data.
-
-    Args:
-        function: of Python's own.
-        of_two: what it is for two whole numbers, if it takes these.
-    """
-
-    @functools.wraps(function)
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        numbers = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
-        unbacked = _FOLLOWED.value
-        if unbacked is None or kwargs or not any(map(_is_of_data, numbers)):
-            return function(*args, **kwargs)
-        if of_two is not None and all(number_kind(number) is int for number in numbers):
-            return functools.reduce(of_two, numbers)
-        return unbacked.computed(function, tuple(numbers))
-
-    return recorded
-
-
-_PYTHONS = [
-    *((builtins, "max", torch.sym_max), (builtins, "min", torch.sym_min)),
-    *((math, name, None) for name in _MATH),
-]
-
-
 def _text(cls: type, name: str) -> Callable[..., str]:
     """A method of symbolic numbers that refuses to let the user's code make a text of one."""
     method = getattr(cls, name)
@@ -176,14 +142,13 @@ def _power(base: Any, exponent: Any) -> Any:
     unbacked = _FOLLOWED.value
     if unbacked is None or not (_is_of_data(base) or _is_of_data(exponent)):
         return _POWER(base, exponent)
-    return unbacked.computed(operator.pow, (base, exponent))
+    return unbacked.apply(operator.pow, (base, exponent))
 
 
 _POWER = torch.SymFloat.__pow__
 _FOLLOWED = Patch[Unbacked](
     "numbers_of_data_followed",
     lambda: [
-        *((module, name, _recorded(getattr(module, name), of_two)) for module, name, of_two in _PYTHONS),
         (torch.SymFloat, "__pow__", _power),
         *(
             (cls, name, _text(cls, name))
@@ -199,6 +164,7 @@ def followed(unbacked: Unbacked) -> Generator[None]:
     """Record what the program does inside with numbers that depend on data."""
     with (
         _FOLLOWED.applied(unbacked),
+        functions_recorded(unbacked),
         hearing_of_checks_of_numbers(unbacked.require),
         all_to_all_of_symbols(collectives.all_to_all_single),
     ):

@@ -25,8 +25,8 @@ from aotdist.capture.origins import Origins, current_module, current_tags, is_as
 from aotdist.convention.philox import Stream
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.errors import InternalError, UnsupportedProgram
-from aotdist.joint.answers import Answers
 from aotdist.joint.attention import chosen_for
+from aotdist.joint.data_guards import DataGuards
 from aotdist.joint.functional import Functionalisation, computed_elsewhere
 from aotdist.joint.proxy_mode import ProxyMode
 from aotdist.joint.random import Draws
@@ -110,7 +110,7 @@ class Recorder:
         of_data: whether sizes and numbers may depend on data.
         fakes: the user's fake tensors, which are treated like real ones. Their mode then decides whether
             sizes may be symbolic.
-        finds_out: let the program choose by data of its inputs, see `aotdist.joint.answers`.
+        finds_out: let the program choose by data of its inputs, see `aotdist.joint.data_guards`.
         of_bits: what is recorded runs operator by operator, and is to have eager's bits.
         target: the generation of the GPUs that a trace on the CPU is for, if it is for any.
     """
@@ -144,7 +144,7 @@ class Recorder:
         self._tracer = _Tracer(self._stamp)
         self._decompositions = decompositions
         self.draws = Draws()
-        self.answers = Answers()
+        self.data_guards = DataGuards()
         self._finds_out = finds_out
         self._functionalisation = Functionalisation()
         self.strided = self._functionalisation.strided
@@ -160,7 +160,7 @@ class Recorder:
             decompositions,
             self._stamp,
             self.draws,
-            self.answers,
+            self.data_guards,
             stream,
             self.size,
             self.unbacked,
@@ -275,7 +275,7 @@ class Recorder:
         """
         if self._finds_out:
             for leaf, (argument, real) in enumerate(zip(arguments, reals, strict=True)):
-                self.answers.note_data(self.value(argument), at, leaf, real)
+                self.data_guards.note_data(self.value(argument), at, leaf, real)
 
     def _rng_state(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Seed and offset, which become arguments when they are first asked for."""
@@ -316,7 +316,7 @@ class Recorder:
             raise SymbolsInside("a function handed to an operator (a branch of `cond`) has some")
         slot = Slot("size", spelled)
         if slot not in self._arguments:
-            self.answers.note_size(self._placeholder(slot, number), spelled, hint(number))
+            self.data_guards.note_size(self._placeholder(slot, number), spelled, hint(number))
         return self._arguments[slot]
 
     def told(self, numbers: Mapping[str, Any]) -> list[tuple[str, torch.Tensor | NumberStep]]:

@@ -11,16 +11,13 @@ token reaches no operator, PyTorch computed with it on the way, and the program 
 needs a number of its own (`float(t)`), as a key, or in a text.
 
 A program may branch on such a number (`if rho > 5`) if it follows from tensors whose values `Scalars` was
-given. The trace is then for calls with the same answers, see `Scalars.asked`.
+given. The trace is then for calls with the same answers, see `Scalars.guard`.
 """
 
 from __future__ import annotations
 
-import builtins
 import contextlib
-import functools
 import itertools
-import math
 import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextvars import ContextVar
@@ -31,10 +28,11 @@ from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint import known
+from aotdist.facts import DataGuard
+from aotdist.joint import data_guards
 from aotdist.joint.failures import refusal
+from aotdist.joint.functions_of_numbers import functions_recorded
 from aotdist.torch_seam.modes import torch_functions_off
-from aotdist.torch_seam.patches import Patch
 from aotdist.torch_seam.trees import pytree
 
 _READ = torch.ops.aten._local_scalar_dense.default
@@ -58,11 +56,6 @@ _CONVERSIONS: Mapping[Any, str] = {
     torch.Tensor.__complex__: "complex",
 }
 """Conversions whose result has to be a number of Python's own, and their names."""
-_FUNCTIONS = {
-    math: ("sqrt", "pow", "exp", "log", "cos", "sin", "tanh"),
-    builtins: ("max", "min"),
-}
-"""Functions that take numbers without calling an operator of theirs; they are recorded like operators."""
 
 CreateNode: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Node]
 
@@ -72,8 +65,6 @@ class Scalars:
 
     Attributes:
         values: nodes whose values are known before a call, with the tensors that hold them now.
-        asked: numbers that the program branched on, and whether they were true.
-        root: holds the constants of the graph.
         reads: whether what is read off any tensor is followed, or only numbers that are there already.
 
     Args:
@@ -85,14 +76,14 @@ class Scalars:
         self, values: Sequence[tuple[torch.Tensor, torch.Tensor]], node_of: Callable[[torch.Tensor], Node]
     ) -> None:
         self.values = {node_of(stand_in): real for stand_in, real in values}
-        self.asked: list[tuple[Node, bool]] = []
+        self._asked: list[tuple[Node, bool]] = []
         self._tokens: dict[float, TracedNumber] = {}
         self._arrived: set[float] = set()
         self._read: list[float] = []
         self._made: dict[Any, TracedNumber] = {}
         self._numbers = itertools.count(_TOKENS_FROM)
         self._create: CreateNode | None = None
-        self.root = torch.nn.Module()
+        self._root = torch.nn.Module()
         self.reads = True
 
     @contextlib.contextmanager
@@ -100,7 +91,7 @@ class Scalars:
         """Trace the numbers that are read inside."""
         token = _CURRENT.set(self)
         try:
-            with _RECORDING.applied(True), _Tokens(self):
+            with functions_recorded(self), _Tokens(self):
                 yield
         finally:
             _CURRENT.reset(token)
@@ -118,19 +109,23 @@ class Scalars:
             create: makes a node.
             root: holds the constants of the graph.
         """
-        self._create, self.root = create, root
+        self._create, self._root = create, root
         if not self.reads:
             return None
         if tensor.dtype is torch.bool:
-            with contextlib.suppress(known.NotKnown):
+            with contextlib.suppress(data_guards.NotKnown):
                 holds = self._result_of(_READ, arguments)
-                self.asked.append((self._number(_READ, arguments, bool).made_by, holds))
+                self._asked.append((self._number(_READ, arguments, bool).made_by, holds))
                 return holds
         kind = _KINDS.get(tensor.dtype)
         if kind is None:
             return None
         self._read.append(self.token(self._number(_READ, arguments, kind)))
         return self._read[-1]
+
+    def is_traced(self, number: Any) -> bool:
+        """Whether it is one of the numbers."""
+        return isinstance(number, _Number)
 
     def apply(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """The number that `function` computes from numbers, some of them traced: traced itself."""
@@ -210,17 +205,24 @@ class Scalars:
         """
         try:
             holds = self._result_of(bool, (number.made_by,))
-        except known.NotKnown:
+        except data_guards.NotKnown:
             raise refusal(
                 "the program chooses by a number that it computes in the same call",
                 fix="use `torch.where`, or `max` and `min`",
             ) from None
-        self.asked.append((number.made_by, holds))
+        self._asked.append((number.made_by, holds))
         return holds
+
+    def guard(self) -> DataGuard | None:
+        """What the program branched on, to be asked of the tensors that `values` are for; None if nothing."""
+        if not self._asked:
+            return None
+        nodes, holds = zip(*self._asked, strict=True)
+        return DataGuard(data_guards.as_function(nodes, list(self.values), self._root), holds)
 
     def _result_of(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
         with torch_functions_off():
-            return known.result_of(function, arguments, {}, self.root, self.values)
+            return data_guards.result_of(function, arguments, {}, self._root, self.values)
 
 
 def needs_value(function: str) -> UnsupportedProgram:
@@ -388,26 +390,3 @@ class _Tokens(TorchFunctionMode):
             func, kwargs = torch.scalar_tensor, {"dtype": default, **kwargs}
         given, named = pytree.tree_map_only(_Number, token, (args, kwargs))
         return self._scalars.call(func, given, named, tokens)
-
-
-def _recording(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def recording(*args: Any, **kwargs: Any) -> Any:
-        numbers: Iterable[Any] = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
-        traced = next((number for number in numbers if isinstance(number, _Number)), None)
-        if traced is None or kwargs or any(isinstance(number, torch.Tensor) for number in numbers):
-            return function(*args, **kwargs)
-        return traced.scalars.apply(function, tuple(numbers))
-
-    return recording
-
-
-_RECORDING = Patch[bool](
-    "numbers_to_be_recorded",
-    lambda: [
-        (module, name, _recording(getattr(module, name)))
-        for module, names in _FUNCTIONS.items()
-        for name in names
-    ],
-)
-"""Lets functions of Python's own record themselves when they are given numbers of a trace."""

@@ -173,7 +173,7 @@ def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardEff
         storages=tuple(sorted({*metadata.moved(row), *context.storages.looked_at()})),
         early=outputs.early,
         asked=tuple((idx, name, answer) for (idx, name), answer in forward.lifting.asked.items()),
-        answers=tuple(context.recorder.answers.given),
+        data_guards=tuple(context.recorder.data_guards.given),
         numbers=forward.numbers,
     )
 
@@ -205,7 +205,7 @@ def _run_forward(
         outs = program.fn(*tensors)
         context.view_mode.settle()
     recorder.draws.check()
-    recorder.answers.forget()
+    recorder.data_guards.forget()
     recorder.check_numbers()
     foreign = (isinstance(out, torch.Tensor) and recorder.is_foreign(out) for out in outs)
     return [stand_in(out) if met else out for out, met in zip(outs, foreign, strict=True)], lifting

@@ -10,6 +10,7 @@ What has to hold of a number (`torch._check(count <= 4)`) is checked by a node, 
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from aotdist.torch_seam.symbols import (
     int_of_bool,
     new_float_of_data,
     num_checks,
+    number_kind,
     spell,
     symbols_of,
 )
@@ -42,6 +44,8 @@ _ASSERT = _ATEN._assert_scalar.default
 _ITEM = _ATEN._local_scalar_dense.default
 _OTHER_NUMBERS = "numbers that depend on data are not as the program was compiled for"
 """The error of a call in which an operator would take another path than the one that was recorded."""
+_OF_TWO: Mapping[Any, Callable[[Any, Any], Any]] = {max: torch.sym_max, min: torch.sym_min}
+"""What functions are for two whole numbers."""
 MEASURES: Mapping[Any, Callable[..., Any]] = {
     "size": _ATEN.sym_size.int,
     "stride": _ATEN.sym_stride.int,
@@ -103,15 +107,21 @@ class Unbacked:
         """The node that computes a number."""
         return self._node(number.node.expr)
 
-    def computed(self, function: Callable[..., Any], args: tuple[Any, ...]) -> torch.SymFloat:
-        """A new symbol for a float that Python computes: as a sympy expression it could round otherwise.
+    def is_traced(self, number: Any) -> bool:
+        """Whether a number depends on data; those of an optimizer's are of other classes."""
+        return type(number) in SYMBOLIC and depends_on_data(number)
 
-        There is a node for it once an operator takes it.
+    def apply(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """What Python computes: of whole numbers an expression, of others a new symbol.
+
+        As a sympy expression a float could round otherwise. There is a node for it once an operator takes it.
         """
+        if function in _OF_TWO and all(number_kind(number) is int for number in arguments):
+            return functools.reduce(_OF_TWO[function], arguments)
         number = new_float_of_data(self._env)
         name = str(number.node.expr)
-        self.numbers[name], self.steps[name] = number, NumberStep.of(function, args)
-        self._operands[name] = args
+        self.numbers[name], self.steps[name] = number, NumberStep.of(function, arguments)
+        self._operands[name] = arguments
         return number
 
     def needed_for(self, names: Iterable[str]) -> list[str]:

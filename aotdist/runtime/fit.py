@@ -24,7 +24,7 @@ from aotdist.convention.memory import share_memory
 from aotdist.convention.mutation import differentiable_writes
 from aotdist.convention.synthetic_base import BasePlan, ViewBase
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import Answer, Facts
+from aotdist.facts import DataGuard, Facts
 from aotdist.joint.symbols import Count
 from aotdist.program import ArgIdx, DistinctIdx, NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.compilation import Compilation, shell
@@ -82,7 +82,7 @@ class Fit:
         written: inputs that the program writes.
         with_history: those that it writes with history.
         asked: what the program asks autograd about inputs, and the answers; see `Facts.asked`.
-        answers: conditions on data of inputs that the program chose by.
+        data_guards: conditions on data of inputs that the program chose by.
         storages: plain tensors beneath inputs, by position, and the offset and bytes of storage to be found.
         around: what the call has to find besides its tensors.
         prepare: functions to call first, each with its argument.
@@ -105,7 +105,7 @@ class Fit:
     written: tuple[PrimalIdx, ...]
     with_history: tuple[PrimalIdx, ...]
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...]
-    answers: tuple[Answer, ...]
+    data_guards: tuple[DataGuard, ...]
     storages: tuple[tuple[PrimalIdx, int, tuple[int, int]], ...]
     around: Surroundings
     prepare: tuple[tuple[Callable[[Any], None], Any], ...]
@@ -192,7 +192,7 @@ def fit_of(compilation: Compilation) -> Fit:
         written=tuple(sorted(written)),
         with_history=tuple(idx for idx, _, _ in differentiable_writes(facts)),
         asked=facts.asked,
-        answers=facts.answers,
+        data_guards=facts.data_guards,
         storages=tuple(
             (idx, leaf, place_in_storage(plain_tensors(traced.program.examples[idx])[leaf]))
             for idx, leaf in facts.storages

@@ -385,10 +385,10 @@ def _conditions_of_autograd(fit: Fit) -> Iterator[str]:
 def _conditions_on_data(printer: Printer, fit: Fit) -> Iterator[str]:
     """What the program chose by; it may depend on symbols, which are bound before."""
     names = fit.primal_variables()
-    for answer in fit.answers:
-        plains = [print_plains(fit.recipes[idx], names[idx])[leaf] for idx, leaf in answer.of]
-        given = [*plains, *(print_size(printer, size) for size in answer.sizes)]
-        yield f"{printer.bind('answer_is_same', answer.is_same)}({', '.join(given)})"
+    for guard in fit.data_guards:
+        plains = [print_plains(fit.recipes[idx], names[idx])[leaf] for idx, leaf in guard.of]
+        given = [*plains, *(print_size(printer, size) for size in guard.sizes)]
+        yield f"{printer.bind('answer_is_same', guard.is_same)}({', '.join(given)})"
 
 
 def _storage_conditions(printer: Printer, fit: Fit) -> Iterator[str]:

@@ -12,7 +12,7 @@ import torch
 
 from aotdist.compiled import AsWritten, CompiledFunction, Compiling
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint import known
+from aotdist.facts import DataGuard
 from aotdist.joint.scalars import Scalars
 from aotdist.step.accumulation import Accumulation
 from aotdist.step.attributes import methods_of, unchanged
@@ -87,8 +87,8 @@ class StepProgram:
         self._run = run
         self._optimizers = tuple(optimizers)
         self._now: Now | None = None
-        self._asked: Callable[[Sequence[torch.Tensor]], bool] | None = None
-        self._questions: list[Callable[[Sequence[torch.Tensor]], bool]] = []
+        self._asked: DataGuard | None = None
+        self._guards: list[DataGuard] = []
         self._scalers: dict[torch.amp.GradScaler, Any] = {}
         self._traces: list[_Trace] = []
         self.compiled = _StepFunction(
@@ -106,8 +106,8 @@ class StepProgram:
         """Whether the step would choose the same way as when it was traced."""
         if any(_rules_of(scaler) != rules for scaler, rules in self._scalers.items()):
             return False
-        numbers = list(now.known_before().values()) if self._questions else []
-        return all(alike(numbers) for alike in self._questions)
+        numbers = list(now.known_before().values()) if self._guards else []
+        return all(guard.is_same(*numbers) for guard in self._guards)
 
     def __call__(self, now: Now, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Do the step; returns what the user's function returns.
@@ -127,7 +127,7 @@ class StepProgram:
         finally:
             self._now = None
         if self._asked is not None:
-            self._questions.append(self._asked)
+            self._guards.append(self._asked)
         done.put(now.held)
         trace = self._traces[done.trace]
         for optimizer in trace.stepped:
@@ -165,7 +165,7 @@ class StepProgram:
         done.assigned, done.cleared = accumulation.assigned(), accumulation.cleared()
         done.later = [(later.args, later.kwargs) for later in turns.later]
         self._traces.append(_Trace(turns.stepped, turns.later))
-        self._asked = _chooses_alike(scalars)
+        self._asked = scalars.guard()
         self._scalers.update({scaler: _rules_of(scaler) for scaler in turns.scalers()})
         return done
 
@@ -218,15 +218,3 @@ def _changes_itself(optimizer: torch.optim.Optimizer, path: str) -> UnsupportedP
         stage="capture",
         fix="let it keep what changes in `state` or in `param_groups`",
     )
-
-
-def _chooses_alike(scalars: Scalars) -> Callable[[Sequence[torch.Tensor]], bool] | None:
-    """Whether a call would choose its way as a trace did; None if that asked no number.
-
-    It is told by the tensors of the call whose numbers are there before it.
-    """
-    if not scalars.asked:
-        return None
-    ask = known.as_function(tuple(node for node, _ in scalars.asked), list(scalars.values), scalars.root)
-    answers = tuple(holds for _, holds in scalars.asked)
-    return lambda given: tuple(map(bool, ask(*given))) == answers

@@ -21,7 +21,7 @@ from aotdist.codegen.contract import Backend, Emitted, Fusion
 from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.codegen.fx import FxBackend
 from aotdist.convention import dedupe, synthetic_base
-from aotdist.convention.stack import Plans, lower_all
+from aotdist.convention.stack import Plans
 from aotdist.convention.synthetic_base import BasePlan
 from aotdist.errors import SignatureMismatch, UnsupportedProgram
 from aotdist.facts import Facts
@@ -252,7 +252,7 @@ class _Reading:
         check_results(graph, self.facts, self.program.ins)
         check_views(self.facts, self.program, fake_mode)
         traced = Traced(self.program, graph, self.facts, fake_mode, symbols)
-        _, plans = lower_all(self.program, self.facts, drawn_on=drawn_on(graph))
+        plans = Plans.of(self.program, self.facts, drawn_on(graph))
         split = None if "graph" in region else self._split(region, graphs)
         for half in () if split is None else (split.forward, split.backward):
             rerun.check(half)

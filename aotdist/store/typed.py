@@ -321,7 +321,10 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
             "a question that autograd is not asked",
             lambda it: all(asked in _ASKED for _, asked, _ in it.asked),
         ),
-        ("numbers that depend on data, which no file holds", lambda it: not it.numbers and not it.answers),
+        (
+            "numbers that depend on data, which no file holds",
+            lambda it: not it.numbers and not it.data_guards,
+        ),
         ("inputs of several numbers", lambda it: len(it.inputs) == len(it.recipes) == len(it.backward.grads)),
         ("an index of nothing", lambda it: _indices_exist(it)),
         ("an output that is never made", _are_all_made),

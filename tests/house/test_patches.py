@@ -203,9 +203,7 @@ def swaps() -> Any:
 
 def numbers() -> Any:
     found: list[Any] = [max(1, 2.5), min([3, 4]), max("ab")]
-    for name in sorted(
-        name for owner, name, _ in PATCHES["numbers_of_data_followed"].places if owner is math
-    ):
+    for name in sorted(name for owner, name, _ in PATCHES["functions_of_numbers"].places if owner is math):
         try:
             found.append(getattr(math, name)(0.5))
         except TypeError:
@@ -241,7 +239,7 @@ LOOKS: dict[str, Callable[[], Any]] = {
     "default_generator": seeds,
     "swap_hearers": swaps,
     "numbers_of_data_followed": numbers,
-    "numbers_to_be_recorded": numbers,
+    "functions_of_numbers": numbers,
     "transform_hearers": transforms,
 }
 """What shows another thread each patch, and is what it was: all that have a name."""

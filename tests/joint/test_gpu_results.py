@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from aotdist.joint.gpu_results import as_on_gpu
-from aotdist.joint.kernel_results import fake_result
+from aotdist.joint.corrections import fake_result
+from aotdist.joint.fakes import as_on_gpu
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.trees import pytree
 
@@ -54,21 +54,21 @@ def test_convolutions_have_channels_last_as_cudnn_has_them() -> None:
             given = torch.empty(1, 4, 6, 6, 6, dtype=dtype).to(memory_format=CUBES)
             options = [1] * 3, [1] * 3, [1] * 3, False, [0] * 3, 1
             args = given, weight.to(dtype), bias.to(dtype), *options
-            result = fake_result(ATEN.convolution.default, args, {}, symbolic=False, on_gpu=True)
+            result = fake_result(ATEN.convolution.default, args, {}, on_gpu=True)
             args = result, given, weight.to(dtype), [8], *options, [True, False, True]
-            grads = fake_result(ATEN.convolution_backward.default, args, {}, symbolic=False, on_gpu=True)
+            grads = fake_result(ATEN.convolution_backward.default, args, {}, on_gpu=True)
             for tensor in (result, grads[0]):
                 assert tensor.is_contiguous(memory_format=CUBES if last else torch.contiguous_format)
             assert grads[1] is None and grads[2].shape == (8,)
 
 
 def test_batch_norms_keep_the_layout_of_what_they_get() -> None:
-    """Those of a CPU do not, see `aotdist.joint.kernel_results`."""
+    """Those of a CPU do not, see `aotdist.joint.fakes`."""
     with FakeTensorMode():
         given = torch.empty(3, 4, 5, 6).permute(1, 0, 3, 2)
         args = given, None, None, torch.empty(3), torch.empty(3), True, 0.1, 1e-5
         results = [
-            fake_result(ATEN.native_batch_norm.default, args, {}, symbolic=False, on_gpu=on_gpu)[0]
+            fake_result(ATEN.native_batch_norm.default, args, {}, on_gpu=on_gpu)[0]
             for on_gpu in (False, True)
         ]
     assert results[0].stride() != results[1].stride() == given.stride()

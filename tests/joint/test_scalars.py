@@ -26,7 +26,8 @@ def traced(program: Callable[[Any, torch.Tensor], Any]) -> Callable[[torch.Tenso
         scalars = Scalars([(number, REAL[0])], node_here)
         with scalars.followed():
             out = program(number.item(), x)
-        asked.extend(holds for _, holds in scalars.asked)
+        guard = scalars.guard()
+        asked.extend(() if guard is None else guard.holds)
         return out
 
     def call(number: torch.Tensor, x: torch.Tensor) -> Any:

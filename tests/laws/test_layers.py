@@ -14,15 +14,24 @@ import torch
 from hypothesis import HealthCheck, assume, event, given, settings
 
 from aotdist.convention import dedupe, synthetic_base
-from aotdist.convention.layer import Call, Layer, Plan
+from aotdist.convention.layer import Call
 from aotdist.convention.sharing import Writes, plan_bases
-from aotdist.convention.stack import INSIDE, OUTSIDE, lower_all
+from aotdist.convention.stack import Plans
 from aotdist.convention.synthetic_base import NO_BASES, BasePlan
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Facts
 from aotdist.program import Program
 from aotdist.subclasses.protocol import plain_tensors
-from tests.laws.lowering import call_of, facts_of, program_of
+from tests.laws.lowering import (
+    OUTSIDE,
+    Lower,
+    Plan,
+    call_of,
+    facts_of,
+    lower_plain,
+    lower_unwrap,
+    program_of,
+)
 from tests.semantics.functions import Transposed
 from tests.semantics.observation import Scene, Sight, assert_same, play
 from tests.semantics.programs import Program as GeneratedProgram
@@ -77,11 +86,11 @@ def laws_hold(fn: Callable[..., Any], arguments: Arguments, *, training: bool = 
         outside = _lowered(OUTSIDE, program, facts)
         stacks_hold(outside, lambda level: arguments, backward=training)
     with torch.no_grad():  # as inside of the autograd node
-        inside = _lowered(INSIDE, outside[-1][0], facts)
+        inside = _lowered((lower_unwrap, lower_plain(program)), outside[-1][0], facts)
         stacks_hold(inside, lambda level: plains if level else detached, backward=False)
         leaves_arguments_alone(call_of(inside[-1][0]), plains)
-        composed, plans = lower_all(program, facts)
-        lifted = plans.lift_outside(plans.lift_inside(call_of(composed)))
+        plans = Plans.of(program, facts)
+        lifted = plans.lift_outside(plans.lift_inside(call_of(inside[-1][0])))
         if not facts.metadata_writes():  # of a detached tensor, `detach_` is another thing
             behaves_as(lifted, call_of(program), detached, backward=False)
 
@@ -90,10 +99,10 @@ _Levels = list[tuple[Program[Any], Plan | None]]
 """A program, then each layer's inner one with the plan that leads back from it."""
 
 
-def _lowered(layers: Sequence[Layer], program: Program[Any], facts: Facts) -> _Levels:
+def _lowered(layers: Sequence[Lower], program: Program[Any], facts: Facts) -> _Levels:
     levels: _Levels = [(program, None)]
     for layer in layers:
-        levels.append(layer.lower(levels[-1][0], facts))
+        levels.append(layer(levels[-1][0], facts))
     return levels
 
 

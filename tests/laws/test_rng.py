@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from aotdist.convention.rng import SLOTS, FunctionalRng
-from aotdist.facts import Facts
+from aotdist.convention.rng import SLOTS
 from aotdist.program import Program
-from tests.laws.lowering import call_of, facts_of, program_of
+from tests.laws.lowering import call_of, lower_rng, program_of
 
 PROGRAMS: dict[str, Callable[..., list[torch.Tensor]]] = {
     "dropout": lambda x: [F.dropout(x, 0.5)],
@@ -25,12 +24,8 @@ def program(request: pytest.FixtureRequest) -> Program:
     return program_of(PROGRAMS[request.param], [torch.ones(3, 4)])
 
 
-def facts(program: Program) -> Facts:
-    return facts_of(program, training=False)
-
-
 def test_the_inner_program_is_a_function(program: Program) -> None:
-    inner, _ = FunctionalRng(torch.device("cpu")).lower(program, facts(program))
+    inner, _ = lower_rng(program, torch.device("cpu"))
     assert tuple(inner.ins)[-2:] == SLOTS
     state = torch.get_rng_state()
     seed, offset = torch.tensor(5), torch.tensor(0)
@@ -40,14 +35,14 @@ def test_the_inner_program_is_a_function(program: Program) -> None:
 
 
 def test_lifted_it_looks_like_the_program(program: Program) -> None:
-    inner, plan = FunctionalRng(torch.device("cpu")).lower(program, facts(program))
+    inner, plan = lower_rng(program, torch.device("cpu"))
     lifted = plan.lift(call_of(inner))
     for ours, eager in zip(lifted([torch.ones(3, 4)]), call_of(program)([torch.ones(3, 4)]), strict=True):
         assert (ours.size(), ours.stride(), ours.dtype) == (eager.size(), eager.stride(), eager.dtype)
 
 
 def test_the_generator_decides_and_moves_once_a_call(program: Program) -> None:
-    inner, plan = FunctionalRng(torch.device("cpu")).lower(program, facts(program))
+    inner, plan = lower_rng(program, torch.device("cpu"))
     lifted = plan.lift(call_of(inner))
     runs = []
     for _ in range(2):

@@ -1,8 +1,16 @@
-"""What is known of a value while a program is captured.
+"""Data guards: what is known of a value while a program is captured, and what is asked of it at each call.
 
 A tensor that is made of no argument, no random number and nothing that other ranks compute (`torch.arange(n)`
 and what follows from it) is the same at every call. A program may read it, to choose between two ways: the
 nodes that lead to it are run when it asks. Libraries do so with masks and positions of their own making.
+
+A value that follows from data which is there before a call may differ from call to call. The capture
+evaluates a condition on it, and the program holds for calls with the same answer: each call evaluates the
+condition before it runs (`DataGuard`), and where an answer differs, the program is compiled again. Two kinds
+of programs may ask. One is an optimizer of a whole step (`aotdist.joint.scalars`). The other is a library's
+module, about arguments, buffers and closed-over tensors that no gradient is taken of, and symbolic sizes:
+`nn.TransformerEncoder` tests whether its mask is the causal one, models of transformers whether theirs masks
+anything. Conditions in the user's own code are refused: it is better to decide them on the device, each time.
 """
 
 from __future__ import annotations
@@ -16,12 +24,17 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
+from aotdist.facts import DataGuard
+from aotdist.program import PrimalIdx
+from aotdist.sizes import Expression
 from aotdist.torch_seam.ambient import autocast_off
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.operators import is_operator
 
 _MADE_BY = ("aten", "prims")
 """Namespaces whose operators compute from their arguments alone, but for those that draw random numbers."""
+_MOST_STEPS = 16
+"""Operators that a condition may take: they run at every call, before the program does."""
 
 
 class NotKnown(Exception):
@@ -108,3 +121,70 @@ def _value(node: Node, values: dict[Node, Any], root: torch.nn.Module) -> Any:
     args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
     assert callable(node.target), "an operator"
     return node.target(*args, **kwargs)
+
+
+class NeedsSizes(Exception):
+    """A condition takes too many operators from symbolic sizes: with static ones it may be known."""
+
+
+class DataGuards:
+    """The conditions that a program has branched on.
+
+    Attributes:
+        given: the conditions with their answers, in order.
+    """
+
+    def __init__(self) -> None:
+        self.given: list[DataGuard] = []
+        self._there: dict[Node, tuple[PrimalIdx, int]] = {}
+        self._sizes: dict[Node, Expression] = {}
+        self._reals: dict[Node, torch.Tensor | float] = {}
+
+    def note_data(self, node: Node, at: PrimalIdx, leaf: int, real: torch.Tensor) -> None:
+        """Note that the data of a plain tensor of an input exists before a call.
+
+        Args:
+            node: stands for the plain tensor.
+            at: the input.
+            leaf: which of its plain tensors.
+            real: the plain tensor.
+        """
+        self._there[node], self._reals[node] = (at, leaf), real
+
+    def note_size(self, node: Node, spelled: Expression, number: float) -> None:
+        """Note that a symbolic number is known before a call.
+
+        Args:
+            node: stands for it.
+            spelled: what it is in terms of symbols.
+            number: what it is in the call that is traced.
+        """
+        self._sizes[node], self._reals[node] = spelled, number
+
+    def answer(self, condition: Node, root: torch.nn.Module) -> bool:
+        """Whether a condition holds.
+
+        Args:
+            condition: a tensor of one boolean.
+            root: holds the constants of the graph.
+
+        Raises:
+            NotKnown: it depends on something that is not there before a call, or takes too many operators.
+        """
+        steps = leading_to(condition, self._reals)
+        if len(steps) > _MOST_STEPS:
+            raise NotKnown(condition)
+        holds: bool = result_of(bool, (condition,), {}, root, self._reals)
+        needed = {condition}.union(*(step.all_input_nodes for step in steps))
+        used = [node for node in self._there if node in needed]
+        sizes = [node for node in self._sizes if node in needed]
+        ask = as_function((condition,), [*used, *sizes], root)
+        of, numbers = (self._there[node] for node in used), (self._sizes[node] for node in sizes)
+        self.given.append(DataGuard(ask, (holds,), tuple(of), tuple(numbers)))
+        return holds
+
+    def forget(self) -> None:
+        """Drop the caller's tensors: the program has returned, and no more conditions are evaluated."""
+        self._there.clear()
+        self._sizes.clear()
+        self._reals.clear()

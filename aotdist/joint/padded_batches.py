@@ -1,22 +1,105 @@
-"""Encoders of transformers on padded batches, in evaluation.
+"""Batches of sequences of different lengths: packed sequences, and transformer encoders on padded batches.
 
-Where the padding is at the end of each sequence, `nn.TransformerEncoder` packs the batch into a nested tensor
-that its layers work on, and returns zeros for the padding; elsewhere the layers are given the mask. A trace
-holds no nested tensors, and does not know where the padding is. Here the encoder is handed a `Packed` in
-either case: what a layer makes of it is one operator of our own, which looks at the mask when it runs.
+PyTorch packs, runs recurrent layers and pads in C++ that reads the lengths from memory, of which a trace has
+none. Here lengths that are known at capture (Python numbers, or what follows from sizes) are read as numbers,
+and rows are put into other places by index; others are refused by the line that packs.
+
+In evaluation, where the padding is at the end of each sequence, `nn.TransformerEncoder` packs the batch into
+a nested tensor that its layers work on, and returns zeros for the padding; elsewhere the layers are given the
+mask. A trace holds no nested tensors, and does not know where the padding is. Here the encoder is handed a
+`Packed` in either case: what a layer makes of it is one operator of our own, which looks at the mask when it
+runs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
 
 from aotdist.joint.failures import refusal
-from aotdist.torch_seam.control_flow import ENCODER_LAYER, are_on_fast_path, encoder_that_asks
+from aotdist.torch_seam.control_flow import (
+    ENCODER_LAYER,
+    IS_LEFT_ALIGNED,
+    PACK,
+    PACK_SEQUENCE,
+    PAD_SEQUENCE,
+    are_on_fast_path,
+    encoder_that_asks,
+)
+from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.operators import schema_of
+
+
+class _Rows(torch.autograd.Function):
+    """Rows by index, as copies: `index_select` would add gradients to zeros, which lose their sign."""
+
+    passes_gradients_on = True
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.size = padded.size()
+        return padded.flatten(0, 1).index_select(0, rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        zeros = grads[0].new_zeros(ctx.size).flatten(0, 1)
+        return zeros.index_copy(0, rows, grads[0]).view(ctx.size), None
+
+
+def _pack(_func: Any, input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:  # noqa: A002
+    """Shapes: (time, batch, *) or (batch, time, *), (batch,) -> (rows, *), (time,)."""
+    numbers = lengths.tolist()
+    padded = input.transpose(0, 1) if batch_first else input
+    with no_modes():  # a trial, which raises what eager raises
+        _, batch_sizes = PACK_SEQUENCE(torch.empty(*padded.shape[:2], 1), torch.tensor(numbers), False)
+        batch_sizes = batch_sizes.tolist()
+    return _Rows.apply(padded, _rows(batch_sizes, padded)), torch.tensor(batch_sizes)
+
+
+def _pad(
+    _func: Any, data: Tensor, batch_sizes: Tensor, batch_first: bool, padding_value: float, total_length: int
+) -> tuple[Tensor, Tensor]:
+    """Shapes: (rows, *), (time,) -> (time, batch, *) or (batch, time, *), (batch,)."""
+    numbers = batch_sizes.tolist()
+    if 0 < total_length < len(numbers):
+        raise RuntimeError(
+            "Expected total_length to be at least the length of the longest sequence in input, but got "
+            f"total_length={total_length} and max sequence length being {len(numbers)}"
+        )
+    size = (max(total_length, len(numbers)), numbers[0], *data.shape[1:])
+    empty = data.new_full(size, padding_value)
+    padded = empty.flatten(0, 1).index_copy(0, _rows(numbers, empty), data).view(size)
+    lengths = [sum(number > at for number in numbers) for at in range(numbers[0])]
+    return padded.transpose(0, 1) if batch_first else padded, torch.tensor(lengths)
+
+
+def _rows(batch_sizes: Sequence[int], padded: Tensor) -> Tensor:
+    """Where the packed rows are among all those of a padded batch, time first."""
+    rows = [time * padded.size(1) + at for time, number in enumerate(batch_sizes) for at in range(number)]
+    return torch.tensor(rows, device=padded.device)
+
+
+def _recurrent(function: Callable[..., Any], *args: Any) -> Any:
+    """A recurrent layer, which reads the batch sizes of a packed sequence, if it is given one."""
+    if not isinstance(args[1], Tensor) or not isinstance(args[2], (Tensor, tuple)):
+        return NotImplemented
+    numbers = args[1].tolist()
+    with no_modes():
+        batch_sizes = torch.tensor(numbers)
+    return function(args[0], batch_sizes, *args[2:])
+
+
+SEQUENCES: Mapping[Any, Callable[..., Any]] = {
+    PACK_SEQUENCE: _pack,
+    PAD_SEQUENCE: _pad,
+    **dict.fromkeys((torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu), _recurrent),
+}
+"""What is called for functions of packed sequences."""
 
 _LAYER = torch.ops.aten._transformer_encoder_layer_fwd.default
 _LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
@@ -111,7 +194,7 @@ def _refuse(what: str) -> NoReturn:
     )
 
 
-def is_left_aligned(src: Tensor, kept: Tensor) -> bool:
+def _is_left_aligned(_func: Any, src: Tensor, kept: Tensor) -> bool:
     """Whether the encoder that asks is to pack a batch, if it may; otherwise its layers are given the mask.
 
     Raises:
@@ -123,7 +206,7 @@ def is_left_aligned(src: Tensor, kept: Tensor) -> bool:
     return are_on_fast_path(encoder.layers)
 
 
-def pack(src: Tensor, kept: Tensor, mask_check: bool = True) -> Packed:
+def _encoder_pack(_func: Any, src: Tensor, kept: Tensor, mask_check: bool = True) -> Packed:
     """What stands for the nested tensor that an encoder asks for.
 
     Raises:
@@ -133,3 +216,7 @@ def pack(src: Tensor, kept: Tensor, mask_check: bool = True) -> Packed:
     if encoder is None:
         raise refusal("`torch._nested_tensor_from_mask` makes a nested tensor", "compute with the mask")
     return Packed(src, kept, looks=getattr(encoder, "mask_check", True))
+
+
+ENCODERS: Mapping[Any, Callable[..., Any]] = {IS_LEFT_ALIGNED: _is_left_aligned, PACK: _encoder_pack}
+"""What is called for functions that encoders call."""

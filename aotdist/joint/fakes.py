@@ -1,0 +1,264 @@
+"""What kernels give, where PyTorch's fakes say otherwise, or refuse (torch 2.13), or speak of another device.
+
+A trace decides by strides which `reshape` is a view, and what a result is a view of, so they have to be those
+that come.
+
+- Of batch normalisation on a CPU, fakes claim that whatever is permuted stays so; the kernels give a
+  contiguous result, or one with the channels last if the input has them there.
+- Some fakes make numbers of symbolic sizes, unless PyTorch is told to run its kernels in Python: those of
+  `constant_pad_nd`, Fourier transforms, `complex` and `polar`. Each size would have an artifact of its own.
+- Grouped products (of experts) fakes allow in bf16 only, and without the gaps behind rows that the kernels
+  leave: these begin at multiples of 16 bytes.
+- The backward of `embedding_bag` with sparse gradients makes the map from indices to bags where the forward's
+  kernel did without it; its fake takes the empty map as it is, and has as many gradients as that.
+- What cannot be a view, fakes refuse with a `ValueError`; who then reshapes catches a `RuntimeError`.
+- What writes into a part of a storage keeps its offset; the cache of fakes forgets it.
+
+In a trace on the CPU for a GPU each operator is asked once more for fakes of a GPU, and what it answers is
+the result, as a fake of the CPU: a build of PyTorch for CPUs has no autograd for others. Which kernel
+convolves is asked of cuDNN, which is not there either; the rule for how its results lie is here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from aotdist.capture.origins import current_module, note_kernels
+from aotdist.sizes import is_symbolic
+from aotdist.torch_seam.functional import FakeTensor, fake_on, uncached_fake
+from aotdist.torch_seam.modes import no_modes, python_kernels, torch_functions_off
+from aotdist.torch_seam.operators import (
+    OpOverload,
+    is_operator,
+    makes_views,
+    suggest_memory_format,
+    writes_arguments,
+)
+from aotdist.torch_seam.symbols import SYMBOLIC, hint
+from aotdist.torch_seam.trees import pytree
+
+_ATEN = torch.ops.aten
+CANNOT_VIEW = (
+    "view size is not compatible with input tensor's size and stride (at least one dimension spans across "
+    "two contiguous subspaces). Use .reshape(...) instead."
+)
+"""How PyTorch says that a tensor's strides do not allow a view."""
+
+
+def _grouped_product(
+    _func: OpOverload,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """Shapes: (m, k) or (g, m, k) by (k, n) or (g, k, n); where there is no g, `offs` tells the groups."""
+    if a.device.type != "cpu" and a.dtype == torch.bfloat16:
+        return NotImplemented
+    rows, columns = a.size(-2), b.size(-1)
+    in_groups = [a.size(0)] if a.dim() == 3 and b.dim() == 3 else []
+    if a.dim() == 2 and b.dim() == 2 and offs is not None:
+        in_groups = [offs.size(0)]
+    dtype = out_dtype or a.dtype
+    aligned = 16 // dtype.itemsize
+    padded = (columns + aligned - 1) // aligned * aligned
+    strides = [*([rows * padded] if in_groups else []), padded, 1]
+    return torch.empty_strided((*in_groups, rows, columns), strides, dtype=dtype, device=a.device)
+
+
+def _bag_backward(
+    func: OpOverload,
+    grad: torch.Tensor,
+    indices: torch.Tensor,
+    offsets: torch.Tensor,
+    bag_of: torch.Tensor,
+    *others: Any,
+) -> Any:
+    """With the map that the kernel makes where it gets an empty one."""
+    return func(grad, indices, offsets, bag_of if bag_of.numel() else torch.empty_like(indices), *others)
+
+
+def _in_python(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """By PyTorch's kernels in Python, which keep symbols."""
+    numbers = [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves(args)]
+    if not is_symbolic(numbers):
+        return NotImplemented
+    with python_kernels():
+        return func(*args, **kwargs)
+
+
+def _viewed(func: OpOverload, *args: Any, **kwargs: Any) -> torch.Tensor:
+    try:
+        return func(*args, **kwargs)
+    except ValueError as error:
+        raise RuntimeError(CANNOT_VIEW) from error
+
+
+def _with_offset(func: OpOverload, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """A result that starts as far into its storage as the first argument does into its own."""
+    if args[0].storage_offset() == 0:
+        return NotImplemented
+    with uncached_fake(args[0]):
+        return func(*args, **kwargs)
+
+
+def _normalised(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Results, the first of which is made like the input, or like the gradient that a backward gets."""
+    first, *others = func(*args, **kwargs)
+    is_forward = func is not _ATEN.native_batch_norm_backward.default
+    like = args[0 if is_forward else 1]
+    if not isinstance(first, torch.Tensor) or like.device.type != "cpu":
+        return first, *others
+    # The forward asks first whether its input is contiguous; with sizes of one it may be so in both formats.
+    contiguous = is_forward and like.is_contiguous()
+    kept = torch.contiguous_format if contiguous else suggest_memory_format(like)
+    return torch.empty_like(first, memory_format=kept), *others
+
+
+GROUPED: Mapping[Any, Callable[..., Any]] = {_ATEN._grouped_mm.default: _grouped_product}
+BAGS: Mapping[Any, Callable[..., Any]] = {_ATEN._embedding_bag_backward.default: _bag_backward}
+SETTLED: Mapping[Any, Callable[..., Any]] = dict.fromkeys(
+    (
+        _ATEN._fft_c2c.default,
+        _ATEN._fft_c2r.default,
+        _ATEN._fft_r2c.default,
+        _ATEN.col2im.default,
+        _ATEN.complex.default,
+        _ATEN.constant_pad_nd.default,
+        _ATEN.im2col.default,
+        _ATEN.polar.default,
+    ),
+    _in_python,
+)
+"""Operators whose fakes make numbers of symbolic sizes, but for the kernels in Python."""
+VIEWS: Mapping[Any, Callable[..., Any]] = dict.fromkeys(
+    (_ATEN.view.default, _ATEN._unsafe_view.default), _viewed
+)
+OFFSETS: Mapping[Any, Callable[..., Any]] = dict.fromkeys(
+    (
+        _ATEN.copy.default,
+        _ATEN.slice_scatter.default,
+        _ATEN.select_scatter.default,
+        _ATEN.diagonal_scatter.default,
+        _ATEN.as_strided_scatter.default,
+    ),
+    _with_offset,
+)
+NORMALISED: Mapping[Any, Callable[..., Any]] = dict.fromkeys(
+    (
+        _ATEN.native_batch_norm.default,
+        _ATEN._native_batch_norm_legit.default,
+        _ATEN._native_batch_norm_legit.no_stats,
+        _ATEN._native_batch_norm_legit_functional.default,
+        _ATEN._native_batch_norm_legit_no_training.default,
+        _ATEN.native_batch_norm_backward.default,
+    ),
+    _normalised,
+)
+"""Operators whose first result is made like one of the arguments."""
+
+_ABOUT_ARGUMENTS = (RuntimeError, IndexError, ValueError, TypeError)
+_MOST_ELEMENTS = 1 << 16
+"""Larger tensors are stood for by one element, expanded: a check of sizes does not read them."""
+
+
+def as_in_eager(error: Exception, func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Exception:
+    """The error that the operator's kernel raises for tensors of such sizes; `error` if it raises none.
+
+    Args:
+        error: what its fake raised.
+        func: the operator.
+        args: its arguments.
+        kwargs: likewise.
+    """
+    if type(error) not in _ABOUT_ARGUMENTS or not is_operator(func) or func.namespace != "aten":
+        return error
+    if torch.Tag.nondeterministic_seeded in func.tags:
+        return error
+    try:
+        with no_modes(), torch_functions_off(), torch.no_grad():
+            given, named = pytree.tree_map(_real, (args, dict(kwargs)))
+            func(*given, **named)
+    except Exception as eagers:
+        if type(eagers) is type(error):
+            if module := current_module():
+                eagers.add_note(f"(in module `{module}`)")
+            note_kernels(eagers)
+            return eagers.with_traceback(None)
+    return error
+
+
+def _real(value: Any) -> Any:
+    """Zeros in the place of a traced tensor, on the CPU; its value in this call in that of a symbol."""
+    if isinstance(value, SYMBOLIC):
+        return hint(value)
+    if not isinstance(value, torch.Tensor):
+        return torch.device("cpu") if isinstance(value, torch.device) else value
+    size, stride = (tuple(map(hint, numbers)) for numbers in (value.size(), value.stride()))
+    if value.numel() <= _MOST_ELEMENTS:
+        return torch.empty_strided(size, stride, dtype=value.dtype).zero_()
+    return torch.zeros((), dtype=value.dtype).expand(size)
+
+
+_GPU = torch.device("cuda", 0)
+_CONVOLUTIONS: Mapping[OpOverload, tuple[int, int]] = {
+    _ATEN.convolution.default: (0, 1),
+    _ATEN.convolution_backward.default: (1, 2),
+}
+"""Where input and weight are among the arguments."""
+_CHANNELS_LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def as_on_gpu(func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> Any:
+    """What an operator gives on a GPU.
+
+    Args:
+        func: the operator.
+        args: its positional arguments.
+        kwargs: the others.
+        result: what it gives on the CPU.
+    """
+    if func in _CONVOLUTIONS:
+        first, second = _CONVOLUTIONS[func]
+        return _convolved(args[first], args[second], result)
+    if makes_views(func) or writes_arguments(func):
+        return result
+    try:
+        there = func(*pytree.tree_map(_to_gpu, args), **pytree.tree_map(_to_gpu, dict(kwargs)))
+    except (RuntimeError, AssertionError):  # a build for CPUs does not know (`geqrf`), so nobody does here
+        return result
+    return pytree.tree_map(_like, result, there)
+
+
+def _to_gpu(value: Any) -> Any:
+    if isinstance(value, torch.device):
+        return _GPU
+    return fake_on(value, _GPU) if isinstance(value, FakeTensor) else value
+
+
+def _like(here: Any, there: Any) -> Any:
+    """A result as it is on the GPU; where nothing differs, it is the one of the CPU."""
+    if not isinstance(here, torch.Tensor):
+        return here
+    if (here.dtype, here.shape, here.stride()) == (there.dtype, there.shape, there.stride()):
+        return here
+    return torch.empty_strided(there.shape, there.stride(), dtype=there.dtype, device=here.device)
+
+
+def _convolved(inputs: torch.Tensor, weight: torch.Tensor, result: Any) -> Any:
+    """Results of cuDNN have channels last where an input or the weight has, but for float64."""
+    channels_last = _CHANNELS_LAST.get(inputs.dim())
+    if channels_last is None:
+        return result
+    asked = any(suggest_memory_format(tensor) == channels_last for tensor in (inputs, weight))
+    kept = channels_last if asked and inputs.dtype is not torch.float64 else torch.contiguous_format
+
+    def laid_out(tensor: torch.Tensor) -> torch.Tensor:
+        is_of_bias = tensor.dim() == 1
+        return tensor if is_of_bias else torch.empty_like(tensor, memory_format=kept)
+
+    return pytree.tree_map_only(torch.Tensor, laid_out, result)
