@@ -56,7 +56,8 @@ def _kind(leaf: Any) -> type:
 def _alike(leaf: Any) -> Any:
     """What stands for an argument where nothing is computed."""
     if isinstance(leaf, torch.Tensor):
-        size, stride = (list(map(estimate, numbers)) for numbers in (leaf.size(), leaf.stride()))
+        # What follows from sizes that depend on data is estimated, and may come out negative.
+        size, stride = ([max(estimate(n), 0) for n in numbers] for numbers in (leaf.size(), leaf.stride()))
         return torch.empty_strided(size, stride, dtype=leaf.dtype, device="meta")
     return estimate(leaf) if isinstance(leaf, torch.SymInt) else leaf
 
