@@ -43,7 +43,7 @@ from aotdist.program import DistinctIdx, Graph, PrimalIdx, Program, Row, Slot
 from aotdist.report.progress import StageTimes
 from aotdist.settings import Settings
 from aotdist.sizes import concrete, numbers_of_data
-from aotdist.subclasses.protocol import Recipe, is_real, leaves, plain_tensors, rebuild, recipe_of
+from aotdist.subclasses.protocol import Plain, Recipe, is_real, leaves, plain_tensors, rebuild, recipe_of
 from aotdist.torch_seam.ambient import autocast_off, autocast_only
 from aotdist.torch_seam.control_flow import fast_paths_on
 from aotdist.torch_seam.functional import UnsupportedOperatorException, is_fake, memory_of
@@ -609,8 +609,10 @@ def _retracing(job: Job, found: TracedCall) -> Callable[[], LaterBackwards] | No
     call, captured, traced = job.call, found.captured, found.traced
     tensors, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
     given = [each for each in tensors if isinstance(each, torch.Tensor)]
+    outs = (out.recipe for out in traced.facts.node_outs)
     depends = (
         tuple(traced.symbols)
+        or not all(isinstance(recipe, Plain) for recipe in (*traced.facts.recipes, *outs))
         or traced.facts.answers
         or captured.ambient.autocast
         or captured.leaves is not None

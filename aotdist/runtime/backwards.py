@@ -87,7 +87,9 @@ class Backwards:
     emitter: Emitter
     doubles: DoubleBackwards
     guarded: Guard = _as_it_is
-    _made: dict[BackwardRequest, list[Compiled | DoubleBackward]] = field(init=False, default_factory=dict)
+    _made: dict[tuple[BackwardRequest, bool], list[Compiled | DoubleBackward]] = field(
+        init=False, default_factory=dict
+    )
 
     def with_guard(self, guarded: Guard) -> Backwards:
         """The same, with something around each backward."""
@@ -122,7 +124,9 @@ class Backwards:
         return made
 
     def _of(self, request: BackwardRequest, arrived: Arrived) -> Compiled | DoubleBackward:
-        made = self._made.setdefault(replace(request, kinds=()) if request.kinds else request, [])
+        # Kinds are alike that one graph takes, whatever their strides: those that were made are asked.
+        key = replace(request, kinds=()), bool(request.kinds)
+        made = self._made.setdefault(key, [])
         found = next((one for one in made if not request.kinds or _takes(one, arrived)), None)
         if found is None:
             found = self._compile(request)
