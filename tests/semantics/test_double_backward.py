@@ -390,18 +390,10 @@ def test_gradients_at_a_result_that_others_pass(name: str) -> None:
     assert_close(*found)
 
 
-@pytest.mark.parametrize("inside", [True, False])
-def test_an_input_whose_history_is_another_by_then(inside: bool) -> None:
-    compiled = aotdist.compile(lambda x: (x.mul_(2) if inside else x, x.cos())[1], backend="fx")
+def test_an_input_whose_history_is_another_by_then() -> None:
+    compiled = aotdist.compile(lambda x: (x.mul_(2), x.cos())[1], backend="fx")
     leaf = torch.ones(3, requires_grad=True)
-    y = compiled(x := leaf * 1.0).sum()
-    if not inside:
-        x.add_(1).sub_(1)
-        with pytest.raises(
-            (UnsupportedProgram, RuntimeError), match="old history is needed|modified by an inpl"
-        ):
-            torch.autograd.grad(y, leaf, create_graph=True)
-        return
+    y = compiled(leaf * 1.0).sum()
     assert torch.equal(*torch.autograd.grad(y, leaf, retain_graph=True), -2 * (2 * torch.ones(3)).sin())
     with pytest.raises(UnsupportedProgram, match="old history is needed"):
         torch.autograd.grad(y, leaf, create_graph=True)
