@@ -613,7 +613,7 @@ def _retracing(job: Job, found: TracedCall) -> Callable[[], LaterBackwards] | No
     depends = (
         tuple(traced.symbols)
         or not all(isinstance(recipe, Plain) for recipe in (*traced.facts.recipes, *outs))
-        or traced.facts.answers
+        or traced.facts.data_guards
         or captured.ambient.autocast
         or captured.leaves is not None
         or not all(isinstance(each, torch.Tensor) or is_constant(each) for each in tensors)
