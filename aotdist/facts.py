@@ -456,8 +456,6 @@ class BackwardFacts:
         result_writes: results of the node's own that it wrote.
         storages: plain tensors beneath inputs, by position, whose storage has another size after it, and the
             bytes of that.
-        obstacle: why the recorded graph, differentiated, does not give eager's gradients of gradients, if so:
-            the end of a sentence.
         passages: which gradients pass tensors that the caller holds.
         once: whether it runs once for each call: it is computed of a tensor that the forward makes and nobody
             holds, and writes it, so that another would find another value.
@@ -472,7 +470,6 @@ class BackwardFacts:
     writes: tuple[BackwardWrite, ...] = ()
     result_writes: tuple[ResultWrite, ...] = ()
     storages: tuple[tuple[PrimalIdx, int, int], ...] = ()
-    obstacle: str | None = None
     passages: Passages = NO_PASSAGES
     once: bool = False
     choices: tuple[Choice, ...] = ()

@@ -2,47 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from aotdist.capture.alone import alone
 from aotdist.capture.capture import UserCall
-from aotdist.codegen.contract import Backend, BoxedCall
+from aotdist.codegen.contract import Backend
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.codegen.graph_copy import copied
 from aotdist.convention.stack import Plans
 from aotdist.joint.trace import Traced
-from aotdist.partition.choices import without_choices
 from aotdist.partition.collector import collector_paused
-from aotdist.partition.double_backward import DoubleBackwardPlan, as_function, gradients, plan_double_backward
+from aotdist.partition.derive import Joint, compiled_ahead, derive, without_choices
 from aotdist.partition.gates import linked
 from aotdist.partition.policy import partition
-from aotdist.partition.reduced import without_tangents
 from aotdist.passes.linear_losses import WHOLE
 from aotdist.passes.run import PassRecord, run_passes
 from aotdist.passes.verify import verify_split
-from aotdist.program import GRADIENT_ROLES, Graph, Slot, TrainingGraphs
+from aotdist.program import Graph
 from aotdist.report.logs import log_compiled
 from aotdist.report.progress import StageTimes, showing
-from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting, load
-from aotdist.runtime.backward import Part
-from aotdist.runtime.compilation import BackwardCompilers, Compilation, Inference, Training
-from aotdist.runtime.double_backward_compiler import DoubleBackwardCompiler
-from aotdist.runtime.fit import MISS, fit_of, refuse_overlap
-from aotdist.runtime.on_demand import compiled_ahead
-from aotdist.runtime.plan import NodePlan
+from aotdist.runtime.artifact import Artifact, Artifacts, load, nodes_of
+from aotdist.runtime.backwards import DoubleBackwards
+from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.double_backward import Nodes, double_backward
+from aotdist.runtime.fit import fit_of, refuse_overlap
 from aotdist.runtime.proof import prove_guards
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups
 from aotdist.torch_seam.modes import class_functions_off, users_modes_off
 from aotdist.torch_seam.versions import warn_of_untested_torch
-from aotdist.tracing import Job, trace_call
+from aotdist.tracing import Job, trace_call, with_traces
 
 
 @alone
@@ -167,7 +163,7 @@ def _run_stages(job: Job, times: StageTimes, on_failure: ExitStack) -> Compilati
     backend, settings = job.backend, job.settings
     backend.check()
     found = trace_call(job, times, on_failure)
-    captured, traced = found.captured, found.traced
+    captured, traced = found.captured, with_traces(job, found)
     with times.stage("convention"):
         plans = Plans.of(traced.program, traced.facts, drawn_on(traced.graph))
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
@@ -235,103 +231,43 @@ def _compile_training(
         split = partition(joint, policy)
         if settings.verify:
             verify_split(split)
-    facts, ins, by_choice = traced.facts, traced.program.ins, split.backward
-    whole = without_choices(by_choice, facts, ins)
-    ahead = compiled_ahead(whole, facts, emitter)
+    later = traced.later_backwards
+    recorded = Joint.of(traced, cut, joint, split, is_cut_by_backend=emitter.backend.owns_cut)
+    recorded = replace(recorded, any_strides=emitter.takes_any_strides(recorded.graphs.whole))
+    ahead = compiled_ahead(recorded)
     with times.stage("passes"):
         forward, records = run_passes(split.forward, "forward", settings)
-        backward, records_of_backward = run_passes(ahead, "backward", settings)
+        backward, records_of_backward = run_passes(derive(recorded, ahead).graph, "backward", settings)
         split = replace(split, forward=forward, backward=backward)
+    graphs = replace(recorded.graphs, split=split)
+    recorded = replace(recorded, graphs=graphs)
     with times.stage("codegen"):
-        halves = emitter.halves(split, whole)
-    graphs = TrainingGraphs(cut, joint, by_choice, whole, split)
-    plan = plan_double_backward(linked(traced.graph), split.saved, facts.backward.obstacle)
-    traces = traced.later_backwards
-    compilers = BackwardCompilers(
-        double_backward=plan,
-        differentiable_parts=_DifferentiableParts(traced.graph, plan, emitter),
-        compiler_for=lambda node: _double_backward_compiler(traced, graphs, halves, node, plan, emitter),
-        of_kinds=None if traces is None or not traces.meets_other_kinds() else traces.of_kinds,
+        halves = emitter.halves(split, graphs.whole)
+    has_other_kinds = later is not None and later.meets_other_kinds()
+    doubles = _double_backwards(traced, halves, emitter)
+    region = Training.assembled(
+        traced, plans, recorded, ahead, halves, emitter, doubles, has_other_kinds=has_other_kinds
     )
-    region = Training.assembled(traced, plans, graphs, halves, emitter, compilers)
     return region, (*records, *records_of_backward)
 
 
-def _double_backward_compiler(
-    traced: Traced,
-    graphs: TrainingGraphs,
-    halves: EmittedHalves,
-    node: NodePlan,
-    plan: DoubleBackwardPlan,
-    emitter: Emitter,
-) -> DoubleBackwardCompiler | None:
-    """What compiles the backward as a program with a backward; None where only `_DifferentiableParts` do."""
-    later = traced.later_backwards
-    if later is None or not later.is_differentiable() or not node.kept.primals:
-        return None
-
-    # It starts from saved values, so it is nothing for who cuts whole programs.
+def _double_backwards(traced: Traced, halves: EmittedHalves, emitter: Emitter) -> DoubleBackwards:
+    """What compiles backwards as programs with a backward."""
+    # They start from saved values, so they are nothing for who cuts whole programs.
     own = emitter.of_reference() if emitter.backend.owns_cut else emitter
 
-    def compiled(traced_backward: Traced) -> Training:
-        plans = Plans.of(traced_backward.program, traced_backward.facts)
-        graph, _ = _joint_passes(traced_backward.graph, own.backend, own.settings)
-        return _compile_training(graph, traced_backward, plans, own, StageTimes())[0]
+    def compiled(program: Traced) -> Nodes:
+        plans = Plans.of(program.program, program.facts)
+        graph, _ = _joint_passes(program.graph, own.backend, own.settings)
+        return nodes_of(_compile_training(graph, program, plans, own, StageTimes())[0])
 
-    return DoubleBackwardCompiler(
-        later=later,
-        joint=graphs.joint,
-        split=graphs.split,
+    return functools.partial(
+        double_backward,
         saved_strides=halves.saved_strides,
-        node=node,
         symbols=traced.symbols,
         fake_mode=traced.fake_mode,
         compiled=compiled,
-        is_exact=plan.is_exact and node.obstacle is None,
-        failure=plan.failure,
     )
-
-
-class _DifferentiableParts:
-    """Gradients as compiled functions with a backward of their own; made when they are first asked for."""
-
-    def __init__(self, cut: Graph, plan: DoubleBackwardPlan, emitter: Emitter) -> None:
-        self._cut, self._plan, self._emitter = cut, plan, emitter
-        self._made: dict[Any, Part] = {}
-
-    def __call__(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
-        """What computes `outs` where only gradients `arrived` are there, see `backward.Parts`."""
-        key = (outs, arrived, in_parts)
-        if key not in self._made:
-            self._made[key] = self._make(outs, arrived, in_parts=in_parts)
-        return self._made[key]
-
-    @alone
-    def _make(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
-        with users_modes_off():
-            joint = self._cut if in_parts else linked(self._cut)
-            graph = gradients(joint, self._plan, outs)
-            missing = [slot for slot in graph.ins if slot.role in GRADIENT_ROLES and slot not in arrived]
-            graph = without_tangents(graph, missing, any_strides=True)
-            return Part(self._compiled(graph), graph.ins)
-
-    def _compiled(self, graph: Graph) -> BoxedCall:
-        emitter, artifacts = self._emitter, Artifacts()
-        settings = replace(emitter.settings, dynamic=False)
-        run = as_function(graph)
-        run.__name__ = f"gradients of {emitter.name}"
-
-        def compiled(given: Sequence[Any]) -> list[Any]:
-            result = call_fitting(artifacts, tuple(given), {})
-            if result is MISS:
-                call = UserCall(run, run, tuple(given), {})
-                # Its sizes are constants of the call, also those that an argument carries a mark for.
-                made = compile_call(call, emitter.backend, settings, earlier=artifacts, symbolic=False)
-                artifacts.put_first(made)
-                result = made.call(tuple(given), {})
-            return result
-
-        return compiled
 
 
 def _compile_inference(

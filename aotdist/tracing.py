@@ -8,9 +8,11 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from hashlib import sha256
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.fx import Node
@@ -32,6 +34,7 @@ from aotdist.errors import AotdistError, BadSettings, InternalError, Unsupported
 from aotdist.facts import Facts, NotATensor
 from aotdist.joint.context import TraceOptions
 from aotdist.joint.failures import asks_for_data, is_of_the_program
+from aotdist.joint.later_backwards import LaterBackwards, Traces
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.strided import LooksAround
 from aotdist.joint.trace import Traced, trace
@@ -40,10 +43,11 @@ from aotdist.program import DistinctIdx, Graph, PrimalIdx, Program, Row, Slot
 from aotdist.report.progress import StageTimes
 from aotdist.settings import Settings
 from aotdist.sizes import concrete, numbers_of_data
-from aotdist.subclasses.protocol import is_real
+from aotdist.subclasses.protocol import Plain, Recipe, is_real, leaves, plain_tensors, rebuild, recipe_of
 from aotdist.torch_seam.ambient import autocast_off, autocast_only
 from aotdist.torch_seam.control_flow import fast_paths_on
-from aotdist.torch_seam.functional import UnsupportedOperatorException, is_fake
+from aotdist.torch_seam.functional import UnsupportedOperatorException, is_fake, memory_of
+from aotdist.torch_seam.modes import class_functions_off, users_modes_off
 from aotdist.torch_seam.own_attributes import own_attributes
 from aotdist.torch_seam.symbols import SYMBOLIC, computes_exactly, hint, symbols_in
 from aotdist.torch_seam.trees import pytree
@@ -78,6 +82,8 @@ class Job:
         """Whether it is of no use without symbols."""
         return bool(self.counts or self.counted or self.opens)
 
+
+T = TypeVar("T")
 
 _Inputs: TypeAlias = tuple[Row[DistinctIdx, Slot], Row[DistinctIdx, torch.Tensor]]
 
@@ -554,3 +560,143 @@ def _decompositions(backend: Backend, settings: Settings) -> Decompositions:
     if settings.loss_chunk_bytes is None:
         return table
     return {op: made for op, made in table.items() if op not in WHOLE}
+
+
+@dataclass(frozen=True, slots=True)
+class _Like:
+    """A tensor without its data: a call is made anew with another that is like it."""
+
+    recipe: Recipe
+    devices: tuple[torch.device, ...]
+    requires_grad: bool
+    is_leaf: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Like:
+        devices = tuple(plain.device for plain in plain_tensors(tensor))
+        return cls(recipe_of(tensor), devices, tensor.requires_grad, tensor.is_leaf)
+
+    def make(self) -> torch.Tensor:
+        pairs = zip(leaves(self.recipe), self.devices, strict=True)
+        plains = [
+            torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device=device)
+            for (_, leaf), device in pairs
+        ]
+        made = rebuild(self.recipe, plains)
+        if self.requires_grad:
+            made.requires_grad_()
+        return made if self.is_leaf or not self.requires_grad else made.view_as(made)
+
+
+def with_traces(job: Job, found: TracedCall) -> Traced:
+    """The trace of a call, which can be let go of where it can be made anew."""
+    later = found.traced.later_backwards
+    if later is None:
+        return found.traced
+    return replace(found.traced, traces=Traces(later, _retracing(job, found)))
+
+
+def _retracing(job: Job, found: TracedCall) -> Callable[[], LaterBackwards] | None:
+    """Traces a program anew for its backwards, once its trace was let go of.
+
+    None where that may give another trace: what it depends on is not the module and what its arguments are
+    like alone, or may be another by then.
+
+    Args:
+        job: what was traced.
+        found: the trace.
+    """
+    call, captured, traced = job.call, found.captured, found.traced
+    tensors, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
+    given = [each for each in tensors if isinstance(each, torch.Tensor)]
+    outs = (out.recipe for out in traced.facts.node_outs)
+    depends = (
+        tuple(traced.symbols)
+        or not all(isinstance(recipe, Plain) for recipe in (*traced.facts.recipes, *outs))
+        or traced.facts.data_guards
+        or captured.ambient.autocast
+        or captured.leaves is not None
+        or not all(isinstance(each, torch.Tensor) or is_constant(each) for each in tensors)
+        or any(each._base is not None or not is_real(each) for each in given)
+        or len({memory_of(plain) for each in given for plain in plain_tensors(each)}) < len(given)
+    )
+    if depends:
+        return None
+    likes = [_Like.of(each) if isinstance(each, torch.Tensor) else each for each in tensors]
+    name, recorded = captured.name, _Recorded.of(traced)
+    empty = replace(job, call=replace(call, args=(), kwargs={}, dims={}, guess=None, prints=False))
+
+    def again() -> LaterBackwards:
+        made = [each.make() if isinstance(each, _Like) else each for each in likes]
+        args, kwargs = pytree.tree_unflatten(made, spec)
+        asked = replace(empty, call=replace(empty.call, args=args, kwargs=kwargs))
+        try:
+            another = _in_a_thread(lambda: _traced_alone(asked))
+        except Exception as error:
+            raise_interrupt(error)
+            raise _changed(name, str(error).partition("\n")[0]) from error
+        later = another.traced.later_backwards
+        if later is None or not _Recorded.of(another.traced).is_like(recorded):
+            raise _changed(name, "it is another program now")
+        return later
+
+    return again
+
+
+def _traced_alone(job: Job) -> TracedCall:
+    with class_functions_off(), users_modes_off(), own_attributes():
+        found = _trace(job, StageTimes())
+        found.before.roll_back()
+        return found
+
+
+def _in_a_thread(run: Callable[[], T]) -> T:
+    """What `run` returns, called where no backward runs: autograd's formulas ask whether one does."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+@dataclass(frozen=True, slots=True)
+class _Recorded:
+    """What a trace recorded, for another to be compared with; passes change the graph itself.
+
+    Args:
+        ins: names of the inputs.
+        facts: what it showed.
+        nodes: a digest of the forward's operations: only these hand values on to another backward.
+        constants: tensors that the graph holds.
+    """
+
+    ins: Row[PrimalIdx, Slot]
+    facts: Facts
+    nodes: str
+    constants: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, traced: Traced) -> _Recorded:
+        graph = traced.graph.gm.graph
+        forward = (
+            each for each in graph.nodes if each.op == "call_function" and each.meta["phase"] == "forward"
+        )
+        said = ((node.meta.get("serial"), node, node.target, node.args, node.kwargs) for node in forward)
+        nodes = sha256("\n".join(map(str, said)).encode()).hexdigest()
+        constants = [getattr(traced.graph.gm, node.target) for node in graph.find_nodes(op="get_attr")]
+        tensors = tuple(each for each in constants if isinstance(each, torch.Tensor))
+        return cls(traced.program.ins, _without_returned(traced.facts), nodes, tensors)
+
+    def is_like(self, other: _Recorded) -> bool:
+        """Whether one trace can stand for the other: the same forward, recorded node by node alike."""
+        pairs = zip(self.constants, other.constants, strict=False)
+        return (
+            (self.ins, self.facts, self.nodes) == (other.ins, other.facts, other.nodes)
+            and len(self.constants) == len(other.constants)
+            and all(a is b or (_are_data(a, b) and torch.equal(a, b)) for a, b in pairs)
+        )
+
+
+def _changed(name: str, reason: str) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"`{name}` is traced anew for gradients of gradients, or gradients of other kinds, and {reason}",
+        stage="joint",
+        fix="leave the module as it was when it was called; or compile a clone of it for these calls",
+    )

@@ -10,6 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from aotdist.convention.layer import Call
 from aotdist.convention.version import bump, count_as
 from aotdist.facts import DataWritten, Facts, Untouched
@@ -91,3 +93,12 @@ def _bumps(facts: Facts) -> tuple[tuple[PrimalIdx, int], ...]:
                 if isinstance(facts.recipes[idx], Wrapper) and not differentiable:
                     found.append((idx, bumps))
     return tuple(each for each in found if each[-1])
+
+
+def shell_of(recipe: Recipe) -> torch.Tensor:
+    """A tensor that `recipe` puts together, with no data."""
+    plains = [
+        torch.empty_strided(plain.size, plain.stride, dtype=plain.dtype, device="meta")
+        for _, plain in leaves(recipe)
+    ]
+    return rebuild(recipe, plains)

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from aotdist.capture.origins import Origins
 from aotdist.convention.changes import Change, lies_elsewhere, resize_as_out
 from aotdist.convention.naming import another_name
 from aotdist.convention.view_refusals import (
@@ -62,8 +61,6 @@ class ViewLog:
         self.views = Views()
         self.changes: list[Change] = []
         self.uncounted: list[Uncounted] = []
-        self.unseen = ""
-        """The first line that changed a tensor and not its history, or the other way round, if any."""
         self.storages: Storages | None = None
         self._outgrown: dict[int, torch.Tensor] = {}
         self._moved: dict[int, torch.Tensor] = {}
@@ -114,8 +111,6 @@ class ViewLog:
 
     def move(self, tensor: torch.Tensor, op: Callable[..., Any], do: Callable[[], None], *args: Any) -> None:
         """Call `do()`, which does `op(tensor, *args)`, and note that the tensor was moved to other memory."""
-        if tensor.requires_grad:
-            self._note_unseen()
         size, former = tensor.size(), self._name(tensor)
         # For another dtype, autograd has gradients arrive elsewhere from now on.
         is_other = isinstance(args[0], torch.Tensor) and args[0].dtype != tensor.dtype
@@ -142,33 +137,12 @@ class ViewLog:
             )
         )
 
-    def note_write(self, target: torch.Tensor, *, is_recorded: bool) -> None:
-        """Note that a tensor is to change: whether a history stays that does not know of it.
-
-        Args:
-            target: the tensor.
-            is_recorded: whether autograd records the change, in the histories of `target` and of its bases.
-        """
-        entry = self.views.get(target)
-        stays = target.requires_grad and not is_recorded
-        while entry is not None and not stays:
-            is_recorded = is_recorded and entry.shares_history()
-            stays = entry.base.requires_grad and not is_recorded
-            entry = self.views.get(entry.base)
-        if stays:
-            self._note_unseen()
-
-    def _note_unseen(self) -> None:
-        self.unseen = self.unseen or Origins().current() or "in a library"
-
     def changes_history(self, tensor: torch.Tensor, op: Callable[..., Any], *args: Any) -> None:
         """Call `op(tensor, *args)`, which changes its history, and note it."""
         before = tensor.requires_grad, history_of(tensor) is None
         former = self._name(tensor) if history_of(tensor) is not None else None
         op(tensor, *args)
         if before != (tensor.requires_grad, history_of(tensor) is None):
-            if before[0]:
-                self._note_unseen()
             self.note_change(tensor, tensor.size(), op, args, {}, bumps=0, former=former)
 
     def note_change(

@@ -102,7 +102,6 @@ class ViewMode(TorchDispatchMode):
         targets = [*written_by(func, args, kwargs)] if is_operator(func) else []
         for target in targets:
             refuse_overlapping_write(self.log.views, func, target)
-            self.log.note_write(target, is_recorded=is_recorded((*args, *kwargs.values())))
         if self.log.changes:
             self.log.refuse_lost((*args, *kwargs.values()), targets)
         if whole or (getattr(func, "is_view", False) and func is not _LIFT):

@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -151,6 +152,10 @@ class Backward:
             return []
         return [some for k in range(1, len(indices)) for some in itertools.combinations(indices, k)]
 
+    def end(self, idx: NodeOutIdx) -> torch.Tensor:
+        """The traced tensor of a result."""
+        return next(tensor for each, tensor in self._ends if each == idx)
+
     def is_differentiable(self) -> bool:
         """Whether the gradients may have a history; those of a reentrant checkpoint have none."""
         return not self._accumulates
@@ -164,6 +169,7 @@ class Backward:
         choice: Sequence[NodeOutIdx] | None = None,
         tangents: Mapping[NodeOutIdx, torch.Tensor] | None = None,
         *,
+        wanted: Sequence[torch.Tensor | GradientEdge] | None = None,
         retain_graph: bool,
         with_history: bool = False,
     ) -> Computed:
@@ -172,6 +178,7 @@ class Backward:
         Args:
             choice: the results to start from; all, if not given.
             tangents: the gradients to start with, if not those that are assumed.
+            wanted: where gradients are to arrive, if not at inputs; what arrives is not returned.
             retain_graph: whether there will be another run.
             with_history: whether the gradients are to be differentiated in turn.
         """
@@ -179,7 +186,8 @@ class Backward:
         given = self._tangents if tangents is None else tangents
         if not ends:
             return Computed({}, ())
-        owners, wanted = zip(*((idx, end) for idx, ends in self._wanted for end in ends), strict=True)
+        arriving = [(idx, end) for idx, ends in self._wanted for end in ends] if wanted is None else []
+        arrive_at: Sequence[Any] = [end for _, end in arriving] if wanted is None else wanted
         run = run_accumulating_backward
         if not self._accumulates:
             run = functools.partial(run_backward, create_graph=with_history)
@@ -190,9 +198,9 @@ class Backward:
             tensors, first = zip(*((tensor, given[idx]) for idx, tensor in ends), strict=True)
             stack.enter_context(users_code(self.mode.swap))
             stack.enter_context(self.in_python.running(choice, self._recorder.shape_env, self._recorder.told))
-            found = heard_of(run(tensors, wanted, first, retain_graph=retain_graph))
+            found = heard_of(run(tensors, arrive_at, first, retain_graph=retain_graph))
         grads: dict[PrimalIdx, torch.Tensor] = {}
-        for idx, grad in zip(owners, found, strict=True):
+        for (idx, _), grad in zip(arriving, found, strict=False):
             if grad is not None:
                 grad = self.mode.swap(grad)  # a function of the user's may return what it closes over
                 grads[idx] = grads[idx] + grad if idx in grads else grad

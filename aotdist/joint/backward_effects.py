@@ -12,7 +12,6 @@ import torch
 from aotdist.capture.in_backward import InBackward
 from aotdist.capture.source import Source
 from aotdist.convention.changes import Change, resize_storage
-from aotdist.convention.naming import NAMED
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import BackwardFacts, BackwardWrite, Choice
 from aotdist.joint.backward import (
@@ -40,7 +39,6 @@ from aotdist.joint.waypoints import Waypoints
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import is_wrapper, leaves, plain_tensors, recipe_of, same_layout
 from aotdist.torch_seam.autograd import (
-    custom_functions,
     saves_tensors,
     sequence_nr,
     tensors_by_node,
@@ -56,12 +54,14 @@ class BackwardEffects:
 
     Args:
         runs: runs the backward, again if need be.
+        waypoints: where gradients of results pass others.
         grads: the gradients that inputs get.
         facts: what the later stages know of it.
         results: gradients, and what was written.
     """
 
     runs: Backward
+    waypoints: Waypoints
     grads: Mapping[PrimalIdx, torch.Tensor]
     facts: BackwardFacts
     results: list[Result]
@@ -98,7 +98,6 @@ class BackwardTrace:
         sizes, num_changes = context.storages.sizes(), len(context.log.changes)
         counters = [one.counts() for one in self._inputs.row()]
         counted = counts_of_results(tensors, self._inputs.row())
-        functions = custom_functions([tensor for _, tensor in self._ends])
         sums = LayoutSums()
         with self._waypoints.watched(recorder), sums if len(self._ends) > 1 else nullcontext():
             with recorder.noting_writers() as writers:
@@ -132,14 +131,13 @@ class BackwardTrace:
             writes=writes,
             result_writes=made,
             storages=storages,
-            obstacle=_obstacle(functions, context.log.unseen, hooked=forward.lifting.hooked),
             passages=self._waypoints.passages(len(forward.node_outs)),
             once=once,
             choices=chosen,
             adds_layouts=sums.differ,
             freed=self._freed,
         )
-        return BackwardEffects(backward, whole.grads, facts, grads + of_choices + written)
+        return BackwardEffects(backward, self._waypoints, whole.grads, facts, grads + of_choices + written)
 
     def _backward_of(self, forward: ForwardEffects) -> Backward:
         """What runs autograd from the differentiable results."""
@@ -255,16 +253,6 @@ def _refuse_changes(inputs: Inputs, changes: Sequence[Change]) -> None:
         idx = inputs.index_of(change.tensor)
         if idx is not None and change.reshapes() and change.op is not resize_storage:
             raise refuse(inputs.row()[idx], "by the backward")
-
-
-def _obstacle(functions: Sequence[str], unseen: str, *, hooked: bool) -> str | None:
-    """See `BackwardFacts`; `functions` are the names of Python functions that gradients pass."""
-    own = [name for name in functions if name != NAMED]
-    if hooked:
-        return "hooks in it hear of gradients"
-    if own:
-        return f"it runs the autograd function `{own[0]}`"
-    return f"a tensor changes behind autograd's back ({unseen})" if unseen else None
 
 
 _SUMS = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor})

@@ -10,7 +10,8 @@ So autograd's graph of the trace, which holds no data, is kept, and backwards ru
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -30,6 +31,7 @@ from aotdist.joint.backward import (
 )
 from aotdist.joint.lifting import Recalling
 from aotdist.joint.recorder import Recorder
+from aotdist.joint.waypoints import Waypoints
 from aotdist.program import Graph, NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import (
     Constant,
@@ -47,6 +49,9 @@ T = TypeVar("T")
 
 Named = tuple[str, Recipe]
 """The name and the recipe of an argument."""
+
+Kinds = Mapping[NodeOutIdx, Recipe]
+"""The recipes of the gradients of some results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +83,9 @@ class TracedDoubleBackward:
         ins: names of its inputs.
         primals: the inputs of the program that are inputs of its backward.
         tangents: the gradients that arrive.
-        grads: for each input of the program, which result is its gradient; empty if no result has a history.
+        returned: which result is the gradient of each input of the program, or each piece; None for none.
         kept: the results that user code in the backward keeps.
+        has_history: whether any of them has.
         failure: why the gradients have no history although eager's have one; empty if they do.
         facts: what the trace showed.
         later: traces backwards of this backward.
@@ -89,8 +95,9 @@ class TracedDoubleBackward:
     ins: Row[PrimalIdx, Slot]
     primals: tuple[PrimalIdx, ...]
     tangents: Mapping[NodeOutIdx, Named]
-    grads: Mapping[PrimalIdx, NodeOutIdx]
+    returned: tuple[NodeOutIdx | None, ...]
     kept: tuple[NodeOutIdx, ...]
+    has_history: bool
     failure: str
     facts: Facts
     later: LaterBackwards
@@ -112,6 +119,7 @@ class LaterBackwards:
         ins: names of the inputs.
         recipes: how the inputs are put together.
         grads: the gradients that inputs get.
+        waypoints: where gradients of results pass others.
         serials: numbers the backwards of one recorder; shared with the backwards of a backward.
     """
 
@@ -124,12 +132,14 @@ class LaterBackwards:
         ins: Row[PrimalIdx, Slot],
         recipes: Row[PrimalIdx, Recipe],
         grads: Mapping[PrimalIdx, torch.Tensor],
+        waypoints: Waypoints | None = None,
         serials: Iterator[int] | None = None,
     ) -> None:
         self._recorder, self._backward, self._node_outs = recorder, backward, node_outs
         self._recalling = backward.mode = recalling
         self._ins, self._recipes = ins, recipes
         self._wanted = [(idx, ends) for idx, ends in backward.wanted() if idx in grads]
+        self._waypoints = Waypoints((), ()) if waypoints is None else waypoints
         self._serials, self._serial = serials or itertools.count(1), 0
 
     def find_at(self, sources: Mapping[PrimalIdx, Source]) -> None:
@@ -156,20 +166,21 @@ class LaterBackwards:
         """
         return self.meets_other_kinds() and self._recorder.shape_env is None
 
-    def of_kinds(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> OtherJoint:
+    def of_kinds(self, kinds: Kinds) -> OtherJoint:
         """The program with the backward for such gradients.
 
         Args:
-            arrived: the gradients that there are.
+            kinds: of the gradients that there are.
 
         Raises:
             UnsupportedProgram: there is no such backward.
         """
-        tangents = self._tangents(arrived)
+        tangents = self._tangents(kinds)
 
         def run() -> OtherJoint:
             given = {
-                idx: new_tangent(self._recorder, *tangent, arrived[idx]) for idx, tangent in tangents.items()
+                idx: new_tangent(self._recorder, *tangent, self._backward.end(idx))
+                for idx, tangent in tangents.items()
             }
             computed = self._backward.run(list(given), given, retain_graph=True)
             results = grad_results(self._recorder, self._ins, computed.grads)
@@ -180,30 +191,47 @@ class LaterBackwards:
         try:
             return self._recorded(run)
         except _NotOurs as failure:
-            raise self._no_backward(arrived, str(failure)) from failure.__cause__
+            raise self._no_backward(kinds, str(failure)) from failure.__cause__
 
-    def differentiable(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> TracedDoubleBackward:
+    def differentiable(
+        self,
+        kinds: Kinds,
+        recorded: Collection[NodeOutIdx],
+        *,
+        watched: bool = False,
+        pieces: Sequence[tuple[int, int]] = (),
+    ) -> TracedDoubleBackward:
         """The backward for such gradients as a program that has a backward.
 
         Args:
-            arrived: the gradients that there are.
+            kinds: of the gradients that there are.
+            recorded: those that require grad themselves.
+            watched: whether nothing passes waypoints: what arrives there is the sum.
+            pieces: what it computes, if not the inputs' gradients: each a waypoint, and the piece there.
 
         Raises:
             UnsupportedProgram: they cannot be differentiated.
         """
-        tangents = self._tangents(arrived)
+        tangents = self._tangents(kinds)
 
         def run() -> TracedDoubleBackward:
-            recorder = self._recorder
+            recorder, backward = self._recorder, self._backward
             recorder.phase = "forward"
             given = {
-                idx: new_tangent(recorder, *tangent, arrived[idx], "primal").requires_grad_(
-                    arrived[idx].requires_grad
+                idx: new_tangent(recorder, *tangent, backward.end(idx), "primal").requires_grad_(
+                    idx in recorded
                 )
                 for idx, tangent in tangents.items()
             }
-            computed = self._backward.run(list(given), given, retain_graph=True, with_history=True)
-            return self._double_backward(tangents, given, computed)
+            points = self._waypoints
+            with points.cut_for(given) if watched else nullcontext(), points.noting(pieces) as noted:
+                wanted = points.wanted(pieces) if pieces else None
+                computed = backward.run(
+                    list(given), given, wanted=wanted, retain_graph=True, with_history=True
+                )
+            computed = Computed(noted, ()) if pieces else computed
+            returned = range(len(pieces)) if pieces else self._ins.indices()
+            return self._double_backward(tangents, given, computed, returned)
 
         try:
             return self._recorded(run)
@@ -219,6 +247,7 @@ class LaterBackwards:
         tangents: Mapping[NodeOutIdx, Named],
         given: Mapping[NodeOutIdx, torch.Tensor],
         computed: Computed,
+        returned: Iterable[int],
     ) -> TracedDoubleBackward:
         """What was recorded just now as a program, and its backward.
 
@@ -226,13 +255,14 @@ class LaterBackwards:
             tangents: the gradients that arrive.
             given: their stand-ins.
             computed: the gradients that were computed from them, with a history.
+            returned: the inputs, or the pieces, that it is asked for.
         """
         recorder, tensors = self._recorder, computed.tensors()
         primals = tuple(idx for idx, _ in self._wanted)
         of_tangents = (Slot("primal", path) for path, _ in tangents.values())
         ins = Row[PrimalIdx, Slot]([*(self._ins[idx] for idx in primals), *of_tangents])
         recipes = [*(self._recipes[idx] for idx in primals), *(recipe for _, recipe in tangents.values())]
-        node_outs = self._as_outputs(computed)
+        node_outs = self._as_outputs(tensors)
         ends = [(NodeOutIdx(k), tensor) for k, tensor in enumerate(tensors) if tensor.requires_grad]
         backward = Backward(
             recorder=recorder,
@@ -244,15 +274,16 @@ class LaterBackwards:
         )
         found, failure = _tried(backward, [tensor for _, tensor in ends])
         facts = _facts_of(Row(recipes), node_outs, found)
-        has_history = bool(ends) and not failure
+        position = {idx: NodeOutIdx(k) for k, idx in enumerate(computed.grads)}
         results = value_results(recorder, node_outs, tensors)
         return TracedDoubleBackward(
             graph=recorder.graph(results + grad_results(recorder, ins, found)),
             ins=ins,
             primals=primals,
             tangents=tangents,
-            grads={idx: NodeOutIdx(k) for k, idx in enumerate(computed.grads)} if has_history else {},
+            returned=tuple(position.get(PrimalIdx(idx)) for idx in returned),
             kept=tuple(node_outs.indices()[len(computed.grads) :]),
+            has_history=bool(ends) and not failure,
             failure=failure,
             facts=facts,
             later=LaterBackwards(
@@ -267,17 +298,12 @@ class LaterBackwards:
             ),
         )
 
-    def _as_outputs(self, computed: Computed) -> Row[NodeOutIdx, NodeOut]:
+    def _as_outputs(self, tensors: Sequence[torch.Tensor]) -> Row[NodeOutIdx, NodeOut]:
         """Gradients, and what user code keeps, as what a node returns."""
-        slots = [self._grad_slot(idx) for idx in computed.grads]
-        slots += [Slot("output", f"kept {k} ({self._serial})") for k in range(len(computed.kept))]
         return Row(
-            NodeOut(slot, recipe_of(tensor), tensor.requires_grad)
-            for slot, tensor in zip(slots, computed.tensors(), strict=True)
+            NodeOut(Slot("output", f"gradient {k} ({self._serial})"), recipe_of(tensor), tensor.requires_grad)
+            for k, tensor in enumerate(tensors)
         )
-
-    def _grad_slot(self, idx: PrimalIdx) -> Slot:
-        return Slot("output", f"grad of {self._ins[idx]} ({self._serial})")
 
     def _wanted_of_double_backward(self, given: Mapping[NodeOutIdx, torch.Tensor]) -> list[Wanted]:
         ends = [*(ends for _, ends in self._wanted), *([tangent] for tangent in given.values())]
@@ -287,19 +313,19 @@ class LaterBackwards:
             if not isinstance(some[0], torch.Tensor) or some[0].requires_grad
         ]
 
-    def _tangents(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> dict[NodeOutIdx, Named]:
+    def _tangents(self, kinds: Kinds) -> dict[NodeOutIdx, Named]:
         self._serial = next(self._serials)
         return {
-            idx: (f"grad of {self._node_outs[idx].slot} ({self._serial})", self._kind(idx, grad))
-            for idx, grad in arrived.items()
+            idx: (f"grad of {self._node_outs[idx].slot} ({self._serial})", self._kind(idx, recipe))
+            for idx, recipe in kinds.items()
         }
 
-    def _kind(self, idx: NodeOutIdx, grad: torch.Tensor) -> Recipe:
-        recipe, of_out = recipe_of(grad), self._node_outs[idx].recipe
+    def _kind(self, idx: NodeOutIdx, recipe: Recipe) -> Recipe:
+        of_out = self._node_outs[idx].recipe
         if self._recorder.shape_env is None:
             return _dense(recipe)
         if not isinstance(recipe, Plain) or isinstance(of_out, Constant):
-            raise self._no_backward({idx: grad}, "its sizes are not known in terms of the symbols")
+            raise self._no_backward({idx: recipe}, "its sizes are not known in terms of the symbols")
         return Plain(of_out.size, of_out.stride, recipe.dtype)
 
     def _recorded(self, run: Callable[[], T]) -> T:
@@ -315,13 +341,51 @@ class LaterBackwards:
         finally:
             recorder.phase = "backward"
 
-    def _no_backward(self, arrived: Mapping[NodeOutIdx, torch.Tensor], reason: str) -> UnsupportedProgram:
-        kinds = (f"`{self._node_outs[idx].slot}` is a {type(grad).__name__}" for idx, grad in arrived.items())
+    def _no_backward(self, kinds: Kinds, reason: str) -> UnsupportedProgram:
+        classes = {
+            idx: recipe.cls.__name__ if isinstance(recipe, Wrapper) else "Tensor"
+            for idx, recipe in kinds.items()
+        }
+        named = (f"`{self._node_outs[idx].slot}` is a {name}" for idx, name in classes.items())
         return UnsupportedProgram(
-            f"the gradient of {', '.join(kinds)}, for which the program has no backward ({reason})",
+            f"the gradient of {', '.join(named)}, for which the program has no backward ({reason})",
             stage="joint",
             fix="convert it before calling `backward`",
         )
+
+
+class Traces:
+    """The trace of a program, as long as it is needed: let go of, and made anew when it is asked for.
+
+    Args:
+        later: runs backwards through it.
+        again: traces the program anew; None where that may show another one.
+    """
+
+    def __init__(self, later: LaterBackwards, again: Callable[[], LaterBackwards] | None = None) -> None:
+        self._later: LaterBackwards | None = later
+        self._again, self._is_used = again, False
+
+    def get(self) -> LaterBackwards:
+        """What runs backwards through it.
+
+        Raises:
+            UnsupportedProgram: it was let go of, and the program is another by now.
+        """
+        if self._later is None:
+            assert self._again is not None, "else it is kept"
+            self._later = self._again()
+        self._is_used = True
+        return self._later
+
+    def is_there(self) -> bool:
+        """Whether it is in memory."""
+        return self._later is not None
+
+    def forget(self) -> None:
+        """Let go of it, unless it was used, or cannot be made anew."""
+        if self._again is not None and not self._is_used:
+            self._later = None
 
 
 class _NotOurs(Exception):

@@ -66,7 +66,6 @@ class Lifting(TorchFunctionMode):
         ran_backward: whether the program asked autograd for gradients itself.
         retained: inputs that it told to retain their gradients.
         asked: see `Facts.asked`.
-        hooked: whether there may be hooks on the program's own tensors, or on autograd's nodes for these.
     """
 
     def __init__(
@@ -87,7 +86,6 @@ class Lifting(TorchFunctionMode):
         self._view_mode, self._log = view_mode, view_mode.log
         self._storages = storages
         self.ran_backward = False
-        self.hooked = False
         self.retained: dict[PrimalIdx, None] = {}
         self.asked: dict[tuple[PrimalIdx, str], bool | int] = {}
         self._answers: Mapping[Any, Callable[..., Any]] = {
@@ -170,7 +168,6 @@ class Lifting(TorchFunctionMode):
         """In eager, a hook of an input stays with the input when the call is over."""
         idx = self._inputs.index_of(tensor)
         if idx is None:
-            self.hooked = True
             return tensor.register_hook(hook)
         raise self._hooked(idx, "gradient")
 
@@ -219,7 +216,6 @@ class Lifting(TorchFunctionMode):
 
     def _note_question(self, name: str, tensor: torch.Tensor) -> None:
         idx = self._inputs.index_of(tensor)
-        self.hooked |= idx is None and name == "grad_fn" and tensor.grad_fn is not None
         if idx is not None:
             answer = getattr(self._inputs.row()[idx].example, name)
             self.asked[idx, name] = answer is not None if name == "grad_fn" else answer

@@ -26,7 +26,7 @@ from aotdist.joint.control_flow import ControlFlow
 from aotdist.joint.failures import naming_failures, naming_outdated_views, refusal
 from aotdist.joint.forward_effects import ForwardEffects, read_forward
 from aotdist.joint.inputs import Inputs
-from aotdist.joint.later_backwards import LaterBackwards
+from aotdist.joint.later_backwards import LaterBackwards, Traces
 from aotdist.joint.lifting import Lifting, Recalling
 from aotdist.joint.recorder import Recorder
 from aotdist.joint.storages import Storages
@@ -50,6 +50,7 @@ class Traced:
         fake_mode: the mode of the fake tensors in the graph's `meta["val"]`.
         symbols: its symbolic sizes, and what was assumed of them; compilers add to it later.
         later_backwards: traces other backwards than that in `graph`, if there can be any.
+        traces: the same, for as long as it is needed.
     """
 
     program: Program[PrimalIdx]
@@ -58,6 +59,7 @@ class Traced:
     fake_mode: FakeTensorMode
     symbols: Symbols
     later_backwards: LaterBackwards | None = None
+    traces: Traces | None = None
 
     def has_backward(self) -> bool:
         """Whether a gradient can come back for any result."""
@@ -154,6 +156,7 @@ def _later_backwards(
         ins=program.ins,
         recipes=facts.recipes,
         grads=backward.grads,
+        waypoints=backward.waypoints,
     )
 
 

@@ -17,7 +17,7 @@ import torch
 
 from aotdist.facts import NO_PASSAGES, HeldPlace, Passages, Waypoint
 from aotdist.joint.recorder import Recorder
-from aotdist.program import NodeOutIdx, Row, Slot
+from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import leaves, plain_tensors, rebuild, recipe_of
 from aotdist.torch_seam.autograd import sequence_nr
 
@@ -54,6 +54,8 @@ class _Passing:
 
     held: HeldTensor
     pieces: list[torch.Tensor] = field(default_factory=list)
+    senders: list[Edge] = field(default_factory=list)
+    """The nodes that sent these pieces, and which of the gradients that each sends."""
     total: torch.Tensor | None = None
 
 
@@ -102,7 +104,53 @@ class Waypoints:
         for node in self._nodes:
             sources = [self._passing.get((source, nr)) for source, nr in node.next_functions]
             if any(source is not None for source in sources):
-                yield node, _noting(sources)
+                yield node, _noting(node, sources)
+
+    @contextmanager
+    def cut_for(self, given: Mapping[NodeOutIdx, torch.Tensor]) -> Generator[None]:
+        """While autograd runs inside, what is `given` passes each waypoint, or nothing, whatever arrives."""
+
+        def instead(number: int, total: torch.Tensor | None) -> Any:
+            def replaced(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+                return (*grads[:number], total, *grads[number + 1 :])
+
+            return replaced
+
+        handles = [
+            node.register_prehook(instead(number, given.get(passing.held.value)))  # type: ignore[arg-type]
+            for (node, number), passing in self._passing.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def noting(self, pieces: Sequence[tuple[int, int]]) -> Generator[dict[PrimalIdx, torch.Tensor]]:
+        """A dictionary that is filled with pieces, by their number, while autograd runs inside."""
+        passing, found = list(self._passing.values()), dict[PrimalIdx, torch.Tensor]()
+
+        def note(at: int, number: int) -> Any:
+            def noted(grad_inputs: Sequence[torch.Tensor | None], grad_outputs: Any) -> None:
+                grad = grad_inputs[number]
+                if grad is not None:
+                    found[PrimalIdx(at)] = grad
+
+            return noted
+
+        senders = (passing[position].senders[k] for position, k in pieces)
+        handles = [node.register_hook(note(at, number)) for at, (node, number) in enumerate(senders)]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def wanted(self, pieces: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """The waypoints that pieces are sent to."""
+        passing = list(self._passing.values())
+        return [passing[position].held.tensor for position in dict.fromkeys(at for at, _ in pieces)]
 
     def passages(self, num_values: int) -> Passages:
         """The facts about these waypoints.
@@ -166,13 +214,14 @@ def _walk(ends: Iterable[Node], bits: Mapping[Edge, int]) -> tuple[list[Node], d
     return list(reached), reached
 
 
-def _noting(sources: Sequence[_Passing | None]) -> Any:
+def _noting(node: Node, sources: Sequence[_Passing | None]) -> Any:
     """A hook of a node that notes the gradients which it sends to waypoints."""
 
     def note(grad_inputs: Sequence[torch.Tensor | None], grad_outputs: Any) -> None:
-        for source, grad in zip(sources, grad_inputs, strict=True):
+        for number, (source, grad) in enumerate(zip(sources, grad_inputs, strict=True)):
             if source is not None and grad is not None:
                 source.pieces.append(grad)
+                source.senders.append((node, number))
 
     return note
 

@@ -14,7 +14,7 @@ from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.traits import is_late, is_random
 from aotdist.program import GRADIENT_ROLES, Graph, Slot, Split
 
-_ORDER = ("primal", "saved", "size", *GRADIENT_ROLES, "buffer", "rng")
+_ORDER = ("primal", "saved", "buffer", "rng", "size", *GRADIENT_ROLES)
 
 
 def from_saved(

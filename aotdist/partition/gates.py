@@ -10,7 +10,7 @@ What parts have in common is computed in each, with the same bits, so nothing ha
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -18,11 +18,10 @@ from torch.fx import Node
 from aotdist.facts import Facts
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.halves import find_halves
-from aotdist.partition.reduced import without_tangents
 from aotdist.partition.returning import returning
 from aotdist.partition.split import backward_from
 from aotdist.partition.traits import is_late, is_random
-from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, Slot, Split
+from aotdist.program import Graph, NodeOutIdx, Split
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,9 +138,3 @@ def parts_of(cut: Graph, split: Split) -> Graph:
         for slot in split.saved
     ]
     return backward_from(halves, [node for node in saved if node is not None])
-
-
-def part(parts: Graph, outs: Sequence[Slot], arrived: Collection[Slot], *, any_strides: bool) -> Graph:
-    """The part of the backward that computes `outs` from the gradients `arrived` alone."""
-    missing = [slot for slot in parts.ins if slot.role in GRADIENT_ROLES and slot not in arrived]
-    return without_tangents(returning(parts, outs), missing, any_strides=any_strides)

@@ -22,14 +22,6 @@ from aotdist.torch_seam.symbols import surely_equal
 _ADD = torch.ops.aten.add.Tensor
 
 
-def besides_the_loss(backward: Graph) -> frozenset[Slot]:
-    """The tangents of all results but the one scalar among them; none if there is none, or are several."""
-    named = backward.named_placeholders().items()
-    tangents = {slot: node.meta["val"].dim() for slot, node in named if slot.role == "tangent"}
-    scalars = {slot.path for slot, dim in tangents.items() if dim == 0}
-    return frozenset(slot for slot in tangents if len(scalars) == 1 and slot.path not in scalars)
-
-
 def without_tangents(backward: Graph, missing: Collection[Slot], *, any_strides: bool) -> Graph:
     """The backward that takes all but the `missing` tangents; what is zero then is None among its results.
 

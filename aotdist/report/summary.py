@@ -155,12 +155,11 @@ def _memory(artifact: Artifact) -> Memory:
     code = {id(one): sys.getsizeof(one) for one in (artifact.source, *(each.source for each in emitted))}
     for call in (artifact.call, *(inspect.unwrap(each.call) for each in emitted)):
         code[id(call)] = _bytes_of_code(getattr(call, "__code__", None))
-    double = region.double_backward if isinstance(region, Training) else None
     return Memory(
         graphs=sum(one.num_bytes() for one in held),
         code=sum(code.values()),
         constants=sum(constants.values()),
-        trace=double is not None and double.has_trace(),
+        trace=isinstance(region, Training) and region.backwards.has_trace(),
     )
 
 

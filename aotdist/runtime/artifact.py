@@ -18,15 +18,14 @@ from aotdist.convention.layer import Call
 from aotdist.facts import Facts
 from aotdist.program import Graph, PrimalIdx
 from aotdist.runtime.backward import Backward
+from aotdist.runtime.backwards import Guard
 from aotdist.runtime.compilation import Compilation, Inference, Training, without_tensors
-from aotdist.runtime.double_backward import DoubleBackward
+from aotdist.runtime.double_backward import Nodes
 from aotdist.runtime.fit import MISS, Fit
 from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.hooks import detaching, shielding, silencing
 from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.node import make_node, without_autocast
-from aotdist.runtime.on_demand import Guard
-from aotdist.runtime.other_kinds import OtherKinds
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.print_call import HookPlan, print_call
 from aotdist.runtime.print_node import ForwardPrinter, Watch, print_inference, print_node
@@ -67,12 +66,6 @@ class Artifact:
     agreed: tuple[Sequenced, ...]
     check: RunCheck | None
 
-    def forget_trace(self) -> None:
-        """Let go of autograd's graph of the trace, if gradients of gradients can do without it."""
-        region = self.compilation.region
-        if isinstance(region, Training) and region.double_backward is not None:
-            region.double_backward.forget_trace()
-
 
 _order = process_lock()
 
@@ -94,16 +87,12 @@ class Artifacts(list[Artifact]):
     def put_first(self, artifact: Artifact) -> None:
         """Let an artifact be the first, new or not.
 
-        Those before a new one let go of what only `create_graph=True` needs, if nobody asked for it yet. As
-        many are kept as its settings say; those used longest ago are dropped. What they computed can be
+        As many are kept as its settings say; those used longest ago are dropped. What they computed can be
         differentiated as before, and what ranks agreed on for them holds: a rank that compiles one again does
         so alone.
         """
         with _order:
             self._agreed.add(artifact.agreed)
-            if all(one is not artifact for one in self):
-                for one in self:
-                    one.forget_trace()
             ordered = [artifact, *(one for one in self if one is not artifact)]
             self[:] = ordered[: artifact.compilation.settings.max_artifacts]
 
@@ -167,6 +156,8 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
     enables_grad = _enables_grad(compilation)
     print_call(printer, fit, run, compilation.plans, compilation.returned, hooks, enables_grad=enables_grad)
     call = printer.load("call", compilation.captured.name)
+    if isinstance(compilation.region, Training):
+        compilation.region.backwards.forget_trace()
     for graph in compilation.every_graph():
         graph.pack()
     kept = without_tensors(compilation), fit.without_tensors()
@@ -223,19 +214,13 @@ def backward_of(
         after: called once the gradients are computed.
         in_python: what backwards change in Python.
     """
-    backwards, node, double = region.backwards.with_guard(guarded), region.node, region.double_backward
+    backwards, node = region.backwards.with_guard(guarded), region.node
     pairs = zip(node.differentiable(), node.tangents, strict=True)
     tangents = {idx: tangent.slots() for idx, tangent in pairs}
     return Backward(
         plan=node,
-        whole=backwards.of_all(),
-        reduced=backwards.reduced,
-        parts=backwards.parts,
-        differentiable_parts=region.differentiable_parts,
+        backwards=backwards,
         after=after,
-        results=region.graphs.split.backward.outs,
-        other_kinds=None if backwards.traced is None else OtherKinds(node, backwards.of_other_kinds, after),
-        double_backward=None if double is None else DoubleBackward(node, double),
         shares=functools.cache(
             functools.partial(
                 Shares.of, node.saved.freed, region.graphs.whole, tangents, len(node.saved.sources)
@@ -243,6 +228,19 @@ def backward_of(
         ),
         in_python=in_python,
     )
+
+
+def nodes_of(region: Training) -> Nodes:
+    """The node of the backward of a program, which is a program itself, for the sizes of a call."""
+    forward = without_autocast(region.halves.forward.call)
+    backward = backward_of(region, lambda call, _: without_autocast(call), lambda: None)
+    node = region.node
+
+    def of_sizes(symbols: Mapping[str, int]) -> Call:
+        return make_node(concrete(node, symbols) if symbols else node, forward, backward, symbols, {})
+
+    once = of_sizes({})
+    return lambda symbols: of_sizes(symbols) if node.sizes else once
 
 
 def _versions(compilation: Compilation) -> Versions:

@@ -1,97 +1,55 @@
-"""What runs in the backward of the autograd node: whole, without some tangents, in parts, or differentiably.
+"""What runs in the backward of the autograd node: makes the request, and runs the backward for it.
 
-The printed node runs the whole itself, and leaves the rest to `Backward`.
+The printed node serves the ordinary request itself, and leaves the rest to `Backward`.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 
 from aotdist.capture.effects import NOTHING, EffectLog
 from aotdist.capture.in_backward import InBackward
 from aotdist.capture.origins import short_tracebacks
-from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.changes import resize_storage
 from aotdist.convention.mutation import write_plain
-from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.convention.version import bump
 from aotdist.errors import UnsupportedProgram
-from aotdist.partition.double_backward import no_double_backward
+from aotdist.partition.derive import BackwardRequest
 from aotdist.partition.gates import Gate
-from aotdist.program import NodeOutIdx, Slot
-from aotdist.runtime.apart import apart, in_turn, together
-from aotdist.runtime.double_backward import DoubleBackward
+from aotdist.program import NodeOutIdx
+from aotdist.runtime.backwards import Arrived, Backwards, Compiled
+from aotdist.runtime.double_backward import failing_later, laid_out_with_history
 from aotdist.runtime.gate import is_watched
-from aotdist.runtime.held import held_by_name, let_go, sizes_by_name
-from aotdist.runtime.joining import Joining
-from aotdist.runtime.other_kinds import Gradients, OtherKinds, of_this_call, refusal
+from aotdist.runtime.held import let_go, saved_by
+from aotdist.runtime.joining import Joining, in_turn
 from aotdist.runtime.plan import ChoicePlan, Grads, NodePlan
 from aotdist.runtime.spent import Shares, keep_for_others, saved_for
-from aotdist.sizes import concrete, evaluate
-from aotdist.subclasses.protocol import plain_tensors
+from aotdist.sizes import concrete
+from aotdist.subclasses.protocol import recipe_of
 from aotdist.torch_seam.modes import class_functions_off
-
-
-class Parts(Protocol):
-    """Compiles what computes some results of the backward from some gradients."""
-
-    def __call__(self, outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
-        """What computes `outs` where only the gradients `arrived` are there.
-
-        Args:
-            outs: names of results.
-            arrived: names of gradients.
-            in_parts: whether the backward is cut at its waypoints; otherwise gradients pass through them.
-        """
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A backward, or a part of it.
-
-    Args:
-        call: the compiled graph.
-        sources: where each argument comes from: the position of a saved value, or a gradient's name.
-    """
-
-    call: BoxedCall
-    sources: tuple[int | Slot, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The backward of a node, step by step; the printed backward calls it where a tangent is missing.
+    """The backward of a node, for every request; the printed backward serves the ordinary one by itself.
 
     Args:
         plan: how tensors pass through the node.
-        whole: saved values, tangents -> gradients, then backward writes.
-        reduced: compiles `whole` without the tangents of some slots.
-        parts: compiles what computes some results from some gradients, of a backward cut at its waypoints.
-        differentiable_parts: as `parts`, for gradients that autograd records: in parts, or of symbolic sizes.
+        backwards: the backwards, each compiled under its request.
         after: called once the gradients are computed.
-        results: the names of what `whole` returns.
-        other_kinds: runs the backward for gradients of other kinds, if there can be any.
-        double_backward: runs the backward as a program with a backward, for gradients that autograd records,
-            except those that `differentiable_parts` is for.
         shares: which saved values the backward of each result reads.
         in_python: what backwards change in Python.
     """
 
     plan: NodePlan
-    whole: BoxedCall
-    reduced: Callable[[frozenset[Slot]], BoxedCall]
-    parts: Callable[[tuple[Slot, ...], frozenset[Slot]], Part]
-    differentiable_parts: Parts
+    backwards: Backwards
     after: Callable[[], None]
-    results: tuple[Slot, ...]
-    other_kinds: OtherKinds | None
-    double_backward: DoubleBackward | None
     shares: Callable[[], Shares]
     in_python: InBackward | None = None
 
@@ -101,7 +59,7 @@ class Backward:
         changes = self._changes(tangents)
         grads, kept = self._without_history(ctx, changes, *tangents)
         changes.replay(kept, getattr(ctx, "symbols", {}))
-        return grads
+        return tuple(grads)
 
     def _changes(self, tangents: Sequence[torch.Tensor | None]) -> EffectLog:
         """What this backward changes in Python.
@@ -123,38 +81,53 @@ class Backward:
         return changes
 
     def _without_history(self, ctx: Any, changes: EffectLog, *tangents: torch.Tensor | None) -> Gradients:
-        """The gradients, computed by the graph for the tangents that arrived: whole, reduced, or in parts."""
-        plan = self._plan(ctx)
-        pairs = list(zip(plan.tangents, tangents, strict=True))
-        there = self._there(tangents)
+        """The gradients, computed by the backward for what arrived."""
+        plan, there = self._plan(ctx), self._there(tangents)
         if not there:
             return (None,) * len(self.plan.grads), []
-        chosen, in_parts = None, is_watched(ctx)
-        fits = plan.converts(there) if in_parts else plan.takes(there)
-        if self.other_kinds is not None and not fits:
-            return self.other_kinds(ctx, there)
-        missing = frozenset(slot for tangent, arrived in pairs if arrived is None for slot in tangent.slots())
-        if missing and plan.adds_layouts and self.other_kinds is not None and not in_parts:
-            return self.other_kinds(ctx, there)
-        put = Joining()
-        if in_parts:
-            call, args = self._part(ctx, self.results, there)
-        else:
-            chosen = plan.choices.get(tuple(there))
-            call, args = self.reduced(missing) if missing else self.whole, self._saved(ctx, there)
-            args += [evaluate(size, ctx.symbols) for size in plan.backward_sizes]
-            given = [(tangent, tangent.converted(grad)) for tangent, grad in pairs if grad is not None]
-            put = Joining(grad for _, grad in given)
-            args += [plain for tangent, grad in given for plain in tangent.laid_out(grad)]
-            args += [ctx.written[position] for position in plan.backward_writes.read.values()]
-            args += ctx.rng if plan.rng.draw else ()
+        request = self._request(ctx, plan, there)
+        ordinary = not (request.watched or request.kinds)
+        saved = self._saved(ctx, there) if ordinary else saved_by(ctx, plan)
+        compiled, args, put = self._prepared(ctx, plan, request, there, saved)
+        del saved
         let_go(ctx, plan)
         with class_functions_off():  # wrappers may come for plain tensors
-            results = iter(call(args))
-        grads = in_turn(plan.grads if chosen is None else chosen.grads, results, put)
-        self._write(ctx, results, chosen)
+            results = iter(compiled.call(args))
+        grads = in_turn(of_this_call(ctx, compiled.returned), results, put)
+        self._write(ctx, results, plan.choices.get(request.results) if ordinary else None)
         self.after()
-        return tuple(grads), in_turn(of_this_call(ctx, changes.kept), results, put)
+        kept = changes.kept if compiled.kept is None else compiled.kept
+        return tuple(grads), in_turn(of_this_call(ctx, kept), results, put)
+
+    def _request(self, ctx: Any, plan: NodePlan, there: Arrived) -> BackwardRequest:
+        """What is asked for by gradients that arrive at the node."""
+        results, is_part = tuple(there), len(there) < len(plan.tangents)
+        if is_watched(ctx):
+            return BackwardRequest(results, watched=True)
+        if plan.has_other_kinds and (not plan.takes(there) or (is_part and plan.adds_layouts)):
+            return BackwardRequest(results, kinds=tuple(map(recipe_of, there.values())))
+        return BackwardRequest(results)
+
+    def _prepared(
+        self,
+        ctx: Any,
+        plan: NodePlan,
+        request: BackwardRequest,
+        there: Arrived,
+        saved: Sequence[torch.Tensor],
+    ) -> tuple[Compiled, list[Any], Joining]:
+        """The backward for a request, its arguments, and what puts gradients together.
+
+        Raises:
+            UnsupportedProgram: there is no backward for such gradients.
+        """
+        if request.watched and not plan.converts(there):
+            raise refusal(there.values())
+        compiled = self.backwards.of(request, there)
+        tangents = of_this_call(ctx, compiled.tangents)
+        converted = {idx: tangent.converted(there[idx]) for idx, tangent in tangents.items()}
+        given = [plain for idx, tangent in tangents.items() for plain in tangent.laid_out(converted[idx])]
+        return compiled, compiled.arguments.read(ctx, plan, saved, given), Joining(converted.values())
 
     def _saved(self, ctx: Any, there: Grads) -> list[torch.Tensor]:
         """The saved values; those that a later backward, of other results, needs are kept for it."""
@@ -174,8 +147,7 @@ class Backward:
 
     def _plan(self, ctx: Any) -> NodePlan:
         """The plan, with the sizes of the call whose backward runs."""
-        symbols = getattr(ctx, "symbols", None)  # the graphs may take none of them, each being some number
-        return concrete(self.plan, symbols) if symbols else self.plan
+        return of_this_call(ctx, self.plan)
 
     def _write(self, ctx: Any, results: Iterator[torch.Tensor | None], chosen: ChoicePlan | None) -> None:
         """Resize the storages that the backward resizes, then write what it writes.
@@ -204,28 +176,20 @@ class Backward:
 
     def pieces(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
         """What a gate sends back, given the node's context and the gradients that have arrived so far."""
-        if torch.is_grad_enabled():
-            return self.pieces_differentiably(ctx, gate, arrived)
-        call, args = self._part(ctx, self.plan.piece_slots(gate), arrived)
-        with class_functions_off():
-            results = iter(call(args))
-        return in_turn(self._plan(ctx).pieces(gate), results, Joining())
+        there = {idx: grad for idx in sorted(arrived) if (grad := arrived[idx]) is not None}
+        if not there:
+            return [None] * len(gate.pieces)
+        plainly = functools.partial(self._pieces, ctx, gate, there)
+        return list(
+            self._with_history(ctx, there, gate, plainly)[0] if torch.is_grad_enabled() else plainly()[0]
+        )
 
-    def _part(self, ctx: Any, outs: tuple[Slot, ...], arrived: Grads) -> tuple[BoxedCall, list[Any]]:
-        """The call that computes `outs` from gradients that arrived, and its arguments."""
-        plan = self._plan(ctx)
-        given: dict[Slot, Any] = sizes_by_name(plan.backward_sizes, ctx)
-        for expected, grad in plan.by_kind(arrived, in_parts=True):
-            if not expected.takes(grad):
-                raise refusal([grad])
-            given.update(zip(expected.slots(), expected(grad), strict=True))
-        part = self.parts(outs, frozenset(given))
-        if any(isinstance(source, Slot) and source.role == "primal" for source in part.sources):
-            given = held_by_name(ctx, plan, plain_tensors, part.sources) | given
-        given.update((slot, ctx.written[position]) for slot, position in plan.backward_writes.read.items())
-        given.update(zip(RNG_SLOTS, ctx.rng, strict=True) if plan.rng.draw else ())
-        saved = ctx.saved_tensors if plan.saved.frees else ()
-        return part.call, [saved[s] if isinstance(s, int) else given[s] for s in part.sources]
+    def _pieces(self, ctx: Any, gate: Gate, there: Arrived) -> Gradients:
+        plan, request = self._plan(ctx), BackwardRequest(tuple(there), watched=True, gate=gate)
+        compiled, args, put = self._prepared(ctx, plan, request, there, saved_by(ctx, plan))
+        with class_functions_off():
+            results = iter(compiled.call(args))
+        return in_turn(of_this_call(ctx, compiled.returned), results, put), []
 
     @short_tracebacks
     def differentiably(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
@@ -234,40 +198,64 @@ class Backward:
         Raises:
             UnsupportedProgram: the program cannot be differentiated twice.
         """
-        changes = self._changes(tangents)
-        grads, kept = self._with_history(ctx, changes, *tangents)
-        changes.replay(kept, getattr(ctx, "symbols", {}))
-        return grads
+        changes, there = self._changes(tangents), self._there(tangents)
+        grads: Sequence[torch.Tensor | None] = (None,) * len(self.plan.grads)
+        kept: Sequence[torch.Tensor | None] = ()
+        if there:
+            plainly = functools.partial(self._without_history, ctx, changes, *tangents)
+            some, kept = self._with_history(ctx, there, None, plainly)
+            # Of a backward that is a program itself, values that its forward saved come last.
+            grads = (*some, *grads[len(some) :])
+        changes.replay(list(kept), getattr(ctx, "symbols", {}))
+        return tuple(grads)
 
-    def _with_history(self, ctx: Any, changes: EffectLog, *tangents: torch.Tensor | None) -> Gradients:
-        """The gradients with a history: by the backward as a program, or by its graph under autograd."""
-        plan, arrived = self._plan(ctx), self._there(tangents)
-        if not arrived:
-            return (None,) * len(self.plan.grads), []
-        is_needed = plan.obstacle is not None or not plan.converts(arrived)
-        is_apart = is_watched(ctx) or bool(self.plan.sizes)
-        has_trace = self.double_backward is not None and self.double_backward.compiler.is_there()
-        if self.double_backward is not None and (is_needed or has_trace and not is_apart):
-            return self.double_backward(ctx, arrived, lambda: self._without_history(ctx, changes, *tangents))
-        outs = tuple(slot for slot in self.results if slot.role in ("grad", "kept"))
-        found = iter(self._from_parts(ctx, outs, arrived, in_parts=is_watched(ctx)))
-        grads = in_turn(plan.grads, found, together)
-        return tuple(grads), in_turn(of_this_call(ctx, changes.kept), found, together)
+    def _with_history(
+        self, ctx: Any, there: Arrived, gate: Gate | None, plainly: Callable[[], Gradients]
+    ) -> Gradients:
+        """The gradients, or the pieces of a gate, with a history, and what user code keeps.
 
-    def pieces_differentiably(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
-        """What a gate sends back, with a history."""
-        results = self._from_parts(ctx, self.plan.piece_slots(gate), arrived, in_parts=True)
-        return in_turn(self._plan(ctx).pieces(gate), iter(results), together)
+        Args:
+            ctx: the context of the node.
+            there: the gradients that there are.
+            gate: the gate whose pieces are asked for, if they are.
+            plainly: computes the same without a history.
+        """
+        request = BackwardRequest(
+            tuple(there),
+            kinds=tuple(map(recipe_of, there.values())),
+            create_graph=True,
+            recorded=tuple(idx for idx, grad in there.items() if grad.requires_grad),
+            watched=gate is not None or is_watched(ctx),
+            gate=gate,
+        )
+        double = self.backwards.double(request, there)
+        if double.program is None:
+            with torch.no_grad():
+                grads, kept = plainly()
+                return [failing_later(grad, double.failure) for grad in grads], kept
+        tangents = of_this_call(ctx, double.tangents)
+        given = [laid_out_with_history(tangent, there[idx]) for idx, tangent in tangents.items()]
+        return double.program.run(ctx, self.plan, saved_by(ctx, self.plan), given)
 
-    def _from_parts(
-        self, ctx: Any, outs: tuple[Slot, ...], arrived: Grads, *, in_parts: bool
-    ) -> Sequence[torch.Tensor | None]:
-        if self.plan.obstacle is not None:
-            raise no_double_backward(self.plan.obstacle)
-        plan, tangents = self._plan(ctx), dict[Slot, torch.Tensor]()
-        for expected, grad in plan.by_kind(arrived, in_parts=in_parts):
-            tangents.update(zip(expected.slots(), expected.with_history(grad), strict=True))
-        part = self.differentiable_parts(outs, frozenset(tangents), in_parts=in_parts)
-        given = held_by_name(ctx, plan, apart, part.sources) | tangents
-        with class_functions_off():
-            return part.call([given[slot] for slot in part.sources if not isinstance(slot, int)])
+
+Gradients: TypeAlias = "tuple[Sequence[torch.Tensor | None], list[torch.Tensor | None]]"
+"""The gradients of the inputs, or the pieces of a gate, and what user code in the backward keeps."""
+
+T = TypeVar("T")
+
+
+def of_this_call(ctx: Any, value: T) -> T:
+    """`value` with the sizes of the call whose backward runs."""
+    symbols = getattr(ctx, "symbols", None)  # the graphs may take none of them, each being some number
+    return concrete(value, symbols) if symbols else value
+
+
+def refusal(arrived: Iterable[torch.Tensor]) -> UnsupportedProgram:
+    """An error for gradients of other kinds in a backward that runs in parts."""
+    kinds = ", ".join(type(grad).__name__ for grad in arrived)
+    return UnsupportedProgram(
+        f"gradients of other kinds than the results arrive ({kinds}), and hooks, `retain_grad` or "
+        "`torch.autograd.grad` look at what passes between them",
+        stage="runtime",
+        fix="convert them before calling `backward`",
+    )

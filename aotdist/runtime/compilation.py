@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NoReturn
 
@@ -14,39 +14,19 @@ from aotdist.codegen.contract import Emitted
 from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.stack import Plans
+from aotdist.convention.subclass import shell_of
 from aotdist.convention.synthetic_base import BasePlan
 from aotdist.errors import InternalError
-from aotdist.joint.later_backwards import OtherJoint
 from aotdist.joint.trace import Traced
-from aotdist.partition.double_backward import DoubleBackwardPlan
+from aotdist.partition.derive import BackwardRequest, Joint
 from aotdist.partition.gates import Gate, plan_gates
 from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
 from aotdist.program import Graph, I, PrimalIdx, Program, Row, TrainingGraphs
-from aotdist.runtime.backward import Parts
-from aotdist.runtime.double_backward import DoubleBackwards
-from aotdist.runtime.on_demand import OnDemand
-from aotdist.runtime.other_kinds import Arrived
+from aotdist.runtime.backwards import Backwards, DoubleBackwards
 from aotdist.runtime.plan import NodePlan, node_plan
 from aotdist.settings import Settings
-from aotdist.subclasses.protocol import Recipe, leaves, rebuild, recipe_of
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardCompilers:
-    """What compiles the backwards of a program that its joint graph does not show.
-
-    Args:
-        double_backward: what is needed to differentiate the backward.
-        differentiable_parts: compiles backwards whose gradients autograd records.
-        compiler_for: what compiles the backward as a program with a backward, if that can be.
-        of_kinds: traces a backward for gradients of other kinds, if there can be one.
-    """
-
-    double_backward: DoubleBackwardPlan
-    differentiable_parts: Parts
-    compiler_for: Callable[[NodePlan], DoubleBackwards | None]
-    of_kinds: Callable[[Arrived], OtherJoint] | None
+from aotdist.subclasses.protocol import recipe_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,49 +39,44 @@ class Training:
         node: how tensors pass through the autograd node.
         backwards: runs them, and compiles those that are not in `halves`.
         gates: where the backward may be watched.
-        differentiable_parts: as the parts of `backwards`, for gradients that autograd records.
-        double_backward: compiles the backward as a program with a backward, if that can be; each once.
     """
 
     graphs: TrainingGraphs
     halves: EmittedHalves
     node: NodePlan
-    backwards: OnDemand
+    backwards: Backwards
     gates: tuple[Gate, ...]
-    differentiable_parts: Parts
-    double_backward: DoubleBackwards | None
 
     @classmethod
     def assembled(
         cls,
         traced: Traced,
         plans: Plans,
-        graphs: TrainingGraphs,
+        joint: Joint,
+        ahead: BackwardRequest,
         halves: EmittedHalves,
         emitter: Emitter,
-        compilers: BackwardCompilers,
+        doubles: DoubleBackwards,
+        *,
+        has_other_kinds: bool,
     ) -> Training:
         """A program of compiled halves, with all that runs and compiles its other backwards."""
-        plan = compilers.double_backward
-        node = node_plan(traced, plans, graphs.whole, graphs.split, halves.tangent_strides, plan)
-        backwards = OnDemand(
-            graphs=graphs,
-            halves=halves,
-            facts=traced.facts,
-            ins=traced.program.ins,
-            symbols=traced.symbols,
-            emitter=emitter,
-            kept=node.kept.slots,
-            traced=compilers.of_kinds,
+        graphs = joint.graphs
+        node = node_plan(
+            traced,
+            plans,
+            graphs.whole,
+            graphs.split,
+            halves.tangent_strides,
+            has_other_kinds=has_other_kinds,
         )
+        joint = replace(joint, kept=node.kept.slots, any_strides=not halves.tangent_strides)
         return cls(
             graphs=graphs,
             halves=halves,
             node=node,
-            backwards=backwards,
+            backwards=Backwards(joint, ahead, halves, node, traced.symbols, emitter, doubles),
             gates=plan_gates(graphs.cut, traced.facts),
-            differentiable_parts=compilers.differentiable_parts,
-            double_backward=compilers.compiler_for(node),
         )
 
 
@@ -222,7 +197,7 @@ def without_tensors(compilation: Compilation) -> Compilation:
             places=(),
             environment=replace(environment, state=(), reached=reached),
         ),
-        traced=replace(traced, program=_without_tensors(traced.program), later_backwards=None),
+        traced=replace(traced, program=_without_tensors(traced.program), later_backwards=None, traces=None),
     )
 
 
@@ -230,15 +205,6 @@ def shell(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor with the metadata of another and no data."""
     made = shell_of(recipe_of(tensor))
     return made.requires_grad_(tensor.requires_grad) if tensor.requires_grad else made
-
-
-def shell_of(recipe: Recipe) -> torch.Tensor:
-    """A tensor that `recipe` puts together, with no data."""
-    plains = [
-        torch.empty_strided(plain.size, plain.stride, dtype=plain.dtype, device="meta")
-        for _, plain in leaves(recipe)
-    ]
-    return rebuild(recipe, plains)
 
 
 def _without_tensors(program: Program[I]) -> Program[I]:

@@ -1,139 +1,199 @@
-"""The backward of a node as a program with a backward of its own: see `joint/later_backwards.py`.
+"""A backward whose gradients are differentiated in turn: it is a program with a backward of its own.
 
-Its inputs are those of the node that get gradients, the gradients that arrive, and what the node saved.
+Its inputs are those of the node that get gradients, the gradients that arrive, and what the node saved; its
+graph is that of `aotdist.partition.derive`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
 
 import torch
 
+from aotdist.codegen.contract import Strides
+from aotdist.codegen.emit import with_strides
 from aotdist.convention.layer import Call
-from aotdist.errors import UnsupportedProgram
-from aotdist.program import NodeOutIdx, PrimalIdx, Slot
-from aotdist.runtime.gate import is_watched
-from aotdist.runtime.held import held_by_name
-from aotdist.runtime.other_kinds import Arrived, Gradients
+from aotdist.convention.subclass import shell_of
+from aotdist.errors import InternalError, UnsupportedProgram
+from aotdist.facts import Untouched
+from aotdist.joint.later_backwards import TracedDoubleBackward
+from aotdist.joint.symbols import Symbols
+from aotdist.joint.trace import Traced
+from aotdist.partition.derive import Derived
+from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
+from aotdist.runtime.held import Arguments, check_unwritten
 from aotdist.runtime.plan import NodePlan
-from aotdist.runtime.tangent import Tangent, restrided
-from aotdist.subclasses.protocol import Constant, plain_tensors
+from aotdist.runtime.tangent import Tangent, restrided, tangent_like
+from aotdist.sizes import Expression, evaluate
+from aotdist.subclasses.protocol import Constant, recipe_of
 from aotdist.torch_seam.autograd import failing_in_backward
+from aotdist.torch_seam.functional import FakeTensorMode
 
-
-@dataclass(frozen=True, slots=True)
-class CompiledDoubleBackward:
-    """A differentiable backward for gradients of certain sizes, layouts and classes.
-
-    Args:
-        tangents: how each gradient that arrives is converted, and whether it requires grad.
-        primals: the inputs of the node that it takes.
-        values: the names of the other values that it takes.
-        needed: the names of all values whose data it reads.
-        call: inputs, gradients, values -> gradients.
-        grads: which result is the gradient of which input; none if none has a history.
-        kept: the results that user code in the backward keeps.
-        failure: why the gradients have no history although eager's have, if so.
-    """
-
-    tangents: Mapping[NodeOutIdx, tuple[Tangent, bool]]
-    primals: tuple[PrimalIdx, ...] = ()
-    values: tuple[Slot, ...] = ()
-    needed: frozenset[int | Slot] = frozenset()
-    call: Call = list
-    grads: Mapping[PrimalIdx, NodeOutIdx] = field(default_factory=dict[PrimalIdx, NodeOutIdx])
-    kept: tuple[NodeOutIdx, ...] = ()
-    failure: str = ""
-
-    def takes(self, arrived: Arrived) -> bool:
-        """Whether it was compiled for such gradients."""
-        return arrived.keys() == self.tangents.keys() and all(
-            arrived[idx].requires_grad is requires_grad and tangent.takes(arrived[idx])
-            for idx, (tangent, requires_grad) in self.tangents.items()
-        )
-
-
-class DoubleBackwards(Protocol):
-    """Compiles differentiable backwards of one program."""
-
-    def __call__(self, arrived: Arrived) -> CompiledDoubleBackward:
-        """The one for such gradients; compiles each once."""
-        ...
-
-    def is_there(self) -> bool:
-        """Whether there is one, or a reason why there is none; if not, the joint graph serves as well."""
-        ...
-
-    def has_trace(self) -> bool:
-        """Whether backwards can be traced."""
-        ...
-
-    def forget_trace(self) -> None:
-        """Let go of what traces backwards, unless it was used, or nothing else could stand in for it."""
-        ...
+Nodes = Callable[[Mapping[str, int]], Call]
+"""The autograd node of a program as a call, for the sizes of a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoubleBackward:
-    """The backward under `create_graph=True`: runs a `CompiledDoubleBackward`.
+    """A backward for gradients that are differentiated in turn.
 
     Args:
-        plan: how tensors pass through the node.
-        compiler: gives the one for these gradients.
+        tangents: how each gradient that arrives is converted.
+        program: what computes their gradients; None if these have no history.
+        failure: why they have none although eager's have, if so.
     """
 
-    plan: NodePlan
-    compiler: DoubleBackwards
+    tangents: Mapping[NodeOutIdx, Tangent]
+    program: BackwardProgram | None
+    failure: str
 
-    def __call__(self, ctx: Any, arrived: Arrived, plainly: Callable[[], Gradients]) -> Gradients:
-        """The inputs' gradients, with a history if they have one, and what user code keeps.
+
+@dataclass(frozen=True, slots=True)
+class BackwardProgram:
+    """A backward as a program of its own, compiled.
+
+    Args:
+        node: inputs, gradients, values -> gradients.
+        primals: the inputs of the node that it takes.
+        values: the other values that it takes.
+        needed: the names of all values whose data it reads.
+        returned: which result is the gradient of each input, or each piece; None for none.
+        kept: the results that user code in the backward keeps.
+        guards: what holds of the sizes that it is for.
+    """
+
+    node: Nodes
+    primals: tuple[PrimalIdx, ...]
+    values: Arguments
+    needed: frozenset[Slot]
+    returned: tuple[NodeOutIdx | None, ...]
+    kept: tuple[NodeOutIdx, ...]
+    guards: tuple[Expression, ...]
+
+    def run(
+        self, ctx: Any, plan: NodePlan, saved: Sequence[torch.Tensor], tangents: Iterable[torch.Tensor]
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """The gradients, with a history, and what user code keeps.
 
         Args:
             ctx: the context of the node.
-            arrived: the gradients that there are.
-            plainly: computes the same without a history.
+            plan: the plan of the node.
+            saved: the saved values.
+            tangents: the gradients that arrived, laid out as the graph takes them.
 
         Raises:
-            UnsupportedProgram: they cannot be differentiated.
+            UnsupportedProgram: it needs an input that was written since, or has another history, or it is for
+                other sizes.
         """
-        if is_watched(ctx):
-            raise UnsupportedProgram(
-                "gradients are differentiated in turn (`create_graph=True`) by way of autograd's own graph, "
-                "and hooks, `retain_grad` or `torch.autograd.grad` look at what passes between results",
-                stage="runtime",
-                fix="use no hooks, `retain_grad` or `torch.autograd.grad` of results in that backward",
-            )
-        compiled = self.compiler(arrived)
-        if not compiled.grads:
-            with torch.no_grad():
-                grads, tensors = plainly()
-                return tuple(_failing_later(grad, compiled.failure) for grad in grads), tensors
-        kept = dict(zip(self.plan.kept.primals, ctx.kept_primals, strict=True))
-        held = held_by_name(ctx, self.plan, plain_tensors, compiled.needed)
-        results = compiled.call(
-            [
-                *(kept[idx] for idx in compiled.primals),
-                *(_laid_out(tangent, arrived[idx]) for idx, (tangent, _) in compiled.tangents.items()),
-                *(held[slot] for slot in compiled.values),
-            ]
-        )
-        grads = tuple(
-            results[compiled.grads[idx]] if idx in compiled.grads else None
-            for idx in self.plan.grads.indices()
-        )
-        return grads, [results[idx] for idx in compiled.kept]
+        symbols = getattr(ctx, "symbols", {})
+        for guard in self.guards:
+            if not evaluate(guard, symbols):
+                raise UnsupportedProgram(
+                    f"gradients of gradients were compiled for sizes where `{guard}`, which does not hold",
+                    stage="runtime",
+                    fix="compile with `Settings(dynamic=False)`",
+                )
+        check_unwritten(ctx, plan, self.needed)
+        inputs = dict(zip(plan.kept.primals, ctx.kept_primals, strict=True))
+        for idx in self.primals:
+            _check_history(inputs[idx], *ctx.next_functions[idx])
+        values = self.values.read(ctx, plan, saved, ())
+        results = self.node(symbols)([*(inputs[idx] for idx in self.primals), *tangents, *values])
+        returned = [None if at is None else results[at] for at in self.returned]
+        return returned, [results[at] for at in self.kept]
 
 
-def _failing_later(grad: torch.Tensor | None, failure: str) -> torch.Tensor | None:
-    """`grad` with a history whose backward raises, and says why there is none."""
+def _check_history(tensor: torch.Tensor, node: Any, number: int) -> None:
+    """See that the gradient of an input would go where it went when the forward ran."""
+    if tensor.grad_fn is None or (tensor.grad_fn is node and tensor.output_nr == number):
+        return
+    raise UnsupportedProgram(
+        f"an input of the program (of sizes {list(tensor.shape)}) was written after it was read, and "
+        "its old history is needed: gradients are differentiated in turn (`create_graph=True`)",
+        stage="runtime",
+        fix="write a clone of it",
+    )
+
+
+def double_backward(
+    derived: Derived,
+    plan: NodePlan,
+    saved_strides: Mapping[Slot, Strides],
+    symbols: Symbols,
+    fake_mode: FakeTensorMode,
+    compiled: Callable[[Traced], Nodes],
+) -> DoubleBackward:
+    """Compile what `derive` made of a request.
+
+    Args:
+        derived: the graph, and the program that it is of.
+        plan: how tensors pass through the node.
+        saved_strides: those of saved values, where the forward's compiler chose them.
+        symbols: the symbolic sizes.
+        fake_mode: the mode of the graph's `val`s.
+        compiled: compiles a program that was traced.
+    """
+    traced, before = derived.program, symbols.sizes().guards
+    assert traced is not None, "who asks wants a history"
+    tangents = {idx: tangent_like(*named, loose=False) for idx, named in derived.tangents.items()}
+    if not traced.has_history:
+        return DoubleBackward(tangents, None, traced.failure)
+    graph = with_strides(derived.graph, saved_strides, fake_mode)
+    rest = graph.ins[len(traced.plain_ins()) :]
+    values = [slot for slot in rest if slot.role not in ("size", *GRADIENT_ROLES)]
+    node = compiled(_as_program(traced, graph, values, symbols, fake_mode))
+    program = BackwardProgram(
+        node=node,
+        primals=traced.primals,
+        values=Arguments.of(plan, values, ()),
+        needed=frozenset(slot for slot, each in graph.named_placeholders().items() if each.users),
+        returned=traced.returned,
+        kept=traced.kept,
+        guards=tuple(guard for guard in symbols.sizes().guards if guard not in before),
+    )
+    return DoubleBackward(tangents, program, "")
+
+
+def _as_program(
+    traced: TracedDoubleBackward,
+    graph: Graph,
+    values: Sequence[Slot],
+    symbols: Symbols,
+    fake_mode: FakeTensorMode,
+) -> Traced:
+    """The backward as a program that takes `values`, too."""
+    named = graph.named_placeholders()
+    more = [Slot("primal", f"saved {slot}") for slot in values]
+    renamed = dict(zip(values, more, strict=True))
+    graph = Graph(graph.gm, tuple(renamed.get(slot, slot) for slot in graph.ins), graph.outs)
+    facts, kinds = traced.facts, [recipe_of(named[slot].meta["val"]) for slot in values]
+    facts = replace(
+        facts,
+        inputs=Row([*facts.inputs, *(Untouched() for _ in values)]),
+        recipes=Row([*facts.recipes, *kinds]),
+        backward=replace(facts.backward, grads=Row([*facts.backward.grads, *(None for _ in values)])),
+        related=True,
+    )
+    ins = Row[PrimalIdx, Slot]([*traced.ins, *more])
+    program = Program(_never, ins, facts.recipes.map(shell_of))
+    return Traced(program, graph, facts, fake_mode, symbols, traced.later)
+
+
+def _never(*args: Any) -> NoReturn:
+    raise InternalError("the program of a backward was called; only its graph is to run", stage="runtime")
+
+
+def failing_later(grad: torch.Tensor | None, failure: str) -> torch.Tensor | None:
+    """`grad` with a history whose backward raises, and says why; as it is, if there is no failure."""
     if grad is None or not failure:
         return grad
     return failing_in_backward(grad, f"the backward of a compiled program has no gradient ({failure})")
 
 
-def _laid_out(tangent: Tangent, grad: torch.Tensor) -> torch.Tensor:
+def laid_out_with_history(tangent: Tangent, grad: torch.Tensor) -> torch.Tensor:
+    """`grad` as a backward with a history takes it."""
     converted, recipe = tangent.converted(grad), tangent.recipe
     if isinstance(recipe, Constant) or converted.stride() == recipe.stride:
         return converted

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,42 +14,71 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.program import Slot
 from aotdist.runtime.plan import NodePlan
 from aotdist.sizes import Expression, evaluate
+from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import keeps_graph
 
 
-def held_by_name(
-    ctx: Any,
-    plan: NodePlan,
-    apart: Callable[[torch.Tensor], Sequence[torch.Tensor]],
-    needed: Collection[int | Slot],
-) -> dict[Slot, Any]:
-    """Saved values, kept inputs, sizes, seed and offset, by name.
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """Where the arguments of a backward's graph come from.
 
     Args:
-        ctx: the context of the node.
-        plan: the plan of the node.
-        apart: gives the plain tensors of an input.
-        needed: the names of the values whose data the backward reads.
+        sources: for each, its position among what the node holds and is given; or a number, as an expression
+            in the sizes of the call.
+        inputs: names of kept inputs among them.
+    """
+
+    sources: tuple[int | Expression, ...]
+    inputs: frozenset[Slot]
+
+    @classmethod
+    def of(cls, plan: NodePlan, ins: Sequence[Slot], gradients: Sequence[Slot]) -> Arguments:
+        """Those named `ins`, of which `gradients` are given."""
+        rng = RNG_SLOTS if plan.rng.draw else ()
+        held = (*plan.saved.slots, *plan.backward_writes.read, *rng, *gradients, *plan.kept.slots)
+        position = {slot: at for at, slot in enumerate(held)}
+        sources = tuple(slot.path if slot.role == "size" else position[slot] for slot in ins)
+        return cls(sources, frozenset(plan.kept.slots).intersection(ins))
+
+    def read(self, ctx: Any, plan: NodePlan, saved: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
+        """The arguments.
+
+        Args:
+            ctx: the context of the node.
+            plan: the plan of the node.
+            saved: the saved values.
+            gradients: the plain tensors of what arrived, as the graph takes them.
+
+        Raises:
+            UnsupportedProgram: a kept input was written since, which eager would not look at.
+        """
+        held = [*saved, *(ctx.written[position] for position in plan.backward_writes.read.values())]
+        held += [*(ctx.rng if plan.rng.draw else ()), *gradients]
+        if self.inputs:
+            check_unwritten(ctx, plan, self.inputs)
+            held += [plain for primal in ctx.kept_primals for plain in plain_tensors(primal)]
+        return [evaluate(at, ctx.symbols) if isinstance(at, str) else held[at] for at in self.sources]
+
+
+def saved_by(ctx: Any, plan: NodePlan) -> Sequence[torch.Tensor]:
+    """The saved values.
 
     Raises:
-        RuntimeError: a saved value was written since the forward; autograd's own error.
-        UnsupportedProgram: a kept input was written since, which eager would not look at.
+        RuntimeError: one was written since the forward, or they were freed; autograd's own error.
     """
-    saved, kept = plan.saved, plan.kept
-    held: dict[Slot, Any] = dict(zip(saved.slots, ctx.saved_tensors if saved.frees else (), strict=True))
+    return ctx.saved_tensors if plan.saved.frees else ()
+
+
+def check_unwritten(ctx: Any, plan: NodePlan, needed: Collection[Slot]) -> None:
+    """See that the kept inputs are as they were.
+
+    Raises:
+        UnsupportedProgram: one of those that are needed was written since, which eager would not look at.
+    """
+    kept = plan.kept
     for (position, slots), version in zip(kept.unsaved, ctx.versions if kept.unsaved else (), strict=True):
         if version_of(ctx.kept_primals[position]) != version and any(slot in needed for slot in slots):
             raise _written_since(slots[0].path)
-    plains = [plain for primal in ctx.kept_primals for plain in apart(primal)] if kept.primals else []
-    held.update(zip(kept.slots, plains, strict=True))
-    held.update(sizes_by_name(plan.sizes, ctx))
-    held.update(zip(RNG_SLOTS, ctx.rng, strict=True) if plan.rng.draw else ())
-    return held
-
-
-def sizes_by_name(expressions: Sequence[Expression], ctx: Any) -> dict[Slot, Any]:
-    """The numbers of a call, by the names of the arguments that they are."""
-    return {Slot("size", size): evaluate(size, ctx.symbols) for size in expressions}
 
 
 def run_once(ctx: Any) -> None:

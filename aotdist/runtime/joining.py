@@ -14,6 +14,7 @@ from aotdist.subclasses.protocol import (
     Recipe,
     Wrapper,
     is_wrapper,
+    leaves,
     plain_tensors,
     rebuild,
     recipe_of,
@@ -46,6 +47,15 @@ class Joining:
         if known is None or not is_laid_out_as(recipe_of(known[0]), recipe):
             known = self._known[_key(there)] = rebuild(_as_they_lie(recipe, iter(there)), there), there
         return known[0]
+
+
+def in_turn(
+    recipes: Iterable[Recipe | None], plains: Iterator[torch.Tensor | None], put: Joining
+) -> list[torch.Tensor | None]:
+    """For each recipe, what `put` makes of the next `plains`; None for no recipe."""
+    return [
+        None if recipe is None else put(recipe, [next(plains) for _ in leaves(recipe)]) for recipe in recipes
+    ]
 
 
 def _key(plains: Sequence[torch.Tensor]) -> tuple[int, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -16,8 +16,6 @@ from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import UnwrapPlan, plain_positions
 from aotdist.facts import Choice, Facts, NodeOut, Passages
 from aotdist.joint.trace import Traced
-from aotdist.partition.double_backward import DoubleBackwardPlan
-from aotdist.partition.gates import Gate
 from aotdist.program import Graph, NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.runtime.results import result_views
 from aotdist.runtime.tangent import Tangent
@@ -150,11 +148,11 @@ class NodePlan:
         backward_sizes: those that the backward graph takes between saved values and tangents.
         saved: what it saves.
         kept: the inputs that it keeps.
-        obstacle: why the backward graph cannot be differentiated, if so.
         tangents: recipes of the tangents to assume, one for each differentiable output.
         grads: recipe of each input's gradient, or None.
         shares: whether gradients that are wrappers may be one, or be tangents: they hold the same tensors.
         choices: the backward of some outputs, by these outputs, if it was traced separately.
+        has_other_kinds: whether gradients of other kinds than the results have a backward of their own.
         adds_layouts: whether the backward of other outputs may be more than a part of the whole, see `Facts`.
         backward_writes: what the backward writes.
         on_the_way: which gradients pass tensors that the caller holds.
@@ -169,11 +167,11 @@ class NodePlan:
     backward_sizes: tuple[Expression, ...]
     saved: Saved
     kept: KeptInputs
-    obstacle: str | None
     tangents: tuple[Tangent, ...]
     grads: Row[PrimalIdx, Recipe | None]
     shares: bool
     choices: Mapping[tuple[NodeOutIdx, ...], ChoicePlan]
+    has_other_kinds: bool
     adds_layouts: bool
     backward_writes: BackwardWrites
     on_the_way: OnTheWay
@@ -186,12 +184,6 @@ class NodePlan:
             return self.on_the_way.totals[idx]
         return self.tangents[self.differentiable().index(idx)]
 
-    def by_kind(self, arrived: Grads, *, in_parts: bool) -> Iterator[tuple[Tangent, torch.Tensor]]:
-        """Gradients of results, each with what converts it."""
-        for idx, grad in arrived.items():
-            if grad is not None:
-                yield self.expected(idx, in_parts=in_parts).converting(), grad
-
     def takes(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> bool:
         """Whether the backward is for gradients of these kinds."""
         return all(self.expected(idx, in_parts=False).takes(grad) for idx, grad in arrived.items())
@@ -201,15 +193,6 @@ class NodePlan:
         return all(
             self.expected(idx, in_parts=False).converting().takes(grad) for idx, grad in arrived.items()
         )
-
-    def piece_slots(self, gate: Gate) -> tuple[Slot, ...]:
-        """Names of what a gate sends back."""
-        points = self.on_the_way.passages.waypoints
-        return tuple(slot for position, k in gate.pieces for slot in points[position].piece_slots(k))
-
-    def pieces(self, gate: Gate) -> list[Recipe]:
-        """Recipes of what a gate sends back."""
-        return [self.on_the_way.passages.waypoints[position].pieces[k] for position, k in gate.pieces]
 
     def without_grad(self, examples: Row[PrimalIdx, torch.Tensor]) -> list[PrimalIdx]:
         """Inputs that require grad and get no gradient, if others get one."""
@@ -233,7 +216,8 @@ def node_plan(
     whole: Graph,
     split: Split,
     tangent_strides: Mapping[Slot, Strides],
-    double_backward: DoubleBackwardPlan,
+    *,
+    has_other_kinds: bool,
 ) -> NodePlan:
     """The plan of the node for a partitioned program.
 
@@ -243,11 +227,10 @@ def node_plan(
         whole: the backward of all results.
         split: the two graphs.
         tangent_strides: strides of tangents that backward graphs are compiled for.
-        double_backward: what is needed to differentiate the backward graph.
+        has_other_kinds: see `NodePlan`.
     """
     facts, backward = traced.facts, traced.facts.backward
     outs = Row[NodeOutIdx, NodeOut](list(facts.node_outs)[: len(plans.unwrap.outs)])
-    kept, obstacle = _kept_for_double_backward(traced, double_backward)
     plain, later = is_plain(facts), traced.later_backwards
     as_they_are = later is not None and later.meets_other_layouts()
     return NodePlan(
@@ -257,8 +240,7 @@ def node_plan(
         sizes=split.forward.sizes(),
         backward_sizes=split.backward.sizes(),
         saved=_saved(traced, plans, split, outs),
-        kept=_kept_inputs(traced, split, kept),
-        obstacle=obstacle,
+        kept=_kept_inputs(traced, split, _kept(traced)),
         tangents=tuple(
             _tangent(out, tangent_strides, plain=plain, as_it_is=as_they_are)
             for out in outs
@@ -267,6 +249,7 @@ def node_plan(
         grads=backward.grads,
         shares=_shares(backward.grads, whole),
         choices={choice.outs: _choice(choice, facts) for choice in backward.choices},
+        has_other_kinds=has_other_kinds,
         adds_layouts=backward.adds_layouts,
         backward_writes=_backward_writes(facts, traced.program.ins, split),
         on_the_way=OnTheWay(
@@ -365,34 +348,16 @@ def _totals(passages: Passages, *, any_strides: bool, plain: bool) -> dict[NodeO
     return found
 
 
-def _kept_for_double_backward(
-    traced: Traced, double_backward: DoubleBackwardPlan
-) -> tuple[tuple[PrimalIdx, ...], str | None]:
-    """The inputs to keep, and why the backward graph cannot be differentiated, if so.
+def _kept(traced: Traced) -> tuple[PrimalIdx, ...]:
+    """The inputs that backwards through the trace's graph need: those that get a gradient.
 
-    Backwards that run through autograd's graph of the trace (of other kinds, or differentiable) need all
-    inputs that get a gradient.
+    There are none of these backwards where such an input shows its elements in another way afterwards.
     """
-    obstacle, later = _obstacle(traced, double_backward), traced.later_backwards
-    kept = {slot.path for slot in double_backward.primals} if obstacle is None else set[str]()
-    ins, facts = traced.program.ins, traced.facts
-    if later is not None and not facts.reshaped():
-        kept |= {slot.path for slot, grad in zip(ins, facts.backward.grads, strict=True) if grad is not None}
-    return tuple(idx for idx, slot in ins.enumerate() if slot.path in kept), obstacle
-
-
-def _obstacle(traced: Traced, double_backward: DoubleBackwardPlan) -> str | None:
-    facts, ins = traced.facts, traced.program.ins
-    if facts.related:
-        return "it is the gradient of a gradient itself"
-    for slot, recipe, grad in zip(ins, facts.recipes, facts.backward.grads, strict=True):
-        if grad is not None and isinstance(recipe, Wrapper) != isinstance(grad, Wrapper):
-            # Beneath the wrapper a plain input has one gradient; the program gives it one for each part.
-            return f"the gradient of `{slot}` is another kind of tensor than `{slot}`"
-    paths = {slot.path for slot in double_backward.primals}
-    if any(ins[idx].path in paths for idx in facts.reshaped()):
-        return "it writes the sizes, strides or storage of an input in place"
-    return double_backward.obstacle
+    grads, reshaped = traced.facts.backward.grads.enumerate(), traced.facts.reshaped()
+    found = (
+        tuple(idx for idx, grad in grads if grad is not None) if traced.later_backwards is not None else ()
+    )
+    return () if any(idx in reshaped for idx in found) else found
 
 
 def _kept_inputs(traced: Traced, split: Split, kept: tuple[PrimalIdx, ...]) -> KeptInputs:

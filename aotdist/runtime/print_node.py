@@ -331,7 +331,7 @@ def _print_backward(
     given += [f"ctx.written[{position}]" for position in plan.backward_writes.read.values()]
     given += ["*ctx.rng"] if plan.rng.draw is not None else []
     args = f"args = [{', '.join(given)}]"
-    if backward.other_kinds is None or all(tangent.is_any_plain() for _, tangent in pairs):
+    if not plan.has_other_kinds or all(tangent.is_any_plain() for _, tangent in pairs):
         printer.line(args)
     else:
         with printer.block("try:"):
@@ -340,7 +340,7 @@ def _print_backward(
             printer.line(returned_of_some)
     printer.line(f"del {', '.join(names)}")
     _print_letting_go(printer, plan)
-    printer.line(f"results = {printer.bind('BACKWARD', backward.whole)}(args)")
+    printer.line(f"results = {printer.bind('BACKWARD', backward.backwards.of_all())}(args)")
 
 
 def _print_gradients(

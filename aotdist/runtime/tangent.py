@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Role, Slot
-from aotdist.runtime.apart import apart
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
     Plain,
@@ -78,15 +76,6 @@ class Tangent:
         """The same for what `converted` returned."""
         args = [converted] if isinstance(self.recipe, Plain) else plain_tensors(converted)
         return [_materialised(arg, stride) for arg, stride in zip(args, self.strides, strict=True)]
-
-    def with_history(self, tangent: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The same for gradients that autograd records; the layout may be any.
-
-        Raises:
-            OtherKind: the tangent is another kind of tensor and cannot be converted.
-        """
-        converted = self.converted(tangent)
-        return [converted] if isinstance(self.recipe, Plain) else apart(converted)
 
     def takes(self, tangent: torch.Tensor) -> bool:
         """Whether `tangent` is of the kind that is expected, or converted to it."""

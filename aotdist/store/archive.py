@@ -24,7 +24,7 @@ from aotdist.files import AS_USUAL, write_whole
 from aotdist.store.ranks import Variant
 from aotdist.store.typed import made
 
-FORMAT = 12
+FORMAT = 13
 """Goes up with every change of what is written; an artifact of another format is built again."""
 
 Kind: TypeAlias = Literal["compiled", "exported"]

@@ -18,6 +18,7 @@ from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.contract import Fusion, KernelSummary
 from aotdist.codegen.triton import Result
 from aotdist.convention import changes, synthetic_base
+from aotdist.partition.derive import BackwardRequest
 from aotdist.program import Slot
 from aotdist.settings import Settings
 from aotdist.store.live import GroupName, MeshName, Place
@@ -44,7 +45,7 @@ class Shape:
 _OURS: tuple[type[Any], ...] = (
     *(NodeAt, Shape, Slot, Settings, Returned, Shown, Check, MeshName, GroupName, Place),
     *(EffectLog, Assign, Add, Delete, Print, Tree, TensorResult),
-    *(PackedLaunch, Result, Fusion, KernelSummary),
+    *(BackwardRequest, PackedLaunch, Result, Fusion, KernelSummary),
     *(protocol.Plain, protocol.Constant, protocol.Wrapper),
     *(synthetic_base.Member, synthetic_base.Span, synthetic_base.ViewBase, synthetic_base.BasePlan),
     *(facts.Facts, facts.BackwardFacts, facts.BackwardWrite, facts.ResultWrite, facts.Choice),

@@ -23,19 +23,17 @@ from aotdist.codegen.fx import FxBackend
 from aotdist.convention import dedupe, synthetic_base
 from aotdist.convention.stack import Plans
 from aotdist.convention.synthetic_base import BasePlan
-from aotdist.errors import SignatureMismatch, UnsupportedProgram
+from aotdist.errors import InternalError, SignatureMismatch, UnsupportedProgram
 from aotdist.facts import Facts
 from aotdist.joint.symbols import Symbols
 from aotdist.joint.trace import Traced
-from aotdist.partition.choices import without_choices
-from aotdist.partition.double_backward import DoubleBackwardPlan
+from aotdist.partition.derive import BackwardRequest, Derived, Joint, gradients
 from aotdist.partition.gates import linked
 from aotdist.passes.verify import verify_split
 from aotdist.pipeline import drawn_on
-from aotdist.program import DistinctIdx, Graph, PrimalIdx, Program, Row, Slot, Split, TrainingGraphs
-from aotdist.runtime.backward import Part
-from aotdist.runtime.compilation import BackwardCompilers, Compilation, Inference, Training
-from aotdist.runtime.other_kinds import Arrived
+from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, PrimalIdx, Program, Row, Slot, Split
+from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.plan import NodePlan
 from aotdist.settings import Settings
 from aotdist.store.graphs import Graphs, without_folder
 from aotdist.store.kinds import Shape
@@ -47,7 +45,6 @@ from aotdist.store.values import Json, Values
 from aotdist.torch_seam.functional import FakeTensorMode
 
 _LOADED = "the program was loaded from an artifact, which holds no such backward"
-_NO_DOUBLE_BACKWARD = DoubleBackwardPlan((), {}, _LOADED)
 
 
 def written(
@@ -149,7 +146,8 @@ def _region(region: Training | Inference, values: Values, graphs: Graphs) -> Jso
                 "saved": values.written(split.saved, "the split"),
                 "saved_primals": values.written(split.saved_primals, "the split"),
                 "saved_bytes": split.saved_bytes,
-                "meets_other_kinds": region.backwards.traced is not None,
+                "ahead": values.written(region.backwards.ahead, "the backward"),
+                "meets_other_kinds": region.node.has_other_kinds,
             }
 
 
@@ -310,18 +308,24 @@ class _Reading:
         emitted: Mapping[str, Emitted],
         emitter: Emitter,
     ) -> Training:
-        cut, by_choice, ins = traced.graph, graphs.read(json["by_choice"]), self.program.ins
-        joint, whole = linked(cut), without_choices(by_choice, self.facts, ins)
-        halves = _halves(whole, emitted) if emitted else emitter.halves(split, whole)
-        meets = require(json["meets_other_kinds"], bool, "a flag")
-        compilers = BackwardCompilers(
-            double_backward=_NO_DOUBLE_BACKWARD,
-            differentiable_parts=_refuse_double_backward,
-            compiler_for=lambda _: None,
-            of_kinds=_refuse_other_kinds if meets else None,
+        by_choice = graphs.read(json["by_choice"])
+        recorded = Joint.of(traced, traced.graph, linked(traced.graph), replace(split, backward=by_choice))
+        held = replace(recorded.graphs, split=split)
+        halves = _halves(held.whole, emitted) if emitted else emitter.halves(split, held.whole)
+        ahead = require(self.values.read(json["ahead"]), BackwardRequest, "the backward")
+        taken = frozenset(slot for slot in split.backward.ins if slot.role in GRADIENT_ROLES)
+        if gradients(self.facts, ahead) != taken or ahead.kinds:
+            raise damaged("the backward takes other gradients than those that it is said to be for")
+        return Training.assembled(
+            traced,
+            plans,
+            replace(recorded, graphs=held, lacks=_LOADED),
+            ahead,
+            halves,
+            emitter,
+            _no_double_backward,
+            has_other_kinds=require(json["meets_other_kinds"], bool, "a flag"),
         )
-        held = TrainingGraphs(cut, joint, by_choice, whole, split)
-        return Training.assembled(traced, plans, held, halves, emitter, compilers)
 
 
 def _halves(whole: Graph, emitted: Mapping[str, Emitted]) -> EmittedHalves:
@@ -334,17 +338,5 @@ def _halves(whole: Graph, emitted: Mapping[str, Emitted]) -> EmittedHalves:
     return EmittedHalves(emitted["forward"], emitted["backward"], tangents, {})
 
 
-def _refuse_double_backward(outs: tuple[Slot, ...], arrived: frozenset[Slot], *, in_parts: bool) -> Part:
-    raise _refusal("gradients of gradients")
-
-
-def _refuse_other_kinds(arrived: Arrived) -> NoReturn:
-    raise _refusal("a backward for gradients of other kinds than the results, or for some of them")
-
-
-def _refusal(what: str) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        f"the program asks for {what}, and {_LOADED}",
-        stage="store",
-        fix="compile it where it runs: `aotdist.compile`",
-    )
+def _no_double_backward(derived: Derived, plan: NodePlan) -> NoReturn:
+    raise InternalError("a program without a trace has no such backward", stage="store")

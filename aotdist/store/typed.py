@@ -29,6 +29,7 @@ from aotdist.capture.results import Shown
 from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.triton import Packed
 from aotdist.errors import AotdistError, BadArtifact, InternalError
+from aotdist.partition.derive import BackwardRequest
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.store.kinds import CLASSES, NAMES_OF_FUNCTIONS
 from aotdist.subclasses.protocol import Wrapper
@@ -309,6 +310,10 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
         ("a name of several lines", lambda it: is_line(it.path)),
         (_PATH, lambda it: it.inner == "" or is_attribute_path(it.inner)),
         ("the role of a symbolic size, which no file holds", lambda it: it.role != "size"),
+    ),
+    BackwardRequest: (
+        ("gates, which no backward that is stored has", lambda it: it.gate is None and not it.watched),
+        ("no results", lambda it: bool(it.results)),
     ),
     facts.Inside: ((_PATH, lambda it: is_attribute_path(it.path)),),
     facts.Untouched: ((_PATH, lambda it: _are_paths(it.inside)),),

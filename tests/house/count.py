@@ -37,15 +37,15 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (55_963, 42_000),
-    "lines of its core": (32_557, 23_500),
-    "classes of its core": (319, 200),
-    "files of aotdist/": (331, 235),
+    "lines of aotdist/": (55_335, 42_000),
+    "lines of its core": (31_940, 23_500),
+    "classes of its core": (302, 200),
+    "files of aotdist/": (318, 235),
     "import floors": (23, 15),
     "most parameters of a function": (13, 8),
     "most fields of a class": (21, 14),
     "functions over 60 lines": (8, 4),
-    "files over 400 lines": (15, 8),
+    "files over 400 lines": (14, 8),
     "modules in circles of imports": (0, 0),
 }
 """What there may be of each, and what there is to be."""

@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 import aotdist
 from aotdist.codegen.fx import print_graph
+from aotdist.joint.later_backwards import LaterBackwards
 from aotdist.program import Graph
 from aotdist.runtime.artifact import Artifact
 
@@ -65,28 +66,41 @@ def test_a_report_says_what_is_kept() -> None:
     for length in (3, 4):
         model(torch.randn(2, length, 8))
     last, first = (one.memory for one in model.explain().artifacts)
-    assert (last.trace, first.trace) == (True, False)
+    assert not last.trace and not first.trace
     nodes = sum(len(graph.graph.nodes) for graph in model.graphs[1].values())
     assert nodes < first.graphs < 100 * nodes and len(artifacts_of(model)[1].source) < first.code < 10**6
     text = str(model.explain())
-    assert "KiB of graphs" in text and "KiB of code, and the trace\n" in text and "KiB of code\n" in text
+    assert "KiB of graphs" in text and "KiB of code\n" in text
+    twice(used := aotdist.compile(lambda x: x.sin(), backend="fx"), 2)
+    assert used.explain().artifacts[0].memory.trace and "KiB of code, and the trace\n" in str(used.explain())
     constant = aotdist.compile(lambda x: x + torch.tensor([1.0, 2.0]), backend="fx")
     constant(torch.ones(2))
     assert constant.explain().artifacts[0].memory.constants == 8
 
 
-def test_the_trace_goes_when_another_call_is_compiled_and_not_before() -> None:
+def test_the_trace_goes_when_the_program_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    traced: list[weakref.ref[LaterBackwards]] = []
+    made = LaterBackwards.__init__
+
+    def noting(self: LaterBackwards, *args: Any, **named: Any) -> None:
+        traced.append(weakref.ref(self))
+        made(self, *args, **named)
+
+    monkeypatch.setattr(LaterBackwards, "__init__", noting)
     model = aotdist.compile(encoder(), backend="fx")
     model(torch.randn(2, 3, 8))
-    traces = artifacts_of(model)[0].compilation.region.double_backward.later
-    later, recorder = weakref.ref(traces), weakref.ref(traces._recorder)
-    del traces
-    model(torch.randn(2, 3, 8))
     gc.collect()
-    assert later() is not None
-    model(torch.randn(2, 4, 8))
-    gc.collect()
-    assert later() is None and recorder() is None
+    assert len(traced) == 1 and traced[0]() is None
+
+
+def test_a_program_that_is_another_by_the_time_it_is_traced_anew() -> None:
+    model = aotdist.compile(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), backend="fx")
+    x = torch.randn(2, 4, requires_grad=True)
+    y = model(x).sum()
+    model[1] = nn.Sigmoid()
+    with pytest.raises(aotdist.UnsupportedProgram, match="traced anew(.|\n)* it is another program now"):
+        torch.autograd.grad(y, x, create_graph=True)
+    assert torch.autograd.grad(y, x)[0].shape == x.shape
 
 
 def twice(call: Callable[[torch.Tensor], torch.Tensor], size: int) -> tuple[torch.Tensor, ...]:
@@ -104,29 +118,28 @@ def _normed(x: torch.Tensor) -> torch.Tensor:
 
 
 WEIGHT = torch.linspace(-1, 1, 16, dtype=torch.float64).reshape(4, 4)
-TWICE: dict[str, tuple[Callable[[torch.Tensor], torch.Tensor], bool]] = {
-    "linear and gelu": (lambda x: F.gelu(x @ WEIGHT), False),
-    "layer norm": (lambda x: F.layer_norm(x, (4,)), False),
-    "softmax": (lambda x: F.softmax(x, -1) * x, False),
-    "what no history leads to": (lambda x: x * torch.no_grad()(torch.cos)(WEIGHT[0]), False),
-    "another formula": (F.silu, True),
-    "a write under no_grad": (_normed, True),
-    "a value under no_grad": (lambda x: x * torch.no_grad()(torch.sin)(x), False),
-    "complex numbers": (lambda x: torch.fft.rfft(x).abs(), True),
-    "an assigned slice": (lambda x: F.pad(x[None], (1, 1), mode="circular").sin(), True),
+TWICE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "linear and gelu": lambda x: F.gelu(x @ WEIGHT),
+    "layer norm": lambda x: F.layer_norm(x, (4,)),
+    "softmax": lambda x: F.softmax(x, -1) * x,
+    "what no history leads to": lambda x: x * torch.no_grad()(torch.cos)(WEIGHT[0]),
+    "another formula": F.silu,
+    "a write under no_grad": _normed,
+    "a value under no_grad": lambda x: x * torch.no_grad()(torch.sin)(x),
+    "complex numbers": lambda x: torch.fft.rfft(x).abs(),
+    "an assigned slice": lambda x: F.pad(x[None], (1, 1), mode="circular").sin(),
 }
-"""Programs, and whether only a trace gives their gradients of gradients."""
 
 
 @pytest.mark.parametrize("name", TWICE)
 def test_gradients_of_gradients_once_others_were_compiled(name: str) -> None:
-    fn, needs_trace = TWICE[name]
+    fn = TWICE[name]
     compiled = aotdist.compile(lambda x: fn(x), backend="fx")
     for size in (2, 3):
         compiled(torch.randn(size, 4, dtype=torch.float64, requires_grad=True)).sum().backward()
-    for size, has_trace in ((3, True), (2, needs_trace)):
+    for size in (3, 2):
         artifact = next(a for a in compiled.artifacts if a.fit.examples[0].shape[0] == size)
-        assert artifact.compilation.region.double_backward.has_trace() is has_trace
+        assert not artifact.compilation.region.backwards.has_trace()
         (grad, second), (expected, of_eager) = twice(compiled, size), twice(fn, size)
         assert torch.equal(grad, expected)
         torch.testing.assert_close(second, of_eager, rtol=1e-10, atol=1e-12)
@@ -136,7 +149,7 @@ def test_a_trace_that_was_used_stays() -> None:
     compiled = aotdist.compile(lambda x: F.gelu(x @ WEIGHT), backend="fx")
     twice(compiled, 2)
     compiled(torch.randn(3, 4, dtype=torch.float64, requires_grad=True))
-    assert compiled.artifacts[1].compilation.region.double_backward.has_trace()
+    assert compiled.artifacts[1].compilation.region.backwards.has_trace()
 
 
 def test_what_eager_cannot_differentiate_twice_keeps_no_trace() -> None:
@@ -147,7 +160,7 @@ def test_what_eager_cannot_differentiate_twice_keeps_no_trace() -> None:
     for length in (3, 4):
         x = torch.randn(1, 2, length, 8, requires_grad=True)
         compiled(x).sum().backward()
-    assert not compiled.artifacts[1].compilation.region.double_backward.has_trace()
+    assert not compiled.artifacts[1].compilation.region.backwards.has_trace()
     x = torch.randn(1, 2, 3, 8, requires_grad=True)
     (expected,) = torch.autograd.grad(attention(x).sum(), x)
     (grad,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)

@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
-from aotdist.runtime import on_demand
+from aotdist.partition import derive
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import chosen_in_backward
 from tests.semantics.makers import leaf, non_leaf, two_non_leaf
@@ -276,7 +276,7 @@ def test_gradients_of_gradients(name: str) -> None:
 
 def test_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then the backward runs whole, and no part of it is compiled."""
-    monkeypatch.setattr(on_demand, "part", pytest.fail)
+    monkeypatch.setattr(derive, "_in_parts", pytest.fail)
     program = aotdist.compile(lambda x: [(h := x.sin()), (h * x).sum()], backend="fx")
     x = torch.randn(3, requires_grad=True)
     hidden, loss = program(x)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import aotdist
-from aotdist.runtime import on_demand
+from aotdist.partition import derive
 from aotdist.subclasses import protocol
 from tests.house.tree import ROOT
 from tests.pages import python_blocks
@@ -41,8 +41,8 @@ def test_a_class_takes_forty_lines(blocks: list[str]) -> None:
 @pytest.mark.parametrize("has_rule", [True, False])
 def test_a_rule_saves_a_backward(blocks: list[str], monkeypatch: pytest.MonkeyPatch, has_rule: bool) -> None:
     made: list[Any] = []
-    kinds = on_demand.OnDemand._of_kinds
-    monkeypatch.setattr(on_demand.OnDemand, "_of_kinds", lambda *args: made.append(args) or kinds(*args))
+    kinds = derive._of_kinds
+    monkeypatch.setattr(derive, "_of_kinds", lambda *args: made.append(args) or kinds(*args))
     rule = "register_wrapper_rule(NotedRule())"
     assert rule in blocks[2]
     run([blocks[0], blocks[1], blocks[2] if has_rule else blocks[2].replace(rule, "")])

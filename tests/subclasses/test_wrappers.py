@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
-from aotdist.runtime import on_demand
+from aotdist.partition import derive
 from aotdist.subclasses import protocol
 from aotdist.subclasses.float8_tensor import E4M3, cast
 from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, WrapperRule, register_wrapper_rule
@@ -356,9 +356,9 @@ def test_what_is_missing_is_named() -> None:
 def kinds_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """The backwards that are compiled for gradients of kinds which were not assumed."""
     made: list[Any] = []
-    kinds = on_demand.OnDemand._of_kinds
+    kinds = derive._of_kinds
     with monkeypatch.context() as patch:
-        patch.setattr(on_demand.OnDemand, "_of_kinds", lambda *args: made.append(args) or kinds(*args))
+        patch.setattr(derive, "_of_kinds", lambda *args: made.append(args) or kinds(*args))
         yield made
 
 

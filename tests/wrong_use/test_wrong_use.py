@@ -166,20 +166,6 @@ def test_operators_that_need_memory_are_refused_by_name(operator: str) -> None:
     assert "test_wrong_use.py" in str(caught.value)
 
 
-class Cube(torch.autograd.Function):
-    """A backward of the user's own: it is recorded once, not with a gradient of its own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x**3
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return grads[0] * 3 * x * x
-
-
 def without_grad(fn: Callable[[], torch.Tensor]) -> torch.Tensor:
     with torch.no_grad():
         return fn()
@@ -197,15 +183,6 @@ def test_a_view_from_before_its_base_was_reshaped(program: Callable[[torch.Tenso
     with pytest.raises(UnsupportedProgram, match="whose base was reshaped in place after it was made"):
         compiled(program)(x)
     assert x.shape == (3, 4)
-
-
-def test_double_backward_through_a_custom_function_is_refused_with_symbolic_sizes() -> None:
-    x = torch.ones(2, requires_grad=True)
-    settings = aotdist.Settings(dynamic=True)
-    program = aotdist.compile(lambda x: Cube.apply(x).sum(), backend="fx", settings=settings)
-    out = program(x)
-    with pytest.raises(UnsupportedProgram, match=r"create_graph=True.*`CubeBackward`.*symbolic"):
-        torch.autograd.grad(out, x, create_graph=True)
 
 
 def test_a_user_without_a_home_has_a_cache_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,250 @@
+"""One law for backwards: every backward of a program is `derive(joint, request)`.
+
+A trace gives one joint graph. The backward of all results is its second half. Every other one follows from a
+request, which is also what the compiled backward is cached under (`aotdist.runtime.backwards`):
+
+- of some results: a backward is linear, so tangents are left out (`reduced`); where it is not linear,
+  autograd ran for that choice of results during the trace, and its gradients are further results;
+- in parts, while somebody watches what passes between results: the joint graph is cut there (`gates`);
+- for gradients of other kinds than the results, and with gradients that are differentiated in turn
+  (`create_graph=True`): autograd runs through its graph of the trace once more
+  (`aotdist.joint.later_backwards`).
+
+All of them start from what the one forward saves (`from_saved`). What only these need is made when a request
+comes, and not before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from aotdist.errors import UnsupportedProgram
+from aotdist.facts import Facts
+from aotdist.joint.later_backwards import Named, TracedDoubleBackward, Traces
+from aotdist.joint.trace import Traced
+from aotdist.partition.from_saved import from_saved
+from aotdist.partition.gates import Gate, linked, parts_of
+from aotdist.partition.reduced import without_tangents
+from aotdist.partition.returning import returning
+from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Row, Slot, Split, TrainingGraphs
+from aotdist.subclasses.protocol import Recipe, leaves, tangent_recipe
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardRequest:
+    """Which backward of a program is asked for.
+
+    Args:
+        results: the results whose gradients there are, in order.
+        kinds: recipes of these gradients, if they are others than the trace assumed.
+        create_graph: whether these gradients, and what is computed of them, are differentiated in turn.
+        recorded: the results whose gradients have a history themselves; of such a backward.
+        watched: whether it runs in parts: then a gradient that arrives at a waypoint is the sum there.
+        gate: the gate whose pieces are asked for; if not given, the inputs' gradients are.
+    """
+
+    results: tuple[NodeOutIdx, ...]
+    kinds: tuple[Recipe, ...] = ()
+    create_graph: bool = False
+    recorded: tuple[NodeOutIdx, ...] = ()
+    watched: bool = False
+    gate: Gate | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Joint:
+    """What all backwards of a program are derived from.
+
+    Args:
+        graphs: its graphs.
+        facts: what the trace showed.
+        ins: names of the inputs.
+        kept: names of the plain inputs that are there in the backward besides saved values.
+        any_strides: whether backwards take tangents of any strides.
+        is_cut_by_backend: whether the backend made the cut: then no graph but the backward of all results
+            goes through its hands, and others are made of what was recorded.
+        traces: runs backwards through the trace's graph, if it can.
+        lacks: why it cannot: the end of a sentence.
+    """
+
+    graphs: TrainingGraphs
+    facts: Facts
+    ins: Row[PrimalIdx, Slot]
+    kept: Sequence[Slot] = ()
+    any_strides: bool = True
+    is_cut_by_backend: bool = False
+    traces: Traces | None = None
+    lacks: str = "the trace cannot run its backward again"
+
+    @classmethod
+    def of(
+        cls, traced: Traced, cut: Graph, joint: Graph, split: Split, *, is_cut_by_backend: bool = False
+    ) -> Joint:
+        """Of a joint graph that was partitioned.
+
+        Args:
+            traced: the program.
+            cut: its graph, cut at its waypoints.
+            joint: the same, not cut.
+            split: its halves, the backward with the results of all choices.
+            is_cut_by_backend: see above.
+        """
+        ins, by_choice = traced.program.ins, split.backward
+        graphs = TrainingGraphs(cut, joint, by_choice, without_choices(by_choice, traced.facts, ins), split)
+        later = traced.later_backwards
+        traces = Traces(later) if traced.traces is None and later is not None else traced.traces
+        return cls(graphs, traced.facts, ins, is_cut_by_backend=is_cut_by_backend, traces=traces)
+
+    def all_results(self) -> tuple[NodeOutIdx, ...]:
+        """The differentiable results."""
+        return tuple(idx for idx, out in self.facts.node_outs.enumerate() if out.differentiable)
+
+
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """The graph of a backward, and what it computes.
+
+    Args:
+        graph: takes saved values, kept inputs, sizes, gradients, what the backward writes, and the seed.
+        returned: recipes of the inputs' gradients, or of the pieces of a gate; None where there is none.
+        tangents: what it takes for each gradient, if other kinds were asked for.
+        kept: recipes of what user code in the backward keeps, if it was traced for this request.
+        program: what the graph is of, for gradients that are differentiated in turn.
+    """
+
+    graph: Graph
+    returned: Row[PrimalIdx, Recipe | None] | tuple[Recipe, ...]
+    tangents: Mapping[NodeOutIdx, Named]
+    kept: tuple[Recipe, ...] | None = None
+    program: TracedDoubleBackward | None = None
+
+
+def compiled_ahead(joint: Joint) -> BackwardRequest:
+    """The backward to compile with the forward: of the one scalar among the results, if there is one.
+
+    That is the loss, and a training step differentiates nothing else. The backward is that of all results
+    where the backend makes the cut, where the results are gradients themselves, and where the backward of
+    some of them is traced by itself.
+    """
+    facts, named = joint.facts, joint.graphs.whole.named_placeholders()
+    whole = BackwardRequest(joint.all_results())
+    if joint.is_cut_by_backend or facts.related or facts.backward.choices or facts.backward.adds_layouts:
+        return whole
+    tangents = ((slot, node.meta["val"]) for slot, node in named.items() if slot.role == "tangent")
+    scalars = {slot.path for slot, val in tangents if val.dim() == 0}
+    losses = tuple(idx for idx in whole.results if facts.node_outs[idx].slot.path in scalars)
+    return BackwardRequest(losses) if len(losses) == 1 else whole
+
+
+def derive(joint: Joint, request: BackwardRequest) -> Derived:
+    """The backward that a request asks for.
+
+    Args:
+        joint: the program.
+        request: which of its backwards.
+
+    Raises:
+        UnsupportedProgram: there is no such backward, or it needs a value that is not there any more.
+    """
+    if request.create_graph:
+        return _differentiable(joint, request)
+    if request.kinds:
+        return _of_kinds(joint, request)
+    return _in_parts(joint, request) if request.watched else _in_one_go(joint, request)
+
+
+def _of_kinds(joint: Joint, request: BackwardRequest) -> Derived:
+    if joint.traces is None:
+        raise _no_trace(joint, "gradients of other kinds than the results")
+    traced = joint.traces.get().of_kinds(dict(zip(request.results, request.kinds, strict=True)))
+    graph = from_saved(traced.graph, joint.graphs.joint, joint.graphs.split, joint.kept)
+    return Derived(graph, traced.grads, traced.tangents, traced.kept)
+
+
+def _differentiable(joint: Joint, request: BackwardRequest) -> Derived:
+    traces, graphs = joint.traces, joint.graphs
+    if traces is None or not joint.kept or not traces.get().is_differentiable():
+        raise _no_trace(joint, "gradients of gradients (`create_graph=True`)")
+    traced = traces.get().differentiable(
+        dict(zip(request.results, request.kinds, strict=True)),
+        request.recorded,
+        watched=request.watched,
+        pieces=() if request.gate is None else request.gate.pieces,
+    )
+    outs, first = {out.slot.path for out in traced.facts.node_outs}, traced.plain_ins()
+    tangents = [slot for slot in traced.graph.ins if slot.role == "tangent" and slot.path in outs]
+    graph = traced.graph
+    if traced.has_history:
+        graph = from_saved(graph, graphs.joint, graphs.split, joint.kept, first, tangents)
+    return Derived(graph, (), traced.tangents, program=traced)
+
+
+def _in_one_go(joint: Joint, request: BackwardRequest) -> Derived:
+    choices, graphs = joint.facts.backward.choices, joint.graphs
+    choice = next((choice for choice in choices if choice.outs == request.results), None)
+    returned = joint.facts.backward.grads
+    if choice is None:
+        return Derived(_without_others(joint, graphs.whole, request), returned, {})
+    slots = choice.slots(joint.ins, joint.facts.recipes)
+    some = _recorded(joint, linked(graphs.cut), slots) if joint.is_cut_by_backend else None
+    some = returning(graphs.by_choice, slots) if some is None else some
+    returned = Row[PrimalIdx, "Recipe | None"](map(choice.grads.get, returned.indices()))
+    return Derived(_without_others(joint, some, request), returned, {}, choice.kept)
+
+
+def _in_parts(joint: Joint, request: BackwardRequest) -> Derived:
+    graphs, gate, backward = joint.graphs, request.gate, joint.facts.backward
+    points = backward.passages.waypoints
+    asked = () if gate is None else tuple((points[position], k) for position, k in gate.pieces)
+    outs = [slot for point, k in asked for slot in point.piece_slots(k)] if asked else graphs.whole.outs
+    if joint.is_cut_by_backend:
+        graph = _recorded(joint, graphs.cut, outs)
+    else:
+        graph = returning(parts_of(graphs.cut, graphs.split), outs)
+    returned = backward.grads if gate is None else tuple(point.pieces[k] for point, k in asked)
+    return Derived(_without_others(joint, graph, request), returned, {})
+
+
+def _recorded(joint: Joint, recorded: Graph, outs: Sequence[Slot]) -> Graph:
+    """Results of the backward as the trace recorded it, from what a cut of somebody else's saves."""
+    return from_saved(returning(recorded, outs), joint.graphs.joint, joint.graphs.split, joint.kept)
+
+
+def _without_others(joint: Joint, graph: Graph, request: BackwardRequest) -> Graph:
+    """`graph` with the gradients of the request alone."""
+    given = gradients(joint.facts, request)
+    missing = [slot for slot in graph.ins if slot.role in GRADIENT_ROLES and slot not in given]
+    return without_tangents(graph, missing, any_strides=joint.any_strides) if missing else graph
+
+
+def gradients(facts: Facts, request: BackwardRequest) -> frozenset[Slot]:
+    """The names of the gradients that a backward is given, if they are of the kinds that were assumed."""
+    points = facts.backward.passages.waypoints if request.watched else ()
+    totals = {point.value: point for point in points if point.total is not None}
+    found: set[Slot] = set()
+    for idx in request.results:
+        out, point = facts.node_outs[idx], totals.get(idx)
+        if point is not None and point.total is not None:
+            found |= {Slot("total", point.path, inner) for inner, _ in leaves(point.total)}
+        else:
+            found |= {
+                Slot("tangent", out.slot.path, inner) for inner, _ in leaves(tangent_recipe(out.recipe))
+            }
+    return frozenset(found)
+
+
+def _no_trace(joint: Joint, what: str) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"the program asks for {what}, and {joint.lacks}",
+        stage="partition",
+        fix="compile it where it runs: `aotdist.compile`; or convert gradients before calling `backward`",
+    )
+
+
+def without_choices(backward: Graph, facts: Facts, ins: Row[PrimalIdx, Slot]) -> Graph:
+    """`backward` without the results of choices that were traced by themselves; `ins` names the inputs."""
+    of_choices = {slot for choice in facts.backward.choices for slot in choice.slots(ins, facts.recipes)}
+    if not of_choices:
+        return backward
+    return returning(backward, [slot for slot in backward.outs if slot not in of_choices])

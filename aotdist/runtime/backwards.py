@@ -1,0 +1,200 @@
+"""The backwards of one program, each compiled under its request when it is first asked for.
+
+What they are is said in one place, `aotdist.partition.derive`. The one that was compiled ahead, for which the
+node's code is printed, is just the first. Nothing here holds a tensor of the call that the program was
+compiled for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from aotdist.capture.alone import alone
+from aotdist.codegen.contract import BoxedCall
+from aotdist.codegen.emit import EmittedHalves, Emitter
+from aotdist.joint.symbols import Symbols
+from aotdist.partition.derive import BackwardRequest, Derived, Joint, derive
+from aotdist.passes.run import run_passes
+from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Row
+from aotdist.runtime.anomaly import pointing_at_the_forward
+from aotdist.runtime.double_backward import DoubleBackward
+from aotdist.runtime.held import Arguments
+from aotdist.runtime.plan import NodePlan, is_plain
+from aotdist.runtime.tangent import Tangent, tangent_like
+from aotdist.sizes import Expression, evaluate
+from aotdist.subclasses.protocol import Recipe, is_wrapper
+from aotdist.torch_seam.modes import users_modes_off
+
+Arrived: TypeAlias = Mapping[NodeOutIdx, torch.Tensor]
+"""The gradients that there are."""
+
+Guard: TypeAlias = Callable[[BoxedCall, Graph], BoxedCall]
+"""Puts what every run of a backward stands in around its call, given its graph; once for each backward."""
+
+
+def _as_it_is(call: BoxedCall, _: Graph) -> BoxedCall:
+    return call
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """A backward, compiled.
+
+    Args:
+        call: its graph.
+        arguments: where the arguments of the graph come from.
+        tangents: how each gradient is given to it.
+        returned: see `Derived`.
+        kept: likewise.
+    """
+
+    call: BoxedCall
+    arguments: Arguments
+    tangents: Mapping[NodeOutIdx, Tangent]
+    returned: Row[PrimalIdx, Recipe | None] | tuple[Recipe, ...]
+    kept: tuple[Recipe, ...] | None
+
+
+DoubleBackwards: TypeAlias = Callable[[Derived, NodePlan], DoubleBackward]
+"""Compiles what was derived for a request, as a program with a backward."""
+
+
+@dataclass(frozen=True)
+class Backwards:
+    """The backwards of one program.
+
+    Args:
+        joint: what they are derived from.
+        ahead: the one that was compiled with the forward.
+        halves: forward and backward, compiled.
+        node: how tensors pass through the node.
+        symbols: the symbolic sizes.
+        emitter: compiles graphs.
+        doubles: compiles those whose gradients are differentiated in turn.
+        guarded: what stands around each of them.
+    """
+
+    joint: Joint
+    ahead: BackwardRequest
+    halves: EmittedHalves
+    node: NodePlan
+    symbols: Symbols
+    emitter: Emitter
+    doubles: DoubleBackwards
+    guarded: Guard = _as_it_is
+    _made: dict[tuple[BackwardRequest, bool], list[Compiled | DoubleBackward]] = field(
+        init=False, default_factory=dict
+    )
+
+    def with_guard(self, guarded: Guard) -> Backwards:
+        """The same, with something around each backward."""
+        return replace(self, guarded=guarded)
+
+    def has_trace(self) -> bool:
+        """Whether autograd's graph of the trace is in memory."""
+        return self.joint.traces is not None and self.joint.traces.is_there()
+
+    def forget_trace(self) -> None:
+        """Let go of autograd's graph of the trace, where the program can be traced anew."""
+        if self.joint.traces is not None:
+            self.joint.traces.forget()
+
+    def of_all(self) -> BoxedCall:
+        """The backward of all results, which is compiled at its first call if another was ahead."""
+        request = BackwardRequest(self.joint.all_results())
+        if request == self.ahead:
+            return self.of(request, {}).call
+        return lambda args: self.of(request, {}).call(args)
+
+    def of(self, request: BackwardRequest, arrived: Arrived) -> Compiled:
+        """The backward for a request, and for gradients of which it tells the kinds."""
+        made = self._of(request, arrived)
+        assert isinstance(made, Compiled), "its gradients are not differentiated in turn"
+        return made
+
+    def double(self, request: BackwardRequest, arrived: Arrived) -> DoubleBackward:
+        """The same for gradients that are differentiated in turn."""
+        made = self._of(request, arrived)
+        assert isinstance(made, DoubleBackward), "its gradients are differentiated in turn"
+        return made
+
+    def _of(self, request: BackwardRequest, arrived: Arrived) -> Compiled | DoubleBackward:
+        # Kinds are alike that one graph takes, whatever their strides: those that were made are asked.
+        key = replace(request, kinds=()), bool(request.kinds)
+        made = self._made.setdefault(key, [])
+        found = next((one for one in made if not request.kinds or _takes(one, arrived)), None)
+        if found is None:
+            found = self._compile(request)
+            made.append(found)
+        return found
+
+    @alone
+    def _compile(self, request: BackwardRequest) -> Compiled | DoubleBackward:
+        with users_modes_off():
+            if request == self.ahead:
+                graph = self.joint.graphs.split.backward
+                derived = Derived(graph, self.joint.facts.backward.grads, {})
+                call = self._called(self.halves.backward.call, graph)
+            else:
+                derived = derive(self.joint, request)
+                if request.create_graph:
+                    return self.doubles(derived, self.node)
+                call = self._compiled(derived.graph)
+        tangents = self._tangents(request, derived)
+        names = [slot for tangent in tangents.values() for slot in tangent.slots()]
+        arguments = Arguments.of(self.node, derived.graph.ins, names)
+        return Compiled(call, arguments, tangents, derived.returned, derived.kept)
+
+    def _tangents(self, request: BackwardRequest, derived: Derived) -> dict[NodeOutIdx, Tangent]:
+        if derived.tangents:
+            loose = self.emitter.takes_any_strides(derived.graph)
+            return {idx: tangent_like(*kind, loose=loose) for idx, kind in derived.tangents.items()}
+        expected = ((idx, self.node.expected(idx, in_parts=request.watched)) for idx in request.results)
+        return {idx: tangent.converting() for idx, tangent in expected}
+
+    def _for_any_kind(self, graph: Graph, call: BoxedCall) -> BoxedCall:
+        """`call`, which computes `graph`, so that wrappers may come in the place of plain gradients."""
+        if self.emitter.backend.any_tangents or not is_plain(self.joint.facts):
+            return call
+        places = [k for k, slot in enumerate(graph.ins) if slot.role in GRADIENT_ROLES]
+        on_wrappers = functools.cache(lambda: self.emitter.reference_backward(graph).call)
+
+        def chosen(args: list[Any]) -> Sequence[Any]:
+            return (on_wrappers() if any(is_wrapper(args[k]) for k in places) else call)(args)
+
+        return chosen
+
+    def _compiled(self, backward: Graph) -> BoxedCall:
+        graph, _ = run_passes(backward, "backward", self.emitter.settings)
+        before = self.symbols.sizes().guards
+        call = self.emitter.another_backward(self.joint.graphs.split, self.halves, graph).call
+        added = [guard for guard in self.symbols.sizes().guards if guard not in before]
+        if added:
+            call = _where(added, graph, call, self.emitter.reference_backward(graph).call)
+        called = self._called(call, graph)
+        graph.pack()
+        return called
+
+    def _called(self, call: BoxedCall, graph: Graph) -> BoxedCall:
+        return self.guarded(pointing_at_the_forward(self._for_any_kind(graph, call), graph), graph)
+
+
+def _takes(made: Compiled | DoubleBackward, arrived: Arrived) -> bool:
+    """Whether gradients, of the same results, are of the kinds that a backward was made for."""
+    return all(tangent.takes(arrived[idx]) for idx, tangent in made.tangents.items())
+
+
+def _where(guards: Sequence[Expression], graph: Graph, call: BoxedCall, otherwise: BoxedCall) -> BoxedCall:
+    """`call` for sizes that pass guards which nothing has tested, `otherwise` for all others."""
+    places = {slot.path: k for k, slot in enumerate(graph.ins) if slot.role == "size"}
+
+    def chosen(args: list[Any]) -> Sequence[Any]:
+        symbols = {name: args[place] for name, place in places.items() if name.isidentifier()}
+        return (call if all(evaluate(guard, symbols) for guard in guards) else otherwise)(args)
+
+    return chosen
