@@ -66,6 +66,12 @@ class Artifact:
     agreed: tuple[Sequenced, ...]
     check: RunCheck | None
 
+    def forget_trace(self) -> None:
+        """Let go of autograd's graph of the trace; the last artifact keeps it, for gradients of gradients."""
+        region = self.compilation.region
+        if isinstance(region, Training):
+            region.backwards.forget_trace()
+
 
 _order = process_lock()
 
@@ -93,6 +99,9 @@ class Artifacts(list[Artifact]):
         """
         with _order:
             self._agreed.add(artifact.agreed)
+            if all(one is not artifact for one in self):
+                for one in self:
+                    one.forget_trace()
             ordered = [artifact, *(one for one in self if one is not artifact)]
             self[:] = ordered[: artifact.compilation.settings.max_artifacts]
 
@@ -156,8 +165,6 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
     enables_grad = _enables_grad(compilation)
     print_call(printer, fit, run, compilation.plans, compilation.returned, hooks, enables_grad=enables_grad)
     call = printer.load("call", compilation.captured.name)
-    if isinstance(compilation.region, Training):
-        compilation.region.backwards.forget_trace()
     for graph in compilation.every_graph():
         graph.pack()
     kept = without_tensors(compilation), fit.without_tensors()
