@@ -26,7 +26,7 @@ def test_its_numbers_are_those_that_were_measured() -> None:
 
 
 def test_plain(tmp_path: Path) -> None:
-    assert "training" in run(EXAMPLES[0], tmp_path)
+    assert "step · inference · fx" in run(EXAMPLES[0], tmp_path)
 
 
 @pytest.mark.ranks
