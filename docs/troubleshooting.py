@@ -78,8 +78,9 @@ def lazy_module():
 def backward_inside():
     """A module calls `backward()`
 
-    Modules leave gradients to their caller; the error is an `UnsupportedProgram`. A function that calls `backward()`, or lets an
-    optimizer step, is compiled as a [whole step](train_step.md); what that refuses is listed there.
+    Modules leave gradients to their caller; the error is an `UnsupportedProgram`. A function that calls
+    `backward()`, or lets an optimizer step, is compiled as a [whole step](train_step.md); what that
+    refuses is listed there.
     """
 
     class Trains(nn.Linear):

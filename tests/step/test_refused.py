@@ -162,6 +162,11 @@ def test_module_that_calls_backward_is_refused() -> None:
     model = aotdist.compile(Steps(2, 2), backend="fx")
     with pytest.raises(aotdist.UnsupportedProgram, match="compile a function that calls the module"):
         model(torch.ones(1, 2))
+    assert model.weight.grad is None
+    aotdist.compile(model, backend="fx", settings={"unsupported": "eager"})
+    with pytest.warns(UserWarning, match="run as they were written"):
+        model(torch.ones(1, 2))
+    assert model.weight.grad is not None
 
 
 def test_without_gradients_it_raises_as_eager() -> None:
