@@ -138,7 +138,7 @@ class Compiling:
         try:
             return self._compiled(call, artifacts)
         except UnsupportedProgram as refusal:
-            if self._else_eager and not isinstance(refusal, AccumulatesInside):
+            if self._else_eager and not _is_step(call, refusal):
                 refusal.or_else('`Settings(unsupported="eager")` runs such calls as they were written')
             raise
 
@@ -147,9 +147,9 @@ class Compiling:
         is_agreed = kind.common in kinds.agreed
         try:
             artifact = self._compiled(call, artifacts, None if is_agreed else kind.common)
-        except AccumulatesInside:
-            raise
         except UnsupportedProgram as refusal:
+            if _is_step(call, refusal):
+                raise
             if is_agreed:
                 refusal.or_else("`aotdist.reset` it on all ranks, which agreed to run such calls compiled")
                 raise
@@ -196,6 +196,11 @@ class Compiling:
                 f"{what_helps(artifact, others)}{limit if drops else ''}",
                 stacklevel=7,
             )
+
+
+def _is_step(call: UserCall, refusal: UnsupportedProgram) -> bool:
+    """Whether what was refused is a function that is compiled as a step."""
+    return isinstance(refusal, AccumulatesInside) and not isinstance(call.target, nn.Module)
 
 
 def compiling(backend: str | Compiler | Backend, settings: Settings | Mapping[str, Any] | None) -> Compiling:

@@ -1,4 +1,4 @@
-"""The example of docs/accelerate.md runs as it stands, on one rank and on two."""
+"""The examples of docs/accelerate.md run as they stand, on one rank and on two."""
 
 import re
 from pathlib import Path
@@ -8,13 +8,13 @@ import pytest
 from tests.house.tree import ROOT
 from tests.pages import python_blocks, run
 
-(EXAMPLE,) = python_blocks((ROOT / "docs" / "accelerate.md").read_text())
+EXAMPLE = "".join(python_blocks((ROOT / "docs" / "accelerate.md").read_text()))
 
 
 def test_example(tmp_path: Path) -> None:
     printed = run(EXAMPLE, tmp_path)
-    for comment in re.findall(r"  # (.*)$", EXAMPLE, re.MULTILINE):
-        assert comment in printed
+    comments = re.findall(r"  # (.*)$", EXAMPLE, re.MULTILINE)
+    assert len(comments) == 2 and all(comment in printed for comment in comments)
 
 
 @pytest.mark.sweep

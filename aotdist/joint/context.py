@@ -75,5 +75,5 @@ class TraceContext:
             if accumulated_into(stand_in.leaf):
                 raise accumulates_inside(
                     f"`{stand_in.slot}` gets its `.grad` inside of the compiled module",
-                    fix="compile the function that calls it and `backward()`: the whole step",
+                    fix="compile a function that calls the module, the whole step, and not the module",
                 )

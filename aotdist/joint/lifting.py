@@ -252,7 +252,7 @@ class Lifting(TorchFunctionMode):
         if tensor.grad is not None:
             raise accumulates_inside(
                 f"`{stand_in.slot}` gets its `.grad` inside of the compiled module",
-                fix="compile the function that calls it and `backward()`: the whole step",
+                fix="compile a function that calls the module, the whole step, and not the module",
             )
         grad = stand_in.example.grad
         self.asked[idx, "grad"] = grad is not None
@@ -268,7 +268,7 @@ class Lifting(TorchFunctionMode):
             raise accumulates_inside(
                 f"a library's optimizer ({type(asks).__name__}) reads `{self._inputs.row()[idx].slot}.grad` "
                 "inside of the compiled module, and its state would not be found again",
-                fix="compile the function that calls the module and the optimizer: the whole step",
+                fix="compile a function that calls the module, the whole step, and not the module",
             )
 
     def _refuse_change_of_gradient(self, func: Callable[..., Any], tensor: torch.Tensor) -> None:

@@ -153,7 +153,7 @@ class Accumulation(TorchFunctionMode):
                 fix="ask for it by `torch.autograd.grad`, which is compiled",
             )
         wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs
-        ends = _leaves_behind(roots) if wanted is None else list(wanted)
+        ends = _leaves_behind(roots) or roots if wanted is None else list(wanted)
         found: Sequence[torch.Tensor | None] = torch.autograd.grad(
             roots, ends, seeds, retain_graph=retain_graph, allow_unused=True
         )
@@ -171,7 +171,7 @@ class Accumulation(TorchFunctionMode):
         if grad.layout is not torch.strided:
             raise refusal(
                 f"a parameter of size {list(grad.shape)} gets a sparse gradient",
-                fix="let it be dense (`nn.Embedding(..., sparse=False)`), or call `backward()` outside",
+                fix="let it be dense (`nn.Embedding(..., sparse=False)`), or compile the model alone",
             )
         leaf.now = _laid_out_like(grad, leaf.tensor) if leaf.now is None else leaf.now.add_(grad)
 
@@ -198,7 +198,8 @@ def _leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             )
         if one is not None and id(variable) in hooked:
             raise UnsupportedProgram(
-                f"`{one.slot}` has hooks of its gradient (`register_hook`)",
+                f"`{one.slot}` has hooks of its gradient (`register_hook`, or "
+                "`register_post_accumulate_grad_hook`)",
                 stage="joint",
                 fix="do what they do between `backward()` and the optimizer's step",
             )

@@ -19,7 +19,7 @@ from aotdist.step.attributes import methods_of, unchanged
 from aotdist.step.done import DTYPES, Done
 from aotdist.step.held import HeldState
 from aotdist.step.turns import Later, MakesState, Turns
-from aotdist.torch_seam.optimizers import note_step, scaler_rules, scaler_state
+from aotdist.torch_seam.optimizers import note_step, optimizer_hooks, scaler_rules, scaler_state
 from aotdist.torch_seam.proxies import node_here
 
 
@@ -99,8 +99,9 @@ class StepProgram:
         )
 
     def _containers(self) -> list[Any]:
+        """What a trace may change: what the optimizers hold, and what is noted here of it."""
         assert self._now is not None, "a trace belongs to a call"
-        return self._now.held.all_containers()
+        return [*self._now.held.all_containers(), self]
 
     def fits(self, now: Now) -> bool:
         """Whether the step would choose the same way as when it was traced."""
@@ -140,6 +141,8 @@ class StepProgram:
         """The step, on stand-ins."""
         now = self._now
         assert now is not None, "a trace belongs to a call"
+        for optimizer in self._optimizers:
+            _check(optimizer)
         held, given = now.held, {name: kwargs.pop(name) for name in now.tensors()}
         scalars = Scalars([(given[name], real) for name, real in now.known_before().items()], node_here)
         accumulation = Accumulation()
@@ -181,6 +184,19 @@ class StepProgram:
                 refusal = functools.partial(_changes_itself, optimizer)
                 stack.enter_context(unchanged(optimizer, refusal, held.all_containers(), tensors=False))
             yield
+
+
+def _check(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer that does more in its step than a trace can do once for all calls."""
+    what, fix = None, ""
+    if optimizer_hooks(optimizer):
+        what = "has hooks of its step (`register_step_pre_hook`, `register_step_post_hook`)"
+        fix = "call what they do before and after the step"
+    elif isinstance(optimizer, torch.optim.LBFGS):
+        what = "runs the model as often as its search asks for"
+        fix = "use `aotdist.compile` for the model, and the optimizer as it is"
+    if what is not None:
+        raise UnsupportedProgram(f"{type(optimizer).__name__} {what}", stage="capture", fix=fix)
 
 
 def _rules_of(scaler: torch.amp.GradScaler) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from aotdist.joint.failures import refusal
-from aotdist.joint.scalars import Scalars
+from aotdist.joint.scalars import Scalars, TracedFloat
 from aotdist.step.scaling import Scaling
 from aotdist.torch_seam.optimizers import has_scaled, steps_heard
 from aotdist.torch_seam.patches import replaced_here
@@ -28,6 +29,27 @@ class MakesState(Exception):
     def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         super().__init__()
         self.optimizer = optimizer
+
+
+class _Outdated(TracedFloat):
+    """What a schedule will have changed when the call has run: nothing of the trace may read it."""
+
+    def __init__(self) -> None:
+        """It is made by no node."""
+
+    @property
+    def made_by(self) -> Any:  # type: ignore[override]
+        """What reads a number asks for its node."""
+        raise refusal(
+            "a learning rate, or the epoch of its schedule, is read after the schedule's step, which is done "
+            "when the compiled step has run",
+            fix="let the schedule step last, once in a call, or outside",
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        return self.made_by  # of a learning rate that is a tensor
+
+    node = scalars = made_by  # type: ignore[assignment]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +90,7 @@ class Turns:
         self._scalars = scalars
         self._written = written
         self._scaling: dict[torch.amp.GradScaler, Scaling] = {}
-        self._scheduled: list[lr_scheduler.LRScheduler] = []
+        self._outdated = contextlib.ExitStack()
         self.stepped: list[torch.optim.Optimizer] = []
         self.later: list[Later] = []
 
@@ -76,7 +98,7 @@ class Turns:
     def heard(self) -> Generator[None]:
         """A step runs inside."""
         scaler = torch.amp.GradScaler
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, self._outdated:
             stack.enter_context(steps_heard(self._before, self._after))
             for name, instead in {
                 "scale": self._scale,
@@ -141,15 +163,16 @@ class Turns:
         return self._of(scaler).update()
 
     def _schedule(self, original: Callable[..., None], schedule: Any, *args: Any, **kwargs: Any) -> None:
-        self._scheduled.append(schedule)
         self.later.append(Later(schedule, args, kwargs))
+        changed = [
+            (vars(schedule), "last_epoch"),
+            *((group, "lr") for group in schedule.optimizer.param_groups),
+        ]
+        for owner, key in changed:
+            self._outdated.callback(operator.setitem, owner, key, owner[key])
+            owner[key] = _Outdated()
 
     def _last_rates(self, original: Callable[..., Any], schedule: lr_scheduler.LRScheduler) -> list[Any]:
-        if any(schedule is one for one in self._scheduled):
-            raise refusal(
-                "a learning rate is read after the step of its schedule, inside of a compiled step",
-                fix="read it before that, or outside",
-            )
         return [group["lr"] for group in schedule.optimizer.param_groups]
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from aotdist.compiled import AsWritten, Compiling
-from aotdist.errors import UnsupportedProgram
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.kinds import Kinds
 from aotdist.step.attributes import Attributes
@@ -113,15 +112,8 @@ class WholeStep:
 
     def _program(self, now: Now) -> StepProgram:
         """The program that fits, a new one if there is none."""
-        for optimizer in self._optimizers:
-            if optimizer_hooks(optimizer):
-                raise UnsupportedProgram(
-                    f"{type(optimizer).__name__} has hooks of its step (`register_step_pre_hook`)",
-                    stage="capture",
-                    fix="call what they do before and after the step",
-                )
         layout = (
-            tuple(map(id, self._optimizers)),
+            tuple((id(optimizer), optimizer_hooks(optimizer)) for optimizer in self._optimizers),
             tuple(now.held.layout),
             self._attributes_now(now.held),
             tuple(self._params()),

@@ -54,12 +54,13 @@ def printed_by(blocks: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 PROMISES = {
-    "differences": 28,
+    "differences": 30,
     "from_torch_compile": 8,
     "index": 0,
     "my_training_loop": 19,
     "passes": 8,
     "subclasses": 2,
+    "train_step": 12,
 }
 
 

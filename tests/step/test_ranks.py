@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import aotdist
 from tests.ranks.harness import World
 from tests.step.comparison import Pair, train
 
@@ -74,6 +75,34 @@ def test_fsdp(world2: World, name: str, options: dict[str, Any], clip: float | N
     for targets in world2.run(fsdp_case, name, options, clip):
         assert any("all_gather" in target for target in targets)
         assert any("reduce_scatter" in target for target in targets)
+
+
+def as_written_case() -> int:
+    """What follows `backward()` sees the shards, and their gradients, and not what was gathered."""
+    pair = Pair.of(lambda params: torch.optim.AdamW(params, lr=0.01), sharded)
+
+    def step_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Callable[[torch.Tensor], Any]:
+        def step(x: torch.Tensor) -> Any:
+            model(x).square().mean().backward()
+            norm: Any = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            return norm
+
+        return step
+
+    eager, step = map(step_of, pair.models, pair.optimizers)
+    compiled: Any = aotdist.compile(step, backend="fx")
+    for at in range(3):
+        norms = [each(of_rank(at)).full_tensor() for each in (eager, compiled)]
+        assert norms[0] > 0.1 and torch.equal(*norms)
+    params = zip(*(model.parameters() for model in pair.models), strict=True)
+    assert all(torch.equal(a.to_local(), b.to_local()) for a, b in params)
+    return len(compiled.graphs)
+
+
+def test_clipping_as_it_is_written(world2: World) -> None:
+    assert world2.run(as_written_case) == [1, 1]
 
 
 def accumulating_case(make_model: Callable[[], nn.Module], clip: float | None) -> list[bool]:

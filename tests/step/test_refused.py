@@ -1,0 +1,197 @@
+"""What a step that is compiled as it was written cannot have in it, and what it says then."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.optim import lr_scheduler, swa_utils
+
+import aotdist
+
+
+class Loop:
+    """A model, an optimizer and a schedule, and a step that does something else between its parts."""
+
+    def __init__(self, optimizer: Callable[..., Any] = torch.optim.SGD, rate: Any = 0.1) -> None:
+        torch.manual_seed(0)
+        self.model: Any = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 3))
+        self.optimizer = optimizer(self.model.parameters(), lr=rate)
+        self.schedule = lr_scheduler.ExponentialLR(self.optimizer, 0.5)
+
+    def step(
+        self,
+        between: Callable[[torch.Tensor], Any] = lambda loss: None,
+        after: Callable[[], Any] = lambda: None,
+        **of_backward: Any,
+    ) -> Callable[[], Any]:
+        model, optimizer, x, y = self.model, self.optimizer, torch.randn(2, 4), torch.tensor([0, 2])
+
+        @aotdist.compile(backend="fx")
+        def step() -> Any:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward(**of_backward)
+            between(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach(), after()
+
+        return step
+
+
+def _closure() -> Callable[[], Any]:
+    loop = Loop(functools.partial(torch.optim.LBFGS, max_iter=2))
+
+    @aotdist.compile(backend="fx")
+    def step() -> Any:
+        def closure() -> torch.Tensor:
+            loop.optimizer.zero_grad()
+            loss = loop.model(torch.ones(2, 4)).square().mean()
+            loss.backward()
+            return loss
+
+        return loop.optimizer.step(closure).detach()
+
+    return step
+
+
+def _hook(*_: Any) -> None:
+    """Do nothing."""
+
+
+def _retain(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+    output.retain_grad()
+
+
+def _hook_of_optimizer() -> Callable[[], Any]:
+    loop = Loop()
+    loop.optimizer.register_step_post_hook(_hook)
+    return loop.step()
+
+
+def _hook_of_parameter() -> Callable[[], Any]:
+    loop = Loop()
+    loop.model[0].weight.register_post_accumulate_grad_hook(_hook)
+    return loop.step()
+
+
+def _retained() -> Callable[[], Any]:
+    loop = Loop()
+    loop.model[0].register_forward_hook(_retain)
+    return loop.step()
+
+
+def _updates_again() -> Callable[[], Any]:
+    loop = Loop()
+    return loop.step(between=lambda loss: loop.schedule.step())
+
+
+def _after_schedule(read: Callable[[Loop], Any], rate: Any = 0.1) -> Callable[[], Any]:
+    loop = Loop(rate=rate)
+    return loop.step(after=lambda: (loop.schedule.step(), read(loop))[1])
+
+
+OUTDATED = "read after the schedule's step"
+
+REFUSED: dict[str, tuple[Callable[[], Callable[[], Any]], str]] = {
+    "LBFGS": (_closure, "LBFGS runs the model as often as its search asks for"),
+    "hook of an optimizer": (_hook_of_optimizer, "SGD has hooks of its step .*post_hook"),
+    "hook of a parameter": (_hook_of_parameter, "has hooks of its gradient .*accumulate_grad_hook"),
+    "retained gradient": (_retained, "a tensor retains its gradient inside of a compiled step"),
+    "create_graph": (lambda: Loop().step(create_graph=True), r"`backward\(create_graph=True\)` is called"),
+    "branch on the loss": (
+        lambda: Loop().step(between=lambda loss: loss.item() > 100 or None),
+        "depends on a number, or a size, that is read off a tensor",
+    ),
+    "text of the loss": (lambda: Loop().step(between=lambda loss: f"{loss.item():.3f}"), "a text .* needs"),
+    "schedule before the optimizer": (_updates_again, OUTDATED),
+    "rate": (lambda: _after_schedule(lambda loop: loop.optimizer.param_groups[0]["lr"]), OUTDATED),
+    "last rate": (lambda: _after_schedule(lambda loop: loop.schedule.get_last_lr()[0]), OUTDATED),
+    "rate that is a tensor": (
+        lambda: _after_schedule(lambda loop: loop.optimizer.param_groups[0]["lr"] * 2, torch.tensor(0.1)),
+        OUTDATED,
+    ),
+    "epoch": (lambda: _after_schedule(lambda loop: loop.schedule.last_epoch), OUTDATED),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True", "ignore:Detected call of")
+@pytest.mark.parametrize(("make", "says"), REFUSED.values(), ids=REFUSED)
+def test_is_refused(make: Callable[[], Callable[[], Any]], says: str) -> None:
+    """At the first call, or at the second: the first runs as it was written."""
+    step = make()
+    with pytest.raises(aotdist.UnsupportedProgram, match=says):
+        for _ in range(2):
+            step()
+
+
+def test_what_is_refused_may_run_as_it_was_written() -> None:
+    told: list[int] = []
+
+    def tell(*_: Any) -> None:
+        told.append(1)
+
+    loop = Loop()
+    loop.optimizer.register_step_post_hook(tell)
+    x = torch.randn(2, 4)
+
+    @aotdist.compile(backend="fx", settings={"unsupported": "eager"})
+    def step() -> None:
+        loop.model(x).square().mean().backward()
+        loop.optimizer.step()
+
+    step()
+    with pytest.warns(UserWarning, match="run as they were written: SGD has hooks of its step"):
+        step()
+    step()
+    assert told == [1, 1, 1]
+
+
+def test_module_that_calls_backward_is_refused() -> None:
+    class Steps(nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(input).sum()
+            loss.backward()
+            return loss.detach()
+
+    model = aotdist.compile(Steps(2, 2), backend="fx")
+    with pytest.raises(aotdist.UnsupportedProgram, match="compile a function that calls the module"):
+        model(torch.ones(1, 2))
+    assert model.weight.grad is None
+    aotdist.compile(model, backend="fx", settings={"unsupported": "eager"})
+    with pytest.warns(UserWarning, match="run as they were written"):
+        model(torch.ones(1, 2))
+    assert model.weight.grad is not None
+
+
+def test_without_gradients_it_raises_as_eager() -> None:
+    step = Loop().step()
+    step()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="does not require grad"):
+        step()
+
+
+def test_rates_are_put_back_for_the_schedule() -> None:
+    loop = Loop()
+    step: Any = loop.step(after=lambda: (loop.schedule.step(), None)[1])
+    for _ in range(4):
+        step()
+    assert loop.schedule.last_epoch == 4
+    assert loop.optimizer.param_groups[0]["lr"] == loop.schedule.get_last_lr()[0] == 0.1 * 0.5**4
+    assert len(step.graphs) == 1
+
+
+def test_step_that_chooses_by_a_hyperparameter_is_compiled_once_for_all_calls() -> None:
+    """What is noted while it is traced is nothing that the program itself changes."""
+    loop = Loop()
+    ema = swa_utils.AveragedModel(loop.model, multi_avg_fn=swa_utils.get_ema_multi_avg_fn(0.9))
+    step: Any = loop.step(after=lambda: ema.update_parameters(loop.model))
+    for decay in (0.0, 0.0, 0.1, 0.2, 0.2, 0.3):
+        loop.optimizer.param_groups[0]["weight_decay"] = decay
+        step()
+    assert len(step.graphs) == 2
