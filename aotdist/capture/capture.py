@@ -36,6 +36,7 @@ from aotdist.capture.modules import (
 from aotdist.capture.objects import MadeObject, taken_apart
 from aotdist.capture.origins import annotate
 from aotdist.capture.prints import Printed, Prints
+from aotdist.capture.iterators import none_advanced
 from aotdist.capture.python_random import no_python_random
 from aotdist.capture.reach import reach
 from aotdist.capture.reached import Reached
@@ -443,7 +444,8 @@ def _call(
     Without `keeps_history`, what it assigned is detached: its backward has run already.
     """
     reassignments = environment.reassignments()
-    with no_python_random(environment.reached.python_generators):
+    reached = environment.reached
+    with no_python_random(reached.python_generators), none_advanced((*reached.opaque, *reached.owners)):
         found = _run(run, changes, reassignments, inputs, examples)
     if settings.report_side_effects:
         for path in reassignments.side_effects():

@@ -24,6 +24,7 @@ from torch import nn
 from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in, special_methods
 from aotdist.capture.constants import is_constant
 from aotdist.capture.hidden import attributes_of
+from aotdist.capture.instances import HAVE_TURNS
 from aotdist.capture.module_attributes import (
     computed_once,
     hooks_of,
@@ -258,6 +259,8 @@ class _Walk:
             case set() | frozenset() | deque():
                 yield from self._unnamed_items(source, value)
             case _:
+                if isinstance(value, HAVE_TURNS):
+                    self._identity(source, value)
                 self._object(source, value)
 
     def _module(self, source: Source, value: nn.Module) -> Iterator[tuple[Source, Any]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,7 +19,7 @@ from aotdist.step.attributes import methods_of, unchanged
 from aotdist.step.done import DTYPES, Done
 from aotdist.step.held import HeldState
 from aotdist.step.turns import Later, MakesState, Turns
-from aotdist.torch_seam.optimizers import note_step, scaler_rules, scaler_state
+from aotdist.torch_seam.optimizers import note_step, optimizer_hooks, scaler_rules, scaler_state
 from aotdist.torch_seam.proxies import node_here
 
 
@@ -140,6 +140,7 @@ class StepProgram:
         """The step, on stand-ins."""
         now = self._now
         assert now is not None, "a trace belongs to a call"
+        _refuse_hooks(self._optimizers)
         held, given = now.held, {name: kwargs.pop(name) for name in now.tensors()}
         scalars = Scalars([(given[name], real) for name, real in now.known_before().items()], node_here)
         accumulation = Accumulation()
@@ -210,6 +211,16 @@ def _reaching(
 
     del step.__wrapped__
     return step
+
+
+def _refuse_hooks(optimizers: Iterable[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        if optimizer_hooks(optimizer):
+            raise UnsupportedProgram(
+                f"{type(optimizer).__name__} has hooks of its step (`register_step_pre_hook`)",
+                stage="capture",
+                fix="call what they do before and after the step",
+            )
 
 
 def _changes_itself(optimizer: torch.optim.Optimizer, path: str) -> UnsupportedProgram:

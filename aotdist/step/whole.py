@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from aotdist.compiled import AsWritten, Compiling
-from aotdist.errors import UnsupportedProgram
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.kinds import Kinds
 from aotdist.step.attributes import Attributes
@@ -65,9 +64,17 @@ class WholeStep:
             return self(args, kwargs)
 
     def as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Do a step eagerly, and note which optimizers have their turn."""
-        with steps_heard(self._know, lambda _: None), calls_heard(self._name), compiled_as_written():
+        """Do a step eagerly, and note which optimizers have their turn, and are there afterwards."""
+        stepped: list[weakref.ref[torch.optim.Optimizer]] = []
+        with (
+            steps_heard(lambda optimizer: stepped.append(weakref.ref(optimizer)), lambda _: None),
+            calls_heard(self._name),
+            compiled_as_written(),
+        ):
             result = self._run(*args, **kwargs)
+        for optimizer in (reference() for reference in stepped):
+            if optimizer is not None:
+                self._know(optimizer)
         self._has_run = True
         return result
 
@@ -113,15 +120,8 @@ class WholeStep:
 
     def _program(self, now: Now) -> StepProgram:
         """The program that fits, a new one if there is none."""
-        for optimizer in self._optimizers:
-            if optimizer_hooks(optimizer):
-                raise UnsupportedProgram(
-                    f"{type(optimizer).__name__} has hooks of its step (`register_step_pre_hook`)",
-                    stage="capture",
-                    fix="call what they do before and after the step",
-                )
         layout = (
-            tuple(map(id, self._optimizers)),
+            tuple((id(optimizer), optimizer_hooks(optimizer)) for optimizer in self._optimizers),
             tuple(now.held.layout),
             self._attributes_now(now.held),
             tuple(self._params()),
