@@ -27,7 +27,7 @@ from aotdist.subclasses.fsdp_unshard import (
     Unshard,
 )
 from aotdist.subclasses.protocol import Annotate
-from aotdist.torch_seam.autograd import in_backward
+from aotdist.torch_seam.autograd import call_after_backward, in_backward
 from aotdist.torch_seam.fsdp import map_tensors, replace_differentiable, to_device
 from aotdist.torch_seam.patches import replaced_here
 from aotdist.torch_seam.tensors import as_parameter
@@ -152,6 +152,7 @@ class UnitHooks:
         self._went_backward = True
         if self._capture.is_open:
             self._register_whole()
+            call_after_backward(self.restore)  # the program goes on: what clips and averages sees shards
 
     def _cast_inputs(self, inputs: Any) -> Any:
         policy = self.state._mp_policy

@@ -25,6 +25,7 @@ from aotdist.capture.constants import is_leaf
 from aotdist.capture.given import GivenContainers, are_apart
 from aotdist.capture.hidden import no_results_kept, refuse_carried
 from aotdist.capture.in_backward import InBackward
+from aotdist.capture.iterators import none_advanced
 from aotdist.capture.modules import (
     StateTensor,
     attribute_tensors,
@@ -36,7 +37,6 @@ from aotdist.capture.modules import (
 from aotdist.capture.objects import MadeObject, taken_apart
 from aotdist.capture.origins import annotate
 from aotdist.capture.prints import Printed, Prints
-from aotdist.capture.iterators import none_advanced
 from aotdist.capture.python_random import no_python_random
 from aotdist.capture.reach import reach
 from aotdist.capture.reached import Reached

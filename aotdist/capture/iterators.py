@@ -30,7 +30,7 @@ def none_advanced(reached: Iterable[tuple[Source, Any]]) -> Generator[None]:
     def advance(original: Callable[..., Any], iterator: Any, *default: Any) -> Any:
         if id(iterator) in given:
             raise UnsupportedProgram(
-                f"the program takes an item from `{given[id(iterator)]}`, which compiled calls would not do again",
+                f"the program takes an item from `{given[id(iterator)]}`, and compiled calls would not",
                 stage="capture",
                 fix="take it before the call, and pass it as an argument",
             )
@@ -44,6 +44,4 @@ def none_advanced(reached: Iterable[tuple[Source, Any]]) -> Generator[None]:
 
 
 def _gives(value: Any) -> bool:
-    return isinstance(value, DataLoader) or (
-        isinstance(value, Iterator) and not is_users_class(type(value))
-    )
+    return isinstance(value, DataLoader) or (isinstance(value, Iterator) and not is_users_class(type(value)))

@@ -259,8 +259,6 @@ class _Walk:
             case set() | frozenset() | deque():
                 yield from self._unnamed_items(source, value)
             case _:
-                if isinstance(value, HAVE_TURNS):
-                    self._identity(source, value)
                 self._object(source, value)
 
     def _module(self, source: Source, value: nn.Module) -> Iterator[tuple[Source, Any]]:
@@ -284,7 +282,7 @@ class _Walk:
 
     def _what_it_is(self, source: Source, value: Any) -> None:
         """Make an object's class, or its identity, part of the signature, where attributes do not tell."""
-        if isinstance(value, type):
+        if isinstance(value, (type, *HAVE_TURNS)):
             self._identity(source, value)
         elif is_users_class(type(value)) or (hasattr(value, "__dict__") and not callable(value)):
             self._identity(source.applied(type, f"the class of {source.path}"), type(value))

@@ -23,6 +23,12 @@ from tests.step.written import Written, compiled_beside_eager
 pytestmark = pytest.mark.ranks
 
 
+def small() -> nn.Module:
+    model = Feeding()
+    del model.blocks[1]
+    return model
+
+
 def sharded(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, **options)
@@ -38,12 +44,12 @@ def split(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
 def in_bfloat16() -> nn.Module:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    return sharded(Feeding(), mp_policy=policy)
+    return sharded(small(), mp_policy=policy)
 
 
 def on_two_axes() -> nn.Module:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    return sharded(split(Feeding(), mesh["tp"]), mesh["dp"])
+    return sharded(split(small(), mesh["tp"]), mesh["dp"])
 
 
 def training(make_model: Callable[[], nn.Module], differ: bool, **options: Any) -> Written:
@@ -91,11 +97,11 @@ def whole_steps(makers: list[Callable[[], nn.Module]], differ: bool) -> list[lis
 
 
 def on_one_axis() -> nn.Module:
-    return sharded(Feeding())
+    return sharded(small())
 
 
 def of_parallel_tensors() -> nn.Module:
-    return split(Feeding(), init_device_mesh("cpu", (2,)))
+    return split(small(), init_device_mesh("cpu", (2,)))
 
 
 def test_fsdp(world2: World) -> None:
@@ -135,5 +141,4 @@ def by_ddp() -> str:
 
 def test_ddp_is_refused_by_name(world2: World) -> None:
     for said in world2.run(by_ddp):
-        print(said)
         assert "DistributedDataParallel" in said
