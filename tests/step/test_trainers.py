@@ -615,5 +615,7 @@ def test_observers_that_are_switched_by_tensors_are_refused() -> None:
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         cross_entropy(model, x, y).backward()
 
+    compiled = aotdist.compile(step, backend="fx")
     with pytest.raises(UnsupportedProgram, match="reads a tensor's data"):
-        aotdist.compile(step, backend="fx")(*labelled(0))
+        for at in range(2):
+            compiled(*labelled(at))
