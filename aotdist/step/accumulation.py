@@ -198,7 +198,7 @@ def _leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
             )
         if one is not None and id(variable) in hooked:
             raise UnsupportedProgram(
-                f"`{one.slot}` has hooks of its gradient (`register_hook`)",
+                f"`{one.slot}` has hooks of its gradient (`register_hook`, or of its accumulation)",
                 stage="joint",
                 fix="do what they do between `backward()` and the optimizer's step",
             )

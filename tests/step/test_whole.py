@@ -7,6 +7,7 @@ import math
 import threading
 import warnings
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from torch.utils.data import DataLoader
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam.optimizers import steps_heard
 from tests.step.written import (
     Build,
     Written,
@@ -754,6 +756,18 @@ def test_optimizers_of_other_threads_are_not_noticed() -> None:
         stop.set()
         thread.join()
     assert not failures
+    assert len(compiled.graphs) == 1
+
+
+def test_what_another_thread_listens_to_is_no_hook() -> None:
+    compiled, *_ = refused(_updated)
+    for at in range(2):
+        compiled(*labelled(at))
+    with ThreadPoolExecutor(1) as pool:
+        listening = steps_heard(lambda _: None, lambda _: None)  # as while it captures
+        pool.submit(listening.__enter__).result()
+        compiled(*labelled(2))
+        pool.submit(listening.__exit__, None, None, None).result()
     assert len(compiled.graphs) == 1
 
 
