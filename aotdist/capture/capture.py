@@ -26,6 +26,7 @@ from aotdist.capture.effects import Assign, Delete, Effect, EffectLog, Print, Te
 from aotdist.capture.given import GivenContainers, are_apart
 from aotdist.capture.hidden import no_results_kept, refuse_carried
 from aotdist.capture.in_backward import InBackward
+from aotdist.capture.iterators import none_advanced
 from aotdist.capture.modules import (
     StateTensor,
     attribute_tensors,
@@ -456,7 +457,8 @@ def _call(
 ) -> list[Any]:
     """Run the user's code; returns its flat results, what it assigned, and how to put them back."""
     reassignments = environment.reassignments()
-    with no_python_random(environment.reached.python_generators):
+    reached = environment.reached
+    with no_python_random(reached.python_generators), none_advanced((*reached.opaque, *reached.owners)):
         found = _run(run, changes, reassignments, inputs, examples)
     if settings.report_side_effects:
         for path in reassignments.side_effects():

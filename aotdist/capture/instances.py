@@ -24,6 +24,8 @@ from aotdist.capture.constants import is_constant, is_unreadable
 from aotdist.capture.hidden import attributes_of
 from aotdist.torch_seam.trees import pytree
 
+HAVE_TURNS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+"""Objects on which a training step acts: that one, whatever another has in its attributes."""
 _CODE = (
     nn.Module,
     type,
@@ -32,7 +34,7 @@ _CODE = (
     types.BuiltinFunctionType,
     types.ModuleType,
     functools.partial,
-    torch.optim.Optimizer,
+    *HAVE_TURNS,
     torch.Generator,
     DeviceMesh,
     ProcessGroup,

@@ -24,6 +24,7 @@ from torch import nn
 from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in, special_methods
 from aotdist.capture.constants import is_constant
 from aotdist.capture.hidden import attributes_of
+from aotdist.capture.instances import HAVE_TURNS
 from aotdist.capture.module_attributes import (
     computed_once,
     hooks_of,
@@ -281,7 +282,7 @@ class _Walk:
 
     def _what_it_is(self, source: Source, value: Any) -> None:
         """Make an object's class, or its identity, part of the signature, where attributes do not tell."""
-        if isinstance(value, type):
+        if isinstance(value, (type, *HAVE_TURNS)):
             self._identity(source, value)
         elif is_users_class(type(value)) or (hasattr(value, "__dict__") and not callable(value)):
             self._identity(source.applied(type, f"the class of {source.path}"), type(value))

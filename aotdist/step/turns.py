@@ -12,6 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from aotdist.joint.failures import refusal
+from aotdist.joint.inputs import current_inputs
 from aotdist.joint.scalars import Scalars, TracedFloat
 from aotdist.step.scaling import Scaling
 from aotdist.torch_seam.optimizers import has_scaled, steps_heard
@@ -118,6 +119,7 @@ class Turns:
 
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
         if not any(optimizer is known for known in self._optimizers):
+            _refuse_made_inside(optimizer)
             raise MakesState(optimizer)
         self._scalars.reads = True
 
@@ -174,6 +176,16 @@ class Turns:
 
     def _last_rates(self, original: Callable[..., Any], schedule: lr_scheduler.LRScheduler) -> list[Any]:
         return [group["lr"] for group in schedule.optimizer.param_groups]
+
+
+def _refuse_made_inside(optimizer: torch.optim.Optimizer) -> None:
+    """One that was made while the step is traced has the trace's tensors as its parameters."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(current_inputs().index_of(param) is not None for param in params):
+        raise refusal(
+            f"{type(optimizer).__name__} is made inside of a compiled step, and would be made at each call",
+            fix="make it once, outside",
+        )
 
 
 _SCHEDULES: tuple[Any, ...] = (

@@ -60,13 +60,21 @@ class WholeStep:
         except MakesState as found:
             if found.optimizer is None or not found.optimizer.state:
                 return self.as_written(args, kwargs)
-            self._know(found.optimizer)
+            self._know(found.optimizer, hyperparameters([found.optimizer]))
             return self(args, kwargs)
 
     def as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Do a step eagerly, and note which optimizers have their turn."""
-        with steps_heard(self._know, lambda _: None), calls_heard(self._name), compiled_as_written():
+        """Do a step eagerly, and note which optimizers have their turn, and are there afterwards."""
+        stepped: list[tuple[weakref.ref[torch.optim.Optimizer], list[dict[str, Any]]]] = []
+
+        def note(optimizer: torch.optim.Optimizer) -> None:
+            stepped.append((weakref.ref(optimizer), hyperparameters([optimizer])))
+
+        with steps_heard(note, lambda _: None), calls_heard(self._name), compiled_as_written():
             result = self._run(*args, **kwargs)
+        for reference, found in stepped:
+            if (optimizer := reference()) is not None:
+                self._know(optimizer, found)
         self._has_run = True
         return result
 
@@ -84,10 +92,10 @@ class WholeStep:
         """Forget every artifact; the next call compiles again."""
         self._programs.clear()
 
-    def _know(self, optimizer: torch.optim.Optimizer) -> None:
+    def _know(self, optimizer: torch.optim.Optimizer, found: list[dict[str, Any]]) -> None:
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
-            self._hyperparameters += hyperparameters([optimizer])
+            self._hyperparameters += found
             self._held = None
 
     def _name(self, module: nn.Module) -> None:

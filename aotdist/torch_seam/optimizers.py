@@ -39,13 +39,24 @@ def takes_scale(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether there are hooks of an optimizer's step, its own or of all; asked outside of `steps_heard`."""
+    """Whether there are hooks of an optimizer's step, its own or of all, besides those of `steps_heard`."""
+    of_all = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or _global_optimizer_pre_hooks
-        or _global_optimizer_post_hooks
+        or any(not isinstance(hook, _Told) for hook in of_all)
     )
+
+
+class _Told:
+    """A hook that listens to the optimizers of the thread that makes it."""
+
+    def __init__(self, tell: Callable[[torch.optim.Optimizer], None]) -> None:
+        self._tell, self._thread = tell, threading.get_ident()
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if threading.get_ident() == self._thread:
+            self._tell(optimizer)
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
@@ -63,16 +74,10 @@ def steps_heard(
         before: called with the optimizer.
         after: likewise, if its step did not fail.
     """
-    thread = threading.get_ident()
-
-    def told(tell: Callable[[torch.optim.Optimizer], None]) -> Callable[..., None]:
-        def hook(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-            if threading.get_ident() == thread:
-                tell(optimizer)
-
-        return hook
-
-    handles = [register_optimizer_step_pre_hook(told(before)), register_optimizer_step_post_hook(told(after))]
+    handles = [
+        register_optimizer_step_pre_hook(_Told(before)),
+        register_optimizer_step_post_hook(_Told(after)),
+    ]
     try:
         yield
     finally:

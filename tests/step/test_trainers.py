@@ -1,0 +1,621 @@
+"""Training steps as public trainers write them, each compiled as it is."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import aotdist
+from aotdist.errors import UnsupportedProgram
+from tests.step.written import Build, Written, classifier, compiled_beside_eager, cross_entropy, labelled
+
+PROGRAMS: dict[str, Build] = {}
+NUM_PROGRAMS = {"diffusion, an average by hand that assigns .data": 2}
+"""How many programs a step is compiled to, if not to one: there, the average begins as a copy."""
+
+
+def written(name: str) -> Callable[[Build], Build]:
+    def add(build: Build) -> Build:
+        PROGRAMS[name] = build
+        return build
+
+    return add
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01, **options)
+
+
+@written("GAN, one backward for each loss")
+def gan() -> Written:
+    generator = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
+    critic = nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1), nn.Sigmoid())
+    criterion = nn.BCELoss()
+    optimizer_d = torch.optim.Adam(critic.parameters(), lr=0.01, betas=(0.5, 0.999))
+    optimizer_g = torch.optim.Adam(generator.parameters(), lr=0.01, betas=(0.5, 0.999))
+
+    def step(real: torch.Tensor, _: Any) -> dict[str, Any]:
+        critic.zero_grad()
+        label = torch.full((real.size(0),), 1.0)
+        output = critic(real).view(-1)
+        loss_real = criterion(output, label)
+        loss_real.backward()
+        d_x = output.mean().item()
+        fake = generator(torch.randn(real.size(0), 4))
+        label.fill_(0.0)
+        loss_fake = criterion(critic(fake.detach()).view(-1), label)
+        loss_fake.backward()
+        loss_d = loss_real + loss_fake
+        optimizer_d.step()
+        generator.zero_grad()
+        label.fill_(1.0)
+        loss_g = criterion(critic(fake).view(-1), label)
+        loss_g.backward()
+        optimizer_g.step()
+        return {"d": loss_d.item(), "g": loss_g.item(), "d_x": d_x}
+
+    return Written(step, [generator, critic], [optimizer_d, optimizer_g])
+
+
+@written("WGAN-GP")
+def penalty() -> Written:
+    generator, critic = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer_d, optimizer_g = adamw(critic), adamw(generator)
+
+    def gradient_penalty(real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
+        alpha = torch.rand(real.size(0), 1)
+        between = (alpha * real + (1 - alpha) * fake).requires_grad_(True)
+        scores = critic(between)
+        (grads,) = torch.autograd.grad(
+            scores, between, torch.ones_like(scores), create_graph=True, retain_graph=True
+        )
+        return ((grads.norm(2, dim=1) - 1) ** 2).mean()
+
+    def step(real: torch.Tensor, _: Any) -> tuple[float, float]:
+        for p in critic.parameters():
+            p.requires_grad = True
+        for _ in range(2):
+            optimizer_d.zero_grad()
+            fake = generator(torch.randn(real.size(0), 4)).detach()
+            loss_d = critic(fake).mean() - critic(real).mean() + 10 * gradient_penalty(real, fake)
+            loss_d.backward()
+            optimizer_d.step()
+        for p in critic.parameters():
+            p.requires_grad = False
+        optimizer_g.zero_grad()
+        loss_g = -critic(generator(torch.randn(real.size(0), 4))).mean()
+        loss_g.backward()
+        optimizer_g.step()
+        return loss_d.item(), loss_g.item()
+
+    return Written(step, [generator, critic], [optimizer_d, optimizer_g])
+
+
+class Tiny(nn.Module):
+    """A language model of 11 tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.mix, self.head = (
+            nn.Embedding(11, 8),
+            nn.GRU(8, 8, batch_first=True),
+            nn.Linear(8, 11),
+        )
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.mix(self.embed(ids))[0])
+
+
+def preferences(at: int) -> tuple[Any, ...]:
+    ids = torch.randint(0, 11, (6, 5), generator=torch.Generator().manual_seed(at))
+    mask = torch.ones(6, 5)
+    mask[:, :2] = 0
+    return ({"ids": ids, "mask": mask},)
+
+
+@written("DPO with a frozen reference model")
+def dpo() -> Written:
+    policy = Tiny()
+    reference = copy.deepcopy(policy).eval()
+    for p in reference.parameters():
+        p.requires_grad_(False)
+    optimizer = adamw(policy)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: min(1.0, (at + 1) / 3))
+
+    def log_probs(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        logits, labels = model(batch["ids"])[:, :-1], batch["ids"][:, 1:]
+        each = torch.gather(logits.log_softmax(-1), 2, labels.unsqueeze(2)).squeeze(2)
+        return (each * batch["mask"][:, 1:]).sum(-1)
+
+    def step(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
+        policy.train()
+        chosen, rejected = log_probs(policy, batch).chunk(2)
+        with torch.no_grad():
+            reference_chosen, reference_rejected = log_probs(reference, batch).chunk(2)
+        logits = (chosen - rejected) - (reference_chosen - reference_rejected)
+        loss = -F.logsigmoid(0.1 * logits).mean()
+        rewards = 0.1 * (chosen - reference_chosen).detach(), 0.1 * (rejected - reference_rejected).detach()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        accuracy = (rewards[0] > rewards[1]).float().mean()
+        return {"loss": loss.item(), "norm": norm, "accuracy": accuracy.cpu()}
+
+    return Written(step, [policy, reference], [optimizer, schedule], batch=preferences)
+
+
+@written("distillation with a frozen teacher")
+def distillation() -> Written:
+    teacher, student = classifier().eval().requires_grad_(False), nn.Linear(8, 4)
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
+
+    def step(x: torch.Tensor, y: torch.Tensor, temperature: float = 2.0) -> float:
+        optimizer.zero_grad()
+        with torch.no_grad():
+            teacher_logits = teacher(x)
+        student_logits = student(x)
+        soft = F.kl_div(
+            F.log_softmax(student_logits / temperature, -1),
+            F.softmax(teacher_logits / temperature, -1),
+            reduction="batchmean",
+        )
+        loss = 0.5 * F.cross_entropy(student_logits, y) + 0.5 * soft * temperature**2
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return Written(step, [teacher, student], [optimizer])
+
+
+class MaskedAutoencoder(nn.Module):
+    """He et al., 2022, of six patches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(4, 8), nn.Linear(8, 4)
+        self.mask_token = nn.Parameter(torch.zeros(1, 1, 8))
+
+    def forward(self, patches: torch.Tensor, ratio: float = 0.5) -> torch.Tensor:
+        n, length, _ = patches.shape
+        keep = int(length * (1 - ratio))
+        shuffle = torch.argsort(torch.rand(n, length, device=patches.device), dim=1)
+        restore = torch.argsort(shuffle, dim=1)
+        kept = torch.gather(patches, 1, shuffle[:, :keep].unsqueeze(-1).repeat(1, 1, patches.size(2)))
+        mask = torch.ones([n, length])
+        mask[:, :keep] = 0
+        mask = torch.gather(mask, 1, restore)
+        latent = self.encoder(kept)
+        tokens = torch.cat([latent, self.mask_token.repeat(n, length - keep, 1)], dim=1)
+        tokens = torch.gather(tokens, 1, restore.unsqueeze(-1).repeat(1, 1, tokens.size(2)))
+        loss = ((self.decoder(tokens) - patches) ** 2).mean(-1)
+        return (loss * mask).sum() / mask.sum()
+
+
+@written("MAE, a learning rate by hand, micro-batches that count calls")
+def mae() -> Written:
+    model = MaskedAutoencoder()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    calls = {"n": 0}
+
+    def adjust_learning_rate(at: int) -> float:
+        lr = 0.01 * at / 3 if at < 3 else 0.01 * 0.5 * (1 + math.cos(math.pi * (at - 3) / 7))
+        for group in optimizer.param_groups:
+            group["lr"] = lr * group.get("lr_scale", 1.0)
+        return lr
+
+    def step(patches: torch.Tensor) -> float:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = model(patches)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.item()
+
+    def patches(at: int) -> tuple[Any, ...]:
+        return (torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(at)),)
+
+    def between(at: int) -> None:
+        calls["n"] += 1
+        adjust_learning_rate(at + 1)
+
+    return Written(step, [model], [optimizer, scaler], lambda: calls, patches, between)
+
+
+class Denoiser(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.time, self.body = (
+            nn.Embedding(20, 8),
+            nn.Sequential(nn.Linear(8, 12), nn.SiLU(), nn.Linear(12, 8)),
+        )
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return self.body(x + self.time(t))
+
+
+class EMA:
+    """A copy that follows, with a decay that warms up."""
+
+    def __init__(self, model: nn.Module, beta: float = 0.99) -> None:
+        self.beta, self.step, self.copy = beta, 0, copy.deepcopy(model).eval().requires_grad_(False)
+
+    def update(self, model: nn.Module) -> None:
+        self.step += 1
+        if self.step <= 2:
+            self.copy.load_state_dict(model.state_dict())
+            return
+        for ours, theirs in zip(self.copy.parameters(), model.parameters(), strict=True):
+            ours.data = ours.data * self.beta + theirs.data * (1 - self.beta)
+
+
+class DiffusionTrainer:
+    """DDPM (Ho et al., 2020) as a class, of which a method is compiled."""
+
+    def __init__(self, averages: Callable[[nn.Module], Any]) -> None:
+        self.model = Denoiser()
+        self.ema = averages(self.model)
+        self.opt = torch.optim.Adam(self.model.parameters(), lr=0.01)
+        self.alphas = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 20), 0)
+        self.step, self.losses = 0, list[float]()
+
+    def q_sample(self, x: torch.Tensor, t: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        a = self.alphas[t].unsqueeze(1)
+        return a.sqrt() * x + (1 - a).sqrt() * noise
+
+    def train_step(self, x: torch.Tensor, _: Any) -> torch.Tensor:
+        t = torch.randint(0, 20, (x.shape[0],), device=x.device).long()
+        noise = torch.randn_like(x)
+        loss = F.mse_loss(self.model(self.q_sample(x, t, noise), t), noise)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.opt.step()
+        self.opt.zero_grad()
+        self.step += 1
+        self.losses.append(loss.item())
+        self.update_average()
+        return loss.detach()
+
+    def update_average(self) -> None:
+        (self.ema.update_parameters if hasattr(self.ema, "update_parameters") else self.ema.update)(
+            self.model
+        )
+
+
+@written("diffusion, a method of a trainer, AveragedModel")
+def diffusion() -> Written:
+    average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    trainer = DiffusionTrainer(
+        lambda model: torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=average, use_buffers=True)
+    )
+    return Written(
+        trainer.train_step,
+        [trainer.model, trainer.ema],
+        [trainer.opt],
+        lambda: (trainer.step, trainer.losses),
+    )
+
+
+@written("diffusion, an average by hand that assigns .data")
+def diffusion_by_hand() -> Written:
+    trainer = DiffusionTrainer(EMA)
+    return Written(
+        trainer.train_step,
+        [trainer.model, trainer.ema.copy],
+        [trainer.opt],
+        lambda: (trainer.step, trainer.losses, trainer.ema.step),
+    )
+
+
+@written("PPO, epochs and minibatches inside")
+def ppo() -> Written:
+    policy, value = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)), nn.Linear(8, 1)
+    optimizer = torch.optim.Adam([*policy.parameters(), *value.parameters()], lr=0.01, eps=1e-5)
+
+    def rollout(at: int) -> tuple[Any, ...]:
+        g = torch.Generator().manual_seed(at)
+        acts = torch.randint(0, 4, (8,), generator=g)
+        return (
+            torch.randn(8, 8, generator=g),
+            acts,
+            -torch.rand(8, generator=g),
+            *torch.randn(2, 8, generator=g),
+        )
+
+    def update(obs: Any, acts: Any, old: Any, advantages: Any, returns: Any) -> dict[str, float]:
+        clip_fractions = []
+        for _ in range(2):
+            order = torch.randperm(8)
+            for start in range(0, 8, 4):
+                at = order[start : start + 4]
+                dist = torch.distributions.Categorical(logits=policy(obs[at]))
+                log_ratio = dist.log_prob(acts[at]) - old[at]
+                ratio = log_ratio.exp()
+                with torch.no_grad():
+                    approx_kl = ((ratio - 1) - log_ratio).mean()
+                    clip_fractions += [((ratio - 1.0).abs() > 0.2).float().mean().item()]
+                adv = advantages[at]
+                adv = (adv - adv.mean()) / (adv.std() + 1e-8)
+                pg_loss = torch.max(-adv * ratio, -adv * torch.clamp(ratio, 0.8, 1.2)).mean()
+                v_loss = 0.5 * ((value(obs[at]).view(-1) - returns[at]) ** 2).mean()
+                loss = pg_loss - 0.01 * dist.entropy().mean() + v_loss * 0.5
+                optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_([*policy.parameters(), *value.parameters()], 0.5)
+                optimizer.step()
+        return {"loss": loss.item(), "kl": approx_kl.item(), "clipped": sum(clip_fractions) / 4}
+
+    return Written(update, [policy, value], [optimizer], batch=rollout)
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter of low rank (LoRA)."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.dropout = nn.Dropout(0.1)
+        self.lora_a = nn.Linear(base.in_features, 2, bias=False)
+        self.lora_b = nn.Linear(2, base.out_features, bias=False)
+        nn.init.zeros_(self.lora_b.weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + self.lora_b(self.lora_a(self.dropout(x))) * 2.0
+
+
+@written("LoRA, micro-batches in a list")
+def lora() -> Written:
+    model = nn.Sequential(Adapted(nn.Linear(8, 12)), nn.GELU(), Adapted(nn.Linear(12, 4)))
+    optimizer = adamw(model)
+
+    def step(batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
+        total = torch.zeros(())
+        for batch in batches:
+            loss = cross_entropy(model, batch["x"], batch["y"]) / len(batches)
+            loss.backward()
+            total += loss.detach()
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return total
+
+    def batches(at: int) -> tuple[Any, ...]:
+        return ([dict(zip("xy", labelled(3 * at + one), strict=True)) for one in range(3)],)
+
+    return Written(step, [model], [optimizer], batch=batches)
+
+
+@written("QAT, observers that move")
+def qat() -> Written:
+    from torch.ao.quantization import DeQuantStub, QuantStub, get_default_qat_qconfig, prepare_qat
+
+    model = nn.Sequential(QuantStub(), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4), DeQuantStub()).train()
+    model.qconfig = get_default_qat_qconfig("fbgemm")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # it moves to torchao
+        model = prepare_qat(model)
+    optimizer = adamw(model)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        loss = cross_entropy(model, x, y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return Written(step, [model], [optimizer])
+
+
+@written("QAT, torchao")
+def qat_torchao() -> Written:
+    from torchao.quantization.qat import FakeQuantizedLinear, IntxFakeQuantizeConfig
+
+    def layer(a: int, b: int) -> nn.Module:
+        return FakeQuantizedLinear(
+            a,
+            b,
+            False,
+            IntxFakeQuantizeConfig(torch.int8, "per_token", is_symmetric=False),
+            IntxFakeQuantizeConfig(torch.int4, group_size=4),
+        )
+
+    model = nn.Sequential(layer(8, 12), nn.ReLU(), layer(12, 4))
+    optimizer = adamw(model)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = cross_entropy(model, x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Written(step, [model], [optimizer])
+
+
+@written("Muon and AdamW, in a list")
+def muon() -> Written:
+    model = classifier()
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    optimizers = [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01, fused=True)]
+    for opt in optimizers:
+        for group in opt.param_groups:
+            group["initial_lr"] = group["lr"]
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for micro in range(2):
+            (cross_entropy(model, x[micro::2], y[micro::2]) / 2).backward()
+        for opt in optimizers:
+            opt.step()
+        model.zero_grad(set_to_none=True)
+        return model(x).detach()
+
+    def between(at: int) -> None:
+        for opt in optimizers:
+            for group in opt.param_groups:
+                group["lr"] = group["initial_lr"] * (1 - at / 10)
+        for group in optimizers[0].param_groups:
+            group["momentum"] = (1 - at / 10) * 0.85 + at / 10 * 0.95
+
+    return Written(step, [model], optimizers, between=between)
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimisation (Foret et al., 2021), around another optimizer."""
+
+    def __init__(self, params: Any, base: Any, rho: float = 0.05, **options: Any) -> None:
+        super().__init__(params, {"rho": rho, **options})
+        self.base_optimizer = base(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+        self.defaults.update(self.base_optimizer.defaults)
+
+    @torch.no_grad()
+    def first_step(self, zero_grad: bool = False) -> None:
+        grad_norm = self._grad_norm()
+        for group in self.param_groups:
+            scale = group["rho"] / (grad_norm + 1e-12)
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                self.state[p]["old_p"] = p.data.clone()
+                p.add_(p.grad * scale.to(p))
+        if zero_grad:
+            self.zero_grad()
+
+    @torch.no_grad()
+    def second_step(self, zero_grad: bool = False) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                p.data = self.state[p]["old_p"]
+        self.base_optimizer.step()
+        if zero_grad:
+            self.zero_grad()
+
+    def _grad_norm(self) -> torch.Tensor:
+        norms = [p.grad.norm(p=2) for g in self.param_groups for p in g["params"] if p.grad is not None]
+        return torch.norm(torch.stack(norms), p=2)
+
+
+@written("SAM, a class around another optimizer")
+def sam() -> Written:
+    model = classifier()
+    optimizer = SAM(model.parameters(), torch.optim.SGD, lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> float:
+        loss = cross_entropy(model, x, y)
+        loss.backward()
+        optimizer.first_step(zero_grad=True)
+        cross_entropy(model, x, y).backward()
+        optimizer.second_step(zero_grad=True)
+        return loss.item()
+
+    return Written(step, [model], [optimizer, optimizer.base_optimizer])
+
+
+@written("SAM by hand")
+def sam_by_hand() -> Written:
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> float:
+        loss = cross_entropy(model, x, y)
+        loss.backward()
+        with torch.no_grad():
+            norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+            moves = []
+            for p in model.parameters():
+                moves.append(p.grad * (0.05 / (norm + 1e-12)))
+                p.add_(moves[-1])
+        optimizer.zero_grad()
+        cross_entropy(model, x, y).backward()
+        with torch.no_grad():
+            for p, move in zip(model.parameters(), moves, strict=True):
+                p.sub_(move)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return Written(step, [model], [optimizer])
+
+
+def _huggingface(kind: str) -> Build:
+    def build() -> Written:
+        import transformers
+
+        sizes = {
+            "Llama": dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2),
+            "GPT2": dict(n_embd=16, n_layer=1, n_head=2, n_positions=16),
+            "T5": dict(d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0),
+        }[kind]
+        config = getattr(transformers, f"{kind}Config")(vocab_size=32, pad_token_id=0, **sizes)
+        suffix = {"Llama": "ForCausalLM", "GPT2": "LMHeadModel", "T5": "ForConditionalGeneration"}[kind]
+        model = getattr(transformers, kind + suffix)(config).train()
+        decay = [p for p in model.parameters() if p.ndim > 1]
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": decay, "weight_decay": 0.1},
+                {"params": [p for p in model.parameters() if p.ndim <= 1], "weight_decay": 0.0},
+            ],
+            lr=1e-2,
+        )
+        schedule = transformers.get_cosine_schedule_with_warmup(optimizer, 2, 10)
+
+        def step(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+            model.train()
+            with torch.autocast("cpu", torch.bfloat16):
+                outputs = model(**batch)
+            loss = outputs.loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+            return loss.detach().float()
+
+        def tokens(at: int) -> tuple[Any, ...]:
+            ids = torch.randint(1, 32, (2, 6), generator=torch.Generator().manual_seed(at))
+            return ({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids},)
+
+        return Written(step, [model], [optimizer, schedule], batch=tokens)
+
+    return build
+
+
+for _kind in ("Llama", "GPT2", "T5"):
+    PROGRAMS[_kind] = _huggingface(_kind)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_trainers(name: str) -> None:
+    compiled = compiled_beside_eager(PROGRAMS[name])
+    assert len(compiled.graphs) == NUM_PROGRAMS.get(name, 1)
+
+
+def test_observers_that_are_switched_by_tensors_are_refused() -> None:
+    """`FakeQuantize` reads whether it observes off a buffer; the fused one, the default, does not."""
+    from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
+
+    model = nn.Sequential(FakeQuantize(MovingAverageMinMaxObserver, dtype=torch.quint8), nn.Linear(8, 4))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> None:
+        cross_entropy(model, x, y).backward()
+
+    compiled = aotdist.compile(step, backend="fx")
+    with pytest.raises(UnsupportedProgram, match="reads a tensor's data"):
+        for at in range(2):
+            compiled(*labelled(at))

@@ -1,0 +1,809 @@
+"""Functions that call `backward()`, read and assign `.grad`, and let optimizers step: each beside eager."""
+
+from __future__ import annotations
+
+import copy
+import math
+import threading
+import warnings
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader
+
+import aotdist
+from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam.optimizers import steps_heard
+from tests.step.written import (
+    Build,
+    Written,
+    assert_same,
+    classifier,
+    compiled_beside_eager,
+    cross_entropy,
+    labelled,
+)
+
+MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+STEPS: dict[str, tuple[Build, int]] = {}
+"""Steps, each with the number of programs that it is compiled to."""
+
+
+def written(name: str, programs: int = 1) -> Callable[[Build], Build]:
+    def add(build: Build) -> Build:
+        STEPS[name] = build, programs
+        return build
+
+    return add
+
+
+def adamw(params: Iterable[nn.Parameter], **options: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=0.01, **options)
+
+
+def training(
+    make_optimizer: MakeOptimizer = adamw,
+    make_model: Callable[[], nn.Module] = classifier,
+    before_step: Callable[[nn.Module], Any] = lambda model: None,
+) -> Written:
+    """The step of every tutorial; `before_step` is what is done to the gradients."""
+    model = make_model()
+    optimizer = make_optimizer(model.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = cross_entropy(model, x, y)
+        loss.backward()
+        before_step(model)
+        optimizer.step()
+        return loss.detach()
+
+    return Written(step, [model], [optimizer])
+
+
+def stepping(
+    body: Callable[[nn.Module, Any, torch.Tensor, torch.Tensor], Any],
+    make_optimizer: MakeOptimizer = adamw,
+    between: Callable[[int, nn.Module, Any], Any] = lambda at, model, optimizer: None,
+) -> Written:
+    """A step that closes over a model and its optimizer."""
+    model = classifier()
+    optimizer = make_optimizer(model.parameters())
+    return Written(
+        lambda x, y: body(model, optimizer, x, y),
+        [model],
+        [optimizer],
+        between=lambda at: between(at, model, optimizer),
+    )
+
+
+def _named(name: str, **options: Any) -> MakeOptimizer:
+    return lambda params: getattr(torch.optim, name)(params, **options)
+
+
+OPTIMIZERS: dict[str, MakeOptimizer] = {
+    "AdamW": _named("AdamW", lr=0.01),
+    "AdamW foreach": _named("AdamW", lr=0.01, foreach=True),
+    "AdamW fused": _named("AdamW", lr=0.01, fused=True),
+    "Adam amsgrad, maximize": _named("Adam", lr=0.01, amsgrad=True, maximize=True),
+    "SGD": _named("SGD", lr=0.1),
+    "SGD with momentum": _named("SGD", lr=0.1, momentum=0.9, nesterov=True),
+    **{
+        name: _named(name)
+        for name in (
+            "RMSprop",
+            "Adagrad",
+            "NAdam",
+            "RAdam",
+            "Adamax",
+            "Adadelta",
+            "ASGD",
+            "Rprop",
+            "Adafactor",
+        )
+    },
+}
+for _name, _make in OPTIMIZERS.items():
+    STEPS[_name] = (lambda make=_make: training(make)), 1
+STEPS["clip_grad_norm_"] = (
+    (lambda: training(before_step=lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.1))),
+    1,
+)
+STEPS["clip_grad_value_"] = (
+    (lambda: training(before_step=lambda model: nn.utils.clip_grad_value_(model.parameters(), 0.01))),
+    1,
+)
+
+
+@written("micro-batches in a loop")
+def micro_batches() -> Written:
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        total = 0
+        for at in range(0, 6, 2):
+            loss = cross_entropy(model, x[at : at + 2], y[at : at + 2]) / 3
+            loss.backward()
+            total = total + loss.detach()
+        optimizer.step()
+        optimizer.zero_grad()
+        return total
+
+    return stepping(step)
+
+
+@written("gradients are accumulated, the loss is returned as it is", programs=2)
+def accumulates() -> Written:
+    """The second program is the one that finds gradients."""
+
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = cross_entropy(model, x, y)
+        loss.backward()
+        return loss
+
+    def between(at: int, model: nn.Module, optimizer: Any) -> None:
+        if at % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        else:
+            model[0].weight.grad.mul_(2)
+
+    return stepping(step, between=between)
+
+
+@written("gradients are left, and the loss is a number")
+def leaves_gradients() -> Written:
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> float:
+        loss = cross_entropy(model, x, y)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return stepping(step)
+
+
+@written("two losses, retain_graph, gradients set to zero")
+def two_losses() -> Written:
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        logits = model(x)
+        loss, norm = F.cross_entropy(logits, y), logits.square().mean()
+        loss.backward(retain_graph=True)
+        norm.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss.detach(), logits.detach()
+
+    return stepping(step)
+
+
+@written("torch.autograd.backward with a gradient for each result")
+def autograd_backward() -> Written:
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        logits = model(x)
+        loss, squares = F.cross_entropy(logits, y), logits.square()
+        torch.autograd.backward([loss, squares], [None, torch.full_like(squares, 0.1)])
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return stepping(step)
+
+
+@written("backward(inputs=)")
+def backward_of_some() -> Written:
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = cross_entropy(model, x, y)
+        loss.backward(inputs=list(model[0].parameters()), retain_graph=True)
+        loss.backward(inputs=list(model[3].parameters()))
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+        return loss.detach()
+
+    return stepping(step)
+
+
+@written("gradients by autograd.grad, assigned and returned")
+def assigned_gradients() -> Written:
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        params = list(model.parameters())
+        grads = torch.autograd.grad(cross_entropy(model, x, y), params)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad * 2
+        optimizer.step()
+        return [param.grad for param in params]
+
+    return stepping(step)
+
+
+@written("SGD by hand, with momentum in a list")
+def by_hand() -> Written:
+    model = classifier()
+    momenta = [torch.zeros_like(param) for param in model.parameters()]
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = cross_entropy(model, x, y)
+        loss.backward()
+        with torch.no_grad():
+            for param, momentum in zip(model.parameters(), momenta, strict=True):
+                momentum.mul_(0.9).add_(param.grad)
+                param.sub_(momentum * 0.1)
+                param.grad = None
+        return loss.detach()
+
+    return Written(step, [model], logs=lambda: momenta)
+
+
+@written("weight decay by hand")
+def weight_decay() -> Written:
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = cross_entropy(model, x, y)
+        loss.backward()
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                for param in group["params"]:
+                    param.mul_(1 - group["lr"] * 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return stepping(step)
+
+
+@written("FGSM: the gradient of a leaf that is made inside")
+def adversarial() -> Written:
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        delta = torch.zeros_like(x, requires_grad=True)
+        cross_entropy(model, x + delta, y).backward()
+        optimizer.zero_grad()
+        loss = cross_entropy(model, x + 0.1 * delta.grad.sign(), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return stepping(step)
+
+
+@written("checkpoints of both kinds")
+def checkpointed() -> Written:
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        hidden = checkpoint(model[0], x, use_reentrant=False)
+        loss = F.cross_entropy(checkpoint(model[1:], hidden, use_reentrant=True), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return stepping(step)
+
+
+@written("two updates in one call")
+def two_updates() -> Written:
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        for _ in range(2):
+            optimizer.zero_grad()
+            loss = cross_entropy(model, x, y)
+            loss.backward()
+            optimizer.step()
+        return loss.detach()
+
+    return stepping(step)
+
+
+@written("a closure that the optimizer calls")
+def closure() -> Written:
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        def evaluate() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = cross_entropy(model, x, y)
+            loss.backward()
+            return loss
+
+        return optimizer.step(evaluate).detach()
+
+    return stepping(step)
+
+
+@written("model and optimizer are arguments")
+def as_arguments() -> Written:
+    model = classifier()
+    optimizer = adamw(model.parameters())
+    schedule, scaler = lr_scheduler.StepLR(optimizer, 1), torch.amp.GradScaler("cpu", init_scale=16.0)
+
+    def step(model: Any, optimizer: Any, schedule: Any, scaler: Any, x: Any, y: Any) -> torch.Tensor:
+        loss = cross_entropy(model, x, y)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        schedule.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def batch(at: int) -> tuple[Any, ...]:
+        return model, optimizer, schedule, scaler, *labelled(at)
+
+    return Written(step, [model], [optimizer, schedule, scaler], batch=batch)
+
+
+class Trainer:
+    """Counts its steps, chooses the learning rate by the count, and updates at every second call."""
+
+    def __init__(self) -> None:
+        self.model = classifier()
+        self.optimizers = {
+            "first": torch.optim.SGD(self.model[0].parameters(), lr=0.1, momentum=0.9),
+            "last": adamw(self.model[3].parameters()),
+        }
+        self.steps, self.history = 0, list[float]()
+
+    def training_step(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        lr = 0.5 * (1 + math.cos(math.pi * self.steps / 10)) * 0.1
+        for optimizer in self.optimizers.values():
+            for group in optimizer.param_groups:
+                group["lr"] = lr
+        loss = cross_entropy(self.model, x, y) / 2
+        loss.backward()
+        self.steps += 1
+        if self.steps % 2 == 0:
+            for optimizer in self.optimizers.values():
+                optimizer.step()
+                optimizer.zero_grad()
+        self.history.append(loss.item())
+        return loss.detach()
+
+
+@written("a method: counts, a learning rate by hand, an update at every second call", programs=3)
+def method() -> Written:
+    """The first program takes the count for a constant."""
+    trainer = Trainer()
+    keeps = list(trainer.optimizers.values())
+    return Written(trainer.training_step, [trainer.model], keeps, lambda: (trainer.steps, trainer.history))
+
+
+def scheduled(make: Callable[[torch.optim.Optimizer], Any], by_loss: bool = False) -> Written:
+    model = classifier()
+    optimizer = adamw(model.parameters())
+    schedule = make(optimizer)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = cross_entropy(model, x, y)
+        loss.backward()
+        optimizer.step()
+        rate = optimizer.param_groups[0]["lr"]
+        schedule.step(*([loss.detach()] if by_loss else []))
+        optimizer.zero_grad()
+        return loss.detach(), rate
+
+    return Written(step, [model], [optimizer], lambda: (schedule.last_epoch, schedule.get_last_lr()))
+
+
+SCHEDULES: dict[str, Build] = {
+    "CosineAnnealingLR": lambda: scheduled(lambda optimizer: lr_scheduler.CosineAnnealingLR(optimizer, 10)),
+    "OneCycleLR": lambda: scheduled(
+        lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+    ),
+    "ReduceLROnPlateau": lambda: scheduled(
+        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1), by_loss=True
+    ),
+}
+STEPS |= {name: (build, 1) for name, build in SCHEDULES.items()}
+
+
+@written("scaler, autocast around all, AveragedModel")
+def scaled() -> Written:
+    model = classifier()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    optimizer = adamw(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = cross_entropy(model, x, y)
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            average.update_parameters(model)
+        return loss.detach()
+
+    def overflowing(at: int) -> tuple[Any, ...]:
+        x, y = labelled(at)
+        return (x * float("inf") if at == 2 else x), y
+
+    return Written(step, [model, average], [optimizer, scaler], batch=overflowing)
+
+
+@written("a compiled model inside")
+def compiled_inside() -> Written:
+    model = classifier()
+    inner, optimizer = aotdist.compile(model, backend="fx"), adamw(model.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = cross_entropy(inner, x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Written(step, [model], [optimizer])
+
+
+@written("a parametrisation that keeps buffers, a tied weight, batch norm, dropout; evaluated between")
+def evaluated_between() -> Written:
+    def make_model() -> nn.Module:
+        first, tied = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8)
+        tied.weight = (second := nn.Linear(8, 8)).weight
+        return nn.Sequential(first, nn.BatchNorm1d(8), nn.Dropout(0.3), second, tied)
+
+    made, seen = training(make_model=make_model), list[torch.Tensor]()
+
+    def between(at: int) -> None:
+        (model,) = made.models
+        model.eval()
+        with torch.no_grad():
+            seen.append(model(labelled(99)[0]))
+        model.train()
+
+    made.logs, made.between = lambda: seen, between
+    return made
+
+
+@written("parameters frozen for some calls", programs=2)
+def frozen_between() -> Written:
+    return stepping(
+        lambda model, optimizer, x, y: _updated(model, optimizer, cross_entropy(model, x, y)),
+        between=lambda at, model, optimizer: model[0].requires_grad_(at in (2, 3)),
+    )
+
+
+@written("add_param_group between calls", programs=2)
+def group_added() -> Written:
+    model, late = classifier(), nn.ParameterList([torch.ones(4)])
+    optimizer = adamw(model.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.cross_entropy(model(x) * late[0], y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def between(at: int) -> None:
+        if at == 1:
+            optimizer.add_param_group({"params": [late[0]], "lr": 0.1})
+
+    return Written(step, [model, late], [optimizer], between=between)
+
+
+@written("states loaded between calls")
+def loaded_between() -> Written:
+    made, saved = training(), list[Any]()
+
+    def between(at: int) -> None:
+        if at == 1:
+            saved.extend(copy.deepcopy(holder.state_dict()) for holder in (*made.models, *made.keeps))
+        if at == 3:
+            for holder, state in zip((*made.models, *made.keeps), saved, strict=True):
+                holder.load_state_dict(state)
+
+    made.between = between
+    return made
+
+
+def replaced_between(parts: dict[str, Any], make: Callable[[int], dict[str, Any]]) -> Written:
+    """Parts are looked up at each call, and others are there from the third on."""
+    parts.update(make(0))
+    model = parts["model"]
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = cross_entropy(model, x, y)
+        parts["scaler"].scale(loss).backward()
+        parts["scaler"].step(parts["optimizer"])
+        parts["scaler"].update()
+        parts["schedule"].step()
+        parts["optimizer"].zero_grad()
+        return loss.detach()
+
+    def logs() -> Any:
+        return [parts[name].state_dict() for name in ("optimizer", "schedule", "scaler")]
+
+    return Written(step, [model], logs=logs, between=lambda at: at == 2 and parts.update(make(1)))
+
+
+def _replacing(*replaced: str) -> Build:
+    def build() -> Written:
+        parts = dict[str, Any](model=classifier())
+
+        def make(at: int) -> dict[str, Any]:
+            if at == 0 or "optimizer" in replaced:
+                parts["optimizer"] = adamw(parts["model"].parameters())
+            if at == 0 or "schedule" in replaced:
+                parts["schedule"] = lr_scheduler.StepLR(parts["optimizer"], 1 + at)
+            if at == 0 or "scaler" in replaced:
+                parts["scaler"] = torch.amp.GradScaler("cpu", init_scale=4.0 + at, growth_interval=2)
+            return parts
+
+        return replaced_between(parts, make)
+
+    return build
+
+
+STEPS["the optimizer and its schedule are replaced between calls"] = _replacing("optimizer", "schedule"), 2
+STEPS["the schedule is replaced between calls"] = _replacing("schedule"), 2
+STEPS["the scaler is replaced between calls"] = _replacing("scaler"), 2
+
+
+def _torchao(name: str) -> Build:
+    def build() -> Written:
+        from torchao import optim
+
+        return training(
+            lambda params: getattr(optim, name)(params, lr=0.01),
+            lambda: nn.Sequential(nn.Linear(8, 512, bias=False), nn.ReLU(), nn.Linear(512, 8, bias=False)),
+        )
+
+    return build
+
+
+STEPS["torchao, 8 bits"] = _torchao("AdamW8bit"), 1
+STEPS["torchao, 4 bits"] = _torchao("Adam4bit"), 1
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_steps(name: str) -> None:
+    build, programs = STEPS[name]
+    compiled = compiled_beside_eager(build)
+    assert len(compiled.graphs) == programs
+    for graphs in compiled.graphs:
+        assert set(graphs) == {"inference"}  # nothing is left for autograd
+
+
+@pytest.mark.parametrize("name", ["AdamW", "micro-batches in a loop"])
+def test_by_inductor(name: str) -> None:
+    compiled_beside_eager(STEPS[name][0], num_steps=3, backend="inductor")
+
+
+def test_lengths_that_change() -> None:
+    def build() -> Written:
+        made = training()
+        made.batch = lambda at: tuple(each[: 3 + at % 4] for each in labelled(at))
+        return made
+
+    assert len(compiled_beside_eager(build, num_steps=7, settings={"dynamic": "auto"}).graphs) == 2
+
+
+def test_an_optimizers_step_alone() -> None:
+    trained = []
+    for wrap in (lambda step: step, lambda step: aotdist.compile(step, backend="fx")):
+        torch.manual_seed(0)
+        model = classifier()
+        optimizer = adamw(model.parameters())
+        step = wrap(optimizer.step)
+        for at in range(5):
+            cross_entropy(model, *labelled(at)).backward()
+            step()
+            optimizer.zero_grad()
+        trained.append((model.state_dict(), optimizer.state_dict()))
+    assert_same(*trained, "state")
+    assert len(step.graphs) == 1
+
+
+def refused(body: Callable[..., Any], make_optimizer: MakeOptimizer = adamw, **options: Any) -> Any:
+    """A step that has `body` in it, compiled, and its model."""
+    model = classifier()
+    optimizer = make_optimizer(model.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        return body(model, optimizer, cross_entropy(model, x, y))
+
+    return aotdist.compile(step, backend="fx", **options), model, optimizer
+
+
+def _updated(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> torch.Tensor:
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss.detach()
+
+
+def create_graph(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    loss.backward(create_graph=True)
+
+
+def retained(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> Any:
+    doubled = loss * 2
+    doubled.retain_grad()
+    doubled.backward()
+    return doubled.grad
+
+
+def made_inside(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    _updated(model, torch.optim.SGD(model.parameters(), lr=0.1), loss)
+
+
+def rate_after_schedule(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> Any:
+    _updated(model, optimizer, loss)
+    SCHEDULE[0].step()
+    return SCHEDULE[0].get_last_lr()[0]
+
+
+SCHEDULE: list[Any] = [None]
+
+REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "create_graph": (create_graph, r"`backward\(create_graph=True\)`.*\n.*\n.*`torch.autograd.grad`"),
+    "retain_grad": (retained, "a tensor retains its gradient"),
+    "optimizer made inside": (made_inside, "SGD is made inside of a compiled step"),
+    "rate after schedule": (rate_after_schedule, "a learning rate is read after the step of its schedule"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")  # eager's own
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_refused_by_name(name: str) -> None:
+    body, said = REFUSED[name]
+    compiled, _, optimizer = refused(body)
+    SCHEDULE[0] = lr_scheduler.StepLR(optimizer, 1)
+    with pytest.raises(UnsupportedProgram, match=said):
+        for at in range(2):
+            compiled(*labelled(at))
+
+
+def test_hooks_are_refused_by_name() -> None:
+    compiled, _, optimizer = refused(_updated)
+    compiled(*labelled(0))
+    compiled(*labelled(1))
+    handle = optimizer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(UnsupportedProgram, match="AdamW has hooks of its step"):
+        compiled(*labelled(2))
+    handle.remove()
+    compiled(*labelled(2))
+    compiled, model, _ = refused(_updated)
+    model[0].weight.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(UnsupportedProgram, match=r"`.*0.weight` has hooks of its gradient"):
+        for at in range(2):
+            compiled(*labelled(at))
+
+
+def test_lbfgs_is_refused() -> None:
+    def body(model: nn.Module, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> Any:
+        def evaluate() -> torch.Tensor:
+            optimizer.zero_grad()
+            again = sum(param.square().sum() for param in model.parameters())
+            again.backward()
+            return again
+
+        return optimizer.step(evaluate)
+
+    compiled, *_ = refused(body, torch.optim.LBFGS)
+    with pytest.raises(UnsupportedProgram, match="number of Python's"):
+        for at in range(2):
+            compiled(*labelled(at))
+
+
+@pytest.mark.parametrize("kind", ["list", "generator", "loader", "loop over a loader"])
+def test_batches_that_are_taken_inside_are_refused(kind: str) -> None:
+    batches = [labelled(at) for at in range(4)]
+    loader = DataLoader(batches, batch_size=None)
+    source: Any = {"list": iter(batches), "generator": (one for one in batches), "loader": iter(loader)}.get(
+        kind
+    )
+    model = classifier()
+    optimizer = adamw(model.parameters())
+
+    def step() -> Any:
+        for x, y in loader if source is None else [next(source)]:
+            _updated(model, optimizer, cross_entropy(model, x, y))
+
+    with pytest.raises(UnsupportedProgram, match="takes an item from `(source|loader)`"):
+        aotdist.compile(step, backend="fx")()
+    assert len(list(loader if source is None else source)) == 4, "nothing was taken"
+
+
+def _stepped_with_hooks(**options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    step, model, optimizer = refused(_updated, **options)
+    calls = list[Any]()
+    optimizer.register_step_post_hook(lambda *_: calls.append(None))
+    model[0].weight.register_hook(lambda grad: grad * 2)
+    return step, lambda: (model.state_dict(), optimizer.state_dict(), len(calls))
+
+
+def _made_anew(**options: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    step, model, _ = refused(made_inside, **options)
+    return step, model.state_dict
+
+
+@pytest.mark.parametrize("make", [_stepped_with_hooks, _made_anew])
+def test_refused_steps_may_run_as_they_were_written(make: Callable[..., tuple[Any, Any]]) -> None:
+    (ours, our_state), (eager, eager_state) = make(settings={"unsupported": "eager"}), make()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for at in range(4):
+            assert_same(ours(*labelled(at)), eager.__wrapped__(*labelled(at)), f"step {at}")
+            assert_same(our_state(), eager_state(), f"state {at}")
+    assert len(caught) == 1 and "run as they were written" in str(caught[0].message)
+
+
+def test_optimizers_of_other_threads_are_not_noticed() -> None:
+    stop, failures, first = threading.Event(), list[BaseException](), threading.Event()
+
+    def train_another() -> None:
+        other = training(_named("SGD", lr=0.01, momentum=0.9))
+        try:
+            while not stop.is_set():
+                other.step(*labelled(0))
+                first.set()
+                assert all(param.grad is not None for param in other.models[0].parameters())
+        except BaseException as failure:
+            failures.append(failure)
+            first.set()
+
+    thread = threading.Thread(target=train_another)
+    thread.start()
+    first.wait()
+    try:
+        compiled = compiled_beside_eager(training, num_steps=4)
+    finally:
+        stop.set()
+        thread.join()
+    assert not failures
+    assert len(compiled.graphs) == 1
+
+
+def test_what_another_thread_listens_to_is_no_hook() -> None:
+    compiled, *_ = refused(_updated)
+    for at in range(2):
+        compiled(*labelled(at))
+    with ThreadPoolExecutor(1) as pool:
+        listening = steps_heard(lambda _: None, lambda _: None)  # as while it captures
+        pool.submit(listening.__enter__).result()
+        compiled(*labelled(2))
+        pool.submit(listening.__exit__, None, None, None).result()
+    assert len(compiled.graphs) == 1
+
+
+@pytest.mark.parametrize("num_before", [0, 1, 3], ids=["first call", "capture", "another capture"])
+def test_a_step_that_raises_leaves_everything_as_it_was(num_before: int) -> None:
+    """Of the first call, which runs as it is written, the state is eager's: it is left out."""
+    model = classifier()
+    optimizer = adamw(model.parameters())
+    schedule, counts = lr_scheduler.StepLR(optimizer, 1), {"steps": 0}
+
+    def step(x: torch.Tensor, y: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        loss = cross_entropy(model, x, y) + torch.rand(())
+        loss.backward()
+        counts["steps"] += 1
+        if fails:
+            raise RuntimeError("midway")
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        schedule.step()
+        if fails is None:
+            raise RuntimeError("after the update")
+        return loss.detach()
+
+    def found() -> Any:
+        grads = [param.grad for param in model.parameters()]
+        held = model.state_dict(), optimizer.state_dict(), schedule.state_dict(), grads, counts
+        return copy.deepcopy(held), torch.get_rng_state(), [param._version for param in model.parameters()]
+
+    compiled = aotdist.compile(step, backend="fx")
+    for at in range(num_before):
+        compiled(*labelled(at))
+    before, grads = found(), [param.grad for param in model.parameters()]
+    for fails in (True, None) if num_before else ():
+        with pytest.raises(RuntimeError, match="midway|after the update"):
+            compiled(*labelled(9), fails=fails)
+        assert_same(found(), before, "state")
+        assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
+    compiled(*labelled(9))
+    assert counts["steps"] == num_before + 1

@@ -1,0 +1,144 @@
+"""Whole steps of sharded models: model, clipping, optimizer and average in one compiled function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+import aotdist
+from aotdist.errors import UnsupportedProgram
+from tests.ranks.harness import World
+from tests.step.test_ranks import Feeding
+from tests.step.written import Written, compiled_beside_eager
+
+pytestmark = pytest.mark.ranks
+
+
+def small() -> nn.Module:
+    model = Feeding()
+    del model.blocks[1]
+    return model
+
+
+def sharded(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    return fully_shard(model, mesh=mesh, **options)
+
+
+def split(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    for block in model.blocks:
+        parallelize_module(block, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    parallelize_module(model, mesh, {"head": ColwiseParallel(output_layouts=Replicate())})
+    return model
+
+
+def in_bfloat16() -> nn.Module:
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    return sharded(small(), mp_policy=policy)
+
+
+def on_two_axes() -> nn.Module:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    return sharded(split(small(), mesh["tp"]), mesh["dp"])
+
+
+def training(make_model: Callable[[], nn.Module], differ: bool, **options: Any) -> Written:
+    """Micro-batches, the norm of all gradients, AdamW with two groups, a schedule, an average."""
+    model = make_model()
+    average = make_model().requires_grad_(False)
+    average.load_state_dict(model.state_dict())
+    matrices = [param for param in model.parameters() if param.dim() > 1]
+    others = [param for param in model.parameters() if param.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, **options)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=4)
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        losses = []
+        for micro in x.chunk(2):
+            loss = model(micro).float().square().mean() / 2
+            loss.backward()
+            losses.append(loss.detach())
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
+                ours.lerp_(theirs, 0.1)
+        return torch.stack(losses).sum(), norm
+
+    def batch(at: int) -> tuple[Any, ...]:
+        seed = 10 * at + (torch.distributed.get_rank() if differ else 0)
+        return (torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)),)
+
+    return Written(step, [model, average], [optimizer, schedule], batch=batch)
+
+
+def whole_steps(makers: list[Callable[[], nn.Module]], differ: bool) -> list[list[str]]:
+    """The names of the collectives in each program."""
+    found = []
+    for make_model in makers:
+        compiled = compiled_beside_eager(lambda make=make_model: training(make, differ))
+        (graphs,) = compiled.graphs
+        targets = [str(node.target) for node in graphs["inference"].graph.nodes]
+        found.append([target for target in targets if "_c10d_functional" in target])
+    return found
+
+
+def on_one_axis() -> nn.Module:
+    return sharded(small())
+
+
+def of_parallel_tensors() -> nn.Module:
+    return split(small(), init_device_mesh("cpu", (2,)))
+
+
+def test_fsdp(world2: World) -> None:
+    for programs in world2.run(whole_steps, [on_one_axis, in_bfloat16], True):
+        for collectives in programs:
+            assert any("all_gather" in name for name in collectives)
+            assert any("reduce_scatter" in name for name in collectives)
+            assert any("all_reduce" in name for name in collectives)  # the norm's
+
+
+def test_tensor_parallel(world2: World) -> None:
+    for programs in world2.run(whole_steps, [of_parallel_tensors], False):
+        assert all(programs)
+
+
+def test_two_axes(world4: World) -> None:
+    for programs in world4.run(whole_steps, [on_two_axes], False):
+        assert all(programs)
+
+
+def by_ddp() -> str:
+    model = DistributedDataParallel(Feeding())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @aotdist.compile(backend="fx")
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    with pytest.raises(UnsupportedProgram) as caught:
+        for _ in range(2):
+            step(torch.randn(4, 6))
+    return str(caught.value)
+
+
+def test_ddp_is_refused_by_name(world2: World) -> None:
+    for said in world2.run(by_ddp):
+        assert "DistributedDataParallel" in said
