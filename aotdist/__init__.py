@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from aotdist.api import compile, disable, explain, load, mark_dynamic, reset
+    from aotdist.artifacts.build import Built, build
     from aotdist.dynamo.tape import compile_backward
     from aotdist.errors import (
         AotdistError,
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from aotdist.report.profile import Profile, profile
     from aotdist.settings import Settings
     from aotdist.step.train_step import TrainStep, train_step
-    from aotdist.store.build import Built, build
     from aotdist.subclasses.float8 import to_float8
     from aotdist.subclasses.sparse24_linear import Sparsified, sparsify_24
 
@@ -105,7 +105,7 @@ _NAMES = {
     "aotdist.report.profile": ("Profile", "profile"),
     "aotdist.settings": ("Settings",),
     "aotdist.step.train_step": ("TrainStep", "train_step"),
-    "aotdist.store.build": ("Built", "build"),
+    "aotdist.artifacts.build": ("Built", "build"),
     "aotdist.subclasses.float8": ("to_float8",),
     "aotdist.subclasses.sparse24_linear": ("Sparsified", "sparsify_24"),
 }

@@ -12,6 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
+from aotdist.artifacts.load import Stored
 from aotdist.capture.modules import refuse_script
 from aotdist.codegen.backend import Compiler, is_eager
 from aotdist.codegen.contract import Backend
@@ -30,7 +31,6 @@ from aotdist.report.explain import Explained
 from aotdist.report.summary import Report
 from aotdist.settings import Dynamic, Settings, settings_of
 from aotdist.step.whole import WholeStep
-from aotdist.store.load import Stored
 from aotdist.subclasses.protocol import container_rule, module_rules
 from aotdist.torch_seam.dynamo import is_of_dynamo, keep_from_dynamo
 from aotdist.torch_seam.modules import (

@@ -13,21 +13,20 @@ from typing import Any, Protocol, TypeAlias
 
 from torch import nn
 
-from aotdist.cache.backend import caching
-from aotdist.capture.alone import alone, had_to_wait
+from aotdist.artifacts.cache.backend import caching
 from aotdist.capture.ambient import Ambient, ambient
 from aotdist.capture.capture import UserCall
+from aotdist.capture.compile_lock import alone, had_to_wait
 from aotdist.capture.module_attributes import ATTACHED, Explain, GraphList, PrintedSource
 from aotdist.capture.origins import short_tracebacks, shortened
 from aotdist.capture.prints import made_before
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.errors import InternalError, UnsupportedProgram
-from aotdist.joint.failures import AccumulatesInside
 from aotdist.pipeline import compile_call
 from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting
-from aotdist.runtime.fit import MISS
+from aotdist.runtime.guards import MISS
 from aotdist.runtime.kinds import Kind, Kinds
 from aotdist.runtime.ranks import (
     agree,
@@ -44,6 +43,7 @@ from aotdist.torch_seam.modes import under_transform
 from aotdist.torch_seam.modules import (
     uncompiled_call,
 )
+from aotdist.trace.failures import AccumulatesInside
 
 
 class _Thread(threading.local):

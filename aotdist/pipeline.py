@@ -9,14 +9,14 @@ from dataclasses import replace
 
 import torch
 
-from aotdist.capture.alone import alone
+from aotdist.assumptions import Job, trace_call, with_traces
 from aotdist.capture.capture import UserCall
+from aotdist.capture.compile_lock import alone
 from aotdist.codegen.contract import Backend
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.codegen.graph_copy import copied
 from aotdist.convention.stack import Plans
-from aotdist.joint.trace import Traced
 from aotdist.partition.collector import collector_paused
 from aotdist.partition.derive import Joint, compiled_ahead, derive, without_choices
 from aotdist.partition.gates import linked
@@ -31,14 +31,14 @@ from aotdist.runtime.artifact import Artifact, Artifacts, load, nodes_of
 from aotdist.runtime.backwards import DoubleBackwards
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.double_backward import Nodes, double_backward
-from aotdist.runtime.fit import fit_of, refuse_overlap
+from aotdist.runtime.guards import fit_of, refuse_overlap
 from aotdist.runtime.proof import prove_guards
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups
 from aotdist.torch_seam.modes import class_functions_off, users_modes_off
 from aotdist.torch_seam.versions import warn_of_untested_torch
-from aotdist.tracing import Job, trace_call, with_traces
+from aotdist.trace.trace import Traced
 
 
 @alone

@@ -15,12 +15,12 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 
-from aotdist.cache.backend import folder_of
+from aotdist.artifacts.archive import version_of
+from aotdist.artifacts.cache.backend import folder_of
 from aotdist.codegen.backend import resolve
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.errors import BadSettings
 from aotdist.settings import Settings
-from aotdist.store.archive import version_of
 from aotdist.torch_seam.versions import TESTED_TORCH, minor_of
 
 State = Literal["fine", "limited", "broken"]

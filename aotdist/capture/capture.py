@@ -19,14 +19,16 @@ import torch
 from torch import nn
 
 from aotdist.capture.ambient import Ambient, ambient, modes_left_alone
+from aotdist.capture.argument_mutation import GivenContainers, are_apart
 from aotdist.capture.arguments import Arguments, read_arguments
+from aotdist.capture.assignments import Reassignments
 from aotdist.capture.checks import Check, Checks
 from aotdist.capture.constants import is_leaf
 from aotdist.capture.effects import Assign, Delete, Effect, EffectLog, Print, TensorResult, Tree
-from aotdist.capture.given import GivenContainers, are_apart
-from aotdist.capture.hidden import no_results_kept, refuse_carried
+from aotdist.capture.environment import Reached
 from aotdist.capture.in_backward import InBackward
 from aotdist.capture.iterators import none_advanced
+from aotdist.capture.leaked_tensors import no_results_kept, refuse_carried
 from aotdist.capture.modules import (
     StateTensor,
     attribute_tensors,
@@ -40,8 +42,6 @@ from aotdist.capture.origins import annotate
 from aotdist.capture.prints import Prints
 from aotdist.capture.python_random import no_python_random
 from aotdist.capture.reach import reach
-from aotdist.capture.reached import Reached
-from aotdist.capture.reassign import Reassignments
 from aotdist.capture.results import (
     Shown,
     hand_over_attributes,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
+from aotdist.capture.assignments import Reassignments, is_plain
 from aotdist.capture.constants import is_leaf, is_same
 from aotdist.capture.effects import (
     NOTHING,
@@ -31,9 +32,8 @@ from aotdist.capture.effects import (
     any_of,
     has_symbols,
 )
-from aotdist.capture.hidden import is_traced
+from aotdist.capture.leaked_tensors import is_traced
 from aotdist.capture.prints import Prints
-from aotdist.capture.reassign import Reassignments, is_plain
 from aotdist.capture.source import ABSENT, Source, Spot
 from aotdist.capture.watched import assign
 from aotdist.errors import UnsupportedProgram
@@ -44,8 +44,8 @@ from aotdist.torch_seam.symbols import SYMBOLIC, expression, hint, new_count, sy
 from aotdist.torch_seam.trees import pytree
 
 if TYPE_CHECKING:
+    from aotdist.capture.argument_mutation import GivenContainers
     from aotdist.capture.capture import Environment
-    from aotdist.capture.given import GivenContainers
     from aotdist.torch_seam.symbols import ShapeEnv
 
 

@@ -3,7 +3,7 @@
 What an object holds (attributes, slots, the items of a subclass of `list` or `dict`) is part of a call as the
 items of a dictionary are: tensors are inputs, constants belong to the signature. The trace is given another
 object of the same class, whose `__init__` does not run, filled with stand-ins; what the program changes in it
-is changed in the caller's object at every call (`aotdist.capture.given`).
+is changed in the caller's object at every call (`aotdist.capture.argument_mutation`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
 from aotdist.capture.constants import is_constant, is_unreadable
-from aotdist.capture.hidden import attributes_of
+from aotdist.capture.leaked_tensors import attributes_of
 from aotdist.torch_seam.trees import pytree
 
 HAVE_TURNS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)

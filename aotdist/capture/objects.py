@@ -18,8 +18,8 @@ import torch
 from torch import nn
 
 from aotdist.capture.constants import is_constant, is_leaf
-from aotdist.capture.hidden import hides_traced, refusal
 from aotdist.capture.instances import GivenObject, fill_instance, is_instance, make_instance, state_of
+from aotdist.capture.leaked_tensors import hides_traced, refusal
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree, tree_children

@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import nn
 
-from aotdist.capture.hidden import contents
+from aotdist.capture.leaked_tensors import contents
 from aotdist.capture.source import Source
 
 _LARGEST_ARRAY = 1 << 20

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from aotdist.capture.constants import is_leaf
-from aotdist.capture.hidden import hides_traced, refusal
-from aotdist.capture.reached import Reached
+from aotdist.capture.environment import Reached
+from aotdist.capture.leaked_tensors import hides_traced, refusal
 from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import inner_tensors, is_real, is_wrapper

@@ -14,11 +14,10 @@ from torch.fx import GraphModule
 from aotdist.codegen.contract import Backend, BoxedCall, Decompositions, Emission, Emitted, Kind
 from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.generators import name_generators
+from aotdist.codegen.grad_mode import detach_what_is_written, keep_for_backward
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.codegen.provenance import write_stack_traces
-from aotdist.codegen.recurrent_layers import keep_for_backward
-from aotdist.codegen.strided_scatters import detach_what_is_written
 from aotdist.codegen.triton import TritonBackend
 from aotdist.errors import BadSettings
 from aotdist.program import Graph

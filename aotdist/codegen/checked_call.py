@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from aotdist.capture.alone import alone
+from aotdist.capture.compile_lock import alone
 from aotdist.codegen.contract import BoxedCall, Emitted, Fusion
 
 log = logging.getLogger(__name__)

@@ -12,25 +12,28 @@ from typing import Any, Literal
 
 import torch
 
-from aotdist.codegen.complex_numbers import keep_scatters, linear_algebra
 from aotdist.codegen.contract import Decompositions, Emission, Emitted
-from aotdist.codegen.convolution_backwards import keep_sizes_symbolic
 from aotdist.codegen.cpp_toolchain import check_cpp_toolchain, vector_isa_is_sound
 from aotdist.codegen.decompose import decompose
-from aotdist.codegen.exact_strides import tell_strides
 from aotdist.codegen.fx import FxBackend, print_graph, warn_of_fx
+from aotdist.codegen.grad_mode import has_unknown_sizes, keep_for_backward
 from aotdist.codegen.graph_copy import copied
+from aotdist.codegen.inductor_rewrites import (
+    keep_scatters,
+    keep_sizes_symbolic,
+    lay_out_what_is_written,
+    linear_algebra,
+    memory_of,
+    restore_own_memory,
+    tell_strides,
+)
 from aotdist.codegen.kernel_batch import KernelBatches
 from aotdist.codegen.onednn_products import products_by_onednn
-from aotdist.codegen.overlapping_scatters import lay_out_what_is_written
-from aotdist.codegen.own_memory import memory_of, restore_own_memory
 from aotdist.codegen.portable import portable_of
 from aotdist.codegen.provenance import restore_provenance
 from aotdist.codegen.random_operators import draws_as_eager, keep_draws_in_order, prepare_draws, restore_draws
-from aotdist.codegen.recurrent_layers import has_unknown_sizes, keep_for_backward
 from aotdist.codegen.write_back import write_back
 from aotdist.errors import BadSettings, UnsupportedProgram
-from aotdist.joint import operators
 from aotdist.program import Graph
 from aotdist.torch_seam.ambient import autocast_off, warnings_no_errors
 from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode
@@ -53,6 +56,7 @@ from aotdist.torch_seam.inductor import (
     tracing_context,
 )
 from aotdist.torch_seam.undo import raise_interrupt
+from aotdist.trace.operators import functionalised as operators
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Graphs that compute Python numbers (`aotdist.joint.scalars`), for compilers that only know tensors.
+"""Graphs that compute Python numbers (`aotdist.trace.numbers.scalars`), for compilers that only know tensors.
 
 What follows from tensors on the CPU of a single element (step counts, a learning rate) is computed ahead of
 the graph, in Python, exactly as in eager; its numbers are handed to the graph as one tensor. What follows

@@ -24,7 +24,6 @@ from aotdist.codegen.fx import load_graph, marked_call, print_graph
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import BadSettings
-from aotdist.joint import operators
 from aotdist.kernels import extremes, foreach, scattering, triton_seam
 from aotdist.kernels.checking import Difference, checked, launching, with_checks, with_real_strides
 from aotdist.kernels.choices import Choices
@@ -45,6 +44,7 @@ from aotdist.program import Graph
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import operators_made_of_others
 from aotdist.torch_seam.inductor import inductor_decompositions
+from aotdist.trace.operators import functionalised as operators
 
 __all__ = [
     "GPUS",

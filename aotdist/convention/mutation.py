@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
+from aotdist.aliasing.overwrite import put, refuse_forbidden, take
+from aotdist.aliasing.version import bump
 from aotdist.convention.layer import Call
-from aotdist.convention.put import put, refuse_forbidden, take
 from aotdist.convention.subclass import plain_positions
-from aotdist.convention.version import bump
 from aotdist.facts import DataWritten, Facts
 from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Program
 from aotdist.subclasses.protocol import Wrapper, is_wrapper, leaves

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 
 from aotdist.capture.origins import Origins
-from aotdist.convention.draws import RULES
 from aotdist.convention.layer import Call
-from aotdist.convention.philox import Stream
+from aotdist.convention.random_numbers import RULES, Stream
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Slot
 from aotdist.torch_seam.operators import OpOverload, argument_names, with_defaults

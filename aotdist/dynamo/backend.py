@@ -9,7 +9,7 @@ from typing import Any
 
 from torch.fx import GraphModule
 
-from aotdist.cache.backend import caching
+from aotdist.artifacts.cache.backend import caching
 from aotdist.codegen.backend import is_eager, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.dynamo.region import Region

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from aotdist.cache.backend import caching
+from aotdist.artifacts.cache.backend import caching
 from aotdist.codegen.backend import Compiler, is_eager, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.dynamo.backend import compile_graph

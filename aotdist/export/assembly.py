@@ -30,13 +30,13 @@ from aotdist.facts import (
     as_written,
     data_of,
 )
-from aotdist.joint.unbacked import MEASURES
 from aotdist.partition.builder import GraphBuilder
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
 from aotdist.sizes import is_symbolic
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.operators import operator_name
 from aotdist.torch_seam.symbols import SYMBOLIC, spell_number
+from aotdist.trace.numbers.unbacked import MEASURES
 
 
 class Assembly:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from aotdist.convention.memory import share_memory
+from aotdist.aliasing.memory import share_memory
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export.assembly import Assembly
 from aotdist.export.call import Call, Input, state_of

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from aotdist.aliasing.metadata import give_history, spend_history
 from aotdist.capture.arguments import UserFakes
 from aotdist.capture.capture import Returned
-from aotdist.convention.changes import give_history, spend_history
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.facts import IsInput, MetadataWrite, ViewOfInput
-from aotdist.joint.trace import Traced
 from aotdist.subclasses.protocol import Plain, is_real, recipe_of
 from aotdist.torch_seam.functional import is_fake
 from aotdist.torch_seam.operators import OpOverload, out_of_place
+from aotdist.trace.trace import Traced
 
 _OF_HISTORY = frozenset[Any](
     {

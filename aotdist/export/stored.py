@@ -1,7 +1,7 @@
 """Exported graphs in files: saved as data, checked when they are loaded, and the same graphs again.
 
-The file is that of `aotdist.store`: JSON in a zip, operators by their names, a checksum of each member. Of a
-graph with symbolic sizes only the inputs' sizes are written; what follows from them is found out again.
+The file is that of `aotdist.artifacts`: JSON in a zip, operators by their names, a checksum of each member.
+Of a graph with symbolic sizes only the inputs' sizes are written; what follows from them is found out again.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ import torch
 from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
+from aotdist.artifacts.archive import FORMAT, Manifest, check_versions, open_archive, version_of
+from aotdist.artifacts.archive import save as save_archive
+from aotdist.artifacts.graphs import Graphs
+from aotdist.artifacts.kinds import Shape
+from aotdist.artifacts.live import GroupName, Live
+from aotdist.artifacts.ranks import merged
+from aotdist.artifacts.rerun import Rerun, has_symbols
+from aotdist.artifacts.typed import damaged, made, only_ours, require
+from aotdist.artifacts.values import Json, Values
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export.signature import BackwardSignature, GraphSignature
 from aotdist.files import refuse_unwritable
-from aotdist.joint.symbols import symbolic_strides
 from aotdist.partition.builder import GraphBuilder
 from aotdist.program import Graph, Slot
 from aotdist.sizes import is_symbolic
-from aotdist.store.archive import FORMAT, Manifest, check_versions, open_archive, version_of
-from aotdist.store.archive import save as save_archive
-from aotdist.store.graphs import Graphs
-from aotdist.store.kinds import Shape
-from aotdist.store.live import GroupName, Live
-from aotdist.store.ranks import merged
-from aotdist.store.rerun import Rerun, has_symbols
-from aotdist.store.typed import damaged, made, only_ours, require
-from aotdist.store.values import Json, Values
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.groups import world_group_name
 from aotdist.torch_seam.proxies import call_with_primals_and_tangents, primals_and_values
 from aotdist.torch_seam.symbols import expression, hint, is_open, new_symbol, shape_env
+from aotdist.trace.numbers.symbols import symbolic_strides
 
 
 class Exported(NamedTuple):

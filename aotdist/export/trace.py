@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from aotdist.capture.alone import alone
 from aotdist.capture.arguments import ConstantLeaf, fakes_of
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
+from aotdist.capture.compile_lock import alone
 from aotdist.capture.modules import swapped
 from aotdist.capture.origins import short_tracebacks
 from aotdist.compiled import running_eagerly
@@ -25,14 +25,14 @@ from aotdist.export.refusals import (
     refuse_strays,
 )
 from aotdist.facts import OutputFact
-from aotdist.joint.context import TraceOptions
-from aotdist.joint.recorder import Recorder
-from aotdist.joint.trace import Traced, trace
 from aotdist.partition.collector import collector_paused
 from aotdist.program import PrimalIdx, Program, Row, Slot
 from aotdist.settings import Settings
 from aotdist.torch_seam.inductor import active_fake_mode
 from aotdist.torch_seam.operators import OpOverload
+from aotdist.trace.context import TraceOptions
+from aotdist.trace.recorder import Recorder
+from aotdist.trace.trace import Traced, trace
 
 _STATIC = Settings()
 

@@ -1,11 +1,13 @@
-"""Programs that are never differentiated, of modules that do not change: state becomes constants.
+"""Inference programs of modules that do not change: state becomes constants.
 
-A call is exported, as `aotdist.export` does, and its graph is rewritten before it is compiled like any other
-function. In the order in which it happens:
+Promises: what depends on state alone is computed once, by the very operators of the graph.
 
-- `state.py`: parameters and buffers as they were, also once the module has lost them;
-- `program.py`: one call as a function of its arguments, after the steps that follow;
-- `batch_norm.py`: batch norms into the weights before them; `channels_last.py`: convolutions, laid out;
-- `folding.py`: what depends on state alone is computed, once;
-- `frozen.py`: what users call.
+`freezing` traces a call twice. The first trace is an export, of a graph with state among its inputs. What
+depends on state alone in it is computed, by running those nodes; a constant is identified by what computes it
+(`freezing/folding.py`), so a call of another size finds it again, even after the parameters are gone.
+
+What is left is a function of the arguments that reads constants as any module reads buffers, and the second
+trace is that of the pipeline: aliases, writes, guards and printing are as for any other call. What the first
+trace decided by symbols, the function decides again, so that it becomes a guard. Results live in memory that
+is allocated at each call: if a result is a constant, the node that allocates its memory is not folded.
 """

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.cache.backend import caching
+from aotdist.artifacts.cache.backend import caching
 from aotdist.capture.arguments import read_arguments
 from aotdist.capture.capture import UserCall
 from aotdist.capture.origins import short_tracebacks

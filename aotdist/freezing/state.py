@@ -13,8 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from aotdist.aliasing.version import version_of
 from aotdist.capture.modules import named_modules, state_tensors, swapped
-from aotdist.convention.version import version_of
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import is_real, is_wrapper
 from aotdist.torch_seam.modules import compiled_call_of, set_compiled_call

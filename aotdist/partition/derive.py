@@ -8,7 +8,7 @@ request, which is also what the compiled backward is cached under (`aotdist.runt
 - in parts, while somebody watches what passes between results: the joint graph is cut there (`gates`);
 - for gradients of other kinds than the results, and with gradients that are differentiated in turn
   (`create_graph=True`): autograd runs through its graph of the trace once more
-  (`aotdist.joint.later_backwards`).
+  (`aotdist.trace.later_backwards`).
 
 All of them start from what the one forward saves (`from_saved`). What only these need is made when a request
 comes, and not before.
@@ -21,14 +21,14 @@ from dataclasses import dataclass
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Facts
-from aotdist.joint.later_backwards import Named, TracedDoubleBackward, Traces
-from aotdist.joint.trace import Traced
 from aotdist.partition.from_saved import from_saved
 from aotdist.partition.gates import Gate, linked, parts_of
 from aotdist.partition.reduced import without_tangents
 from aotdist.partition.returning import returning
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Row, Slot, Split, TrainingGraphs
 from aotdist.subclasses.protocol import Recipe, leaves, tangent_recipe
+from aotdist.trace.later_backwards import Named, TracedDoubleBackward, Traces
+from aotdist.trace.trace import Traced
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Gates: where the backward stops on its way, so that the caller may watch what passes a waypoint.
 
-The trace cuts the joint graph at every waypoint (`aotdist.joint.waypoints`). Usually nobody watches: the cuts
-are closed again (`linked`), and the backward is one graph. When somebody does, it runs part by part. A gate
-is an autograd node behind the program's own, from which the results at its level come. It computes those
+The trace cuts the joint graph at every waypoint (`aotdist.trace.observed_grads`). Usually nobody watches: the
+cuts are closed again (`linked`), and the backward is one graph. When somebody does, it runs part by part. A
+gate is an autograd node behind the program's own, from which the results at its level come. It computes those
 pieces of the waypoints' gradients that follow from these results and from those of higher levels; autograd
 sums them in the order of the trace, which is eager's, lets the caller watch, and goes on to the next gate.
 What parts have in common is computed in each, with the same bits, so nothing has to be handed over.

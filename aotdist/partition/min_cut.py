@@ -52,9 +52,9 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from aotdist.partition.default import default_saved
 from aotdist.partition.flow import Network, Scale
 from aotdist.partition.halves import Halves, results_of
+from aotdist.partition.policy import default_saved
 from aotdist.partition.recomputable import chain_breaks, is_border, is_cheap
 from aotdist.partition.split import saved_bytes
 from aotdist.partition.storage import storage_root, value_bytes

@@ -1,23 +1,55 @@
-"""`explain`: a report to print, and a page to look at."""
+"""A report as one HTML page that needs no network: data in JSON, shown by `page.js`."""
 
 from __future__ import annotations
 
+import html
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
+from importlib import resources
 from pathlib import Path
+from string import Template
+from typing import Any
 
 import torch
 
 from aotdist.files import AS_USUAL, path_of, refuse_unwritable, write_whole
 from aotdist.program import Graph
 from aotdist.report.details import Details, details_of
-from aotdist.report.page import render_page
 from aotdist.report.ranks import Told, compared, meet
 from aotdist.report.summary import Report, report_of
 from aotdist.report.text import format_bytes
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.kinds import Kinds
+
+
+def render_page(programs: Sequence[Details]) -> str:
+    """The page of these artifacts; it opens on the first that trains, the one used last."""
+    programs = sorted(programs, key=lambda program: program.kind != "training")
+    names = ", ".join(dict.fromkeys(program.name for program in programs)) or "nothing compiled yet"
+    return Template(_part("page.html")).substitute(
+        title=html.escape(f"aotdist: {names}"),
+        style=_part("page.css"),
+        script=_part("page.js"),
+        data=embedded(programs),
+    )
+
+
+def embedded(value: object) -> str:
+    """JSON that may stand in a `<script>`: no text of a program can end it, or begin a comment."""
+    return json.dumps(value, default=_members, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _members(value: Any) -> dict[str, Any]:
+    return {field.name: getattr(value, field.name) for field in fields(value)}
+
+
+def _part(name: str) -> str:
+    return (resources.files("aotdist.report") / name).read_text(encoding="utf-8")
+
+
+# `explain`: a report to print, and a page to look at.
 
 
 class GraphsByName(Mapping[str, torch.fx.GraphModule]):

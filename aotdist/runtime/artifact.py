@@ -21,8 +21,8 @@ from aotdist.runtime.backward import Backward
 from aotdist.runtime.backwards import Guard
 from aotdist.runtime.compilation import Compilation, Inference, Training, without_tensors
 from aotdist.runtime.double_backward import Nodes
-from aotdist.runtime.fit import MISS, Fit
 from aotdist.runtime.gate import Gates, schedule
+from aotdist.runtime.guards import MISS, Fit
 from aotdist.runtime.hooks import detaching, shielding, silencing
 from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.node import make_node, without_autocast
@@ -40,8 +40,8 @@ from aotdist.runtime.ranks import (
     fingerprint_of,
     naming_lost_ranks,
 )
+from aotdist.runtime.released_saved import Shares
 from aotdist.runtime.results import Versions, detached_views, result_views, setting_versions, versions_to_set
-from aotdist.runtime.spent import Shares
 from aotdist.sizes import concrete, evaluate
 from aotdist.torch_seam.locks import process_lock
 

@@ -13,12 +13,12 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
+from aotdist.aliasing.metadata import resize_storage
+from aotdist.aliasing.version import bump
 from aotdist.capture.effects import NOTHING, EffectLog
 from aotdist.capture.in_backward import InBackward
 from aotdist.capture.origins import short_tracebacks
-from aotdist.convention.changes import resize_storage
 from aotdist.convention.mutation import write_plain
-from aotdist.convention.version import bump
 from aotdist.errors import UnsupportedProgram
 from aotdist.partition.derive import BackwardRequest
 from aotdist.partition.gates import Gate
@@ -26,10 +26,10 @@ from aotdist.program import NodeOutIdx
 from aotdist.runtime.backwards import Arrived, Backwards, Compiled
 from aotdist.runtime.double_backward import failing_later, laid_out_with_history
 from aotdist.runtime.gate import is_watched
+from aotdist.runtime.grad_rebuilder import Joining, in_turn
 from aotdist.runtime.held import let_go, saved_by
-from aotdist.runtime.joining import Joining, in_turn
 from aotdist.runtime.plan import ChoicePlan, Grads, NodePlan
-from aotdist.runtime.spent import Shares, keep_for_others, saved_for
+from aotdist.runtime.released_saved import Shares, keep_for_others, saved_for
 from aotdist.sizes import concrete
 from aotdist.subclasses.protocol import recipe_of
 from aotdist.torch_seam.modes import class_functions_off

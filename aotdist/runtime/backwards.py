@@ -14,10 +14,9 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aotdist.capture.alone import alone
+from aotdist.capture.compile_lock import alone
 from aotdist.codegen.contract import BoxedCall
 from aotdist.codegen.emit import EmittedHalves, Emitter
-from aotdist.joint.symbols import Symbols
 from aotdist.partition.derive import BackwardRequest, Derived, Joint, derive
 from aotdist.passes.run import run_passes
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Row
@@ -29,6 +28,7 @@ from aotdist.runtime.tangent import Tangent, tangent_like
 from aotdist.sizes import Expression, evaluate
 from aotdist.subclasses.protocol import Recipe, is_wrapper
 from aotdist.torch_seam.modes import users_modes_off
+from aotdist.trace.numbers.symbols import Symbols
 
 Arrived: TypeAlias = Mapping[NodeOutIdx, torch.Tensor]
 """The gradients that there are."""

@@ -12,12 +12,11 @@ from aotdist.capture.capture import Captured, Returned
 from aotdist.capture.source import Argument
 from aotdist.codegen.contract import Emitted
 from aotdist.codegen.emit import EmittedHalves, Emitter
+from aotdist.convention.bases import BasePlan
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import shell_of
-from aotdist.convention.synthetic_base import BasePlan
 from aotdist.errors import InternalError
-from aotdist.joint.trace import Traced
 from aotdist.partition.derive import BackwardRequest, Joint
 from aotdist.partition.gates import Gate, plan_gates
 from aotdist.passes.collectives import Collective, collectives
@@ -27,6 +26,7 @@ from aotdist.runtime.backwards import Backwards, DoubleBackwards
 from aotdist.runtime.plan import NodePlan, node_plan
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import recipe_of
+from aotdist.trace.trace import Traced
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,6 @@ from aotdist.convention.layer import Call
 from aotdist.convention.subclass import shell_of
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.facts import Untouched
-from aotdist.joint.later_backwards import TracedDoubleBackward
-from aotdist.joint.symbols import Symbols
-from aotdist.joint.trace import Traced
 from aotdist.partition.derive import Derived
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
 from aotdist.runtime.held import Arguments, check_unwritten
@@ -30,6 +27,9 @@ from aotdist.sizes import Expression, evaluate
 from aotdist.subclasses.protocol import Constant, recipe_of
 from aotdist.torch_seam.autograd import failing_in_backward
 from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.trace.later_backwards import TracedDoubleBackward
+from aotdist.trace.numbers.symbols import Symbols
+from aotdist.trace.trace import Traced
 
 Nodes = Callable[[Mapping[str, int]], Call]
 """The autograd node of a program as a call, for the sizes of a call."""

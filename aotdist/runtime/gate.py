@@ -13,9 +13,9 @@ from typing import Any, TypeAlias
 
 import torch
 
+from aotdist.aliasing.overwrite import put
 from aotdist.convention.epilogue import Outputs
 from aotdist.convention.layer import Call
-from aotdist.convention.put import put
 from aotdist.convention.stack import Plans
 from aotdist.facts import (
     Fresh,

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from aotdist.aliasing.version import version_of
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
-from aotdist.convention.version import version_of
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Slot
 from aotdist.runtime.plan import NodePlan

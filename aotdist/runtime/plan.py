@@ -15,13 +15,13 @@ from aotdist.convention.rng import RngPlan
 from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import UnwrapPlan, plain_positions
 from aotdist.facts import Choice, Facts, NodeOut, Passages
-from aotdist.joint.trace import Traced
 from aotdist.program import Graph, NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.runtime.results import result_views
 from aotdist.runtime.tangent import Tangent
 from aotdist.runtime.wrappers import SavedWrappers
 from aotdist.sizes import Expression
 from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, leaves, tangent_recipe
+from aotdist.trace.trace import Traced
 
 Grads: TypeAlias = "Mapping[NodeOutIdx, torch.Tensor | None]"
 """Gradients of results; None for those that did not arrive."""

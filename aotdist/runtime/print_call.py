@@ -12,22 +12,22 @@ from typing import Any, assert_never
 
 import torch
 
+from aotdist.aliasing.overwrite import are_written_alone, refuse_forbidden, take
+from aotdist.aliasing.version import bump, rewind
 from aotdist.capture.ambient import ambient_guard
+from aotdist.capture.argument_mutation import are_apart
 from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.capture import Returned
 from aotdist.capture.constants import same_constant
-from aotdist.capture.given import are_apart
 from aotdist.capture.source import Held, held_in
+from aotdist.convention.bases import Span, ViewBase, base_of, span_over
 from aotdist.convention.epilogue import EpiloguePlan
 from aotdist.convention.mutation import DifferentiableWrites
-from aotdist.convention.put import are_written_alone, refuse_forbidden, take
 from aotdist.convention.stack import Plans
-from aotdist.convention.synthetic_base import Span, ViewBase, base_of, span_over
-from aotdist.convention.version import bump, rewind
 from aotdist.facts import Action
 from aotdist.program import NodeOutIdx, PrimalIdx, Row
-from aotdist.runtime.fit import MISS, Fit, are_outside, no_overlap, place_in_storage, tensor_check
 from aotdist.runtime.gate import Gates
+from aotdist.runtime.guards import MISS, Fit, are_outside, no_overlap, place_in_storage, tensor_check
 from aotdist.runtime.hooks import shield, with_silenced_hooks
 from aotdist.runtime.print_node import print_classes_off, print_plains
 from aotdist.runtime.print_outputs import action_printer, binder, print_return, print_steps, print_write

@@ -10,14 +10,14 @@ from typing import Any, TypeAlias
 
 import torch
 
+from aotdist.aliasing.metadata import resize_storage
+from aotdist.aliasing.version import bump, version_of
 from aotdist.capture.effects import EffectLog
 from aotdist.codegen.contract import BoxedCall
-from aotdist.convention.changes import resize_storage
 from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.rng import RngPlan
 from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import UnwrapPlan
-from aotdist.convention.version import bump, version_of
 from aotdist.program import PrimalIdx
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.gate import is_watched

@@ -9,6 +9,7 @@ from typing import Any, assert_never
 
 import torch
 
+from aotdist.aliasing.overwrite import put
 from aotdist.capture.ambient import Ambient
 from aotdist.capture.arguments import Numbers
 from aotdist.capture.capture import Returned
@@ -27,10 +28,8 @@ from aotdist.capture.instances import GivenObject
 from aotdist.capture.objects import MadeObject, holds_objects, number_of
 from aotdist.capture.results import Shown, show_as
 from aotdist.capture.source import Argument, Given, Held, Source
-from aotdist.convention.epilogue import EpiloguePlan, first_to_make, viewer
-from aotdist.convention.function_view import function_view
+from aotdist.convention.epilogue import EpiloguePlan, first_to_make, function_view, viewer
 from aotdist.convention.metadata import rewrite
-from aotdist.convention.put import put
 from aotdist.facts import (
     Action,
     Fresh,

@@ -8,10 +8,10 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Node
 
+from aotdist.aliasing.version import count_as
 from aotdist.codegen.contract import Emitted
 from aotdist.convention.layer import Call
 from aotdist.convention.subclass import UnwrapPlan
-from aotdist.convention.version import count_as
 from aotdist.facts import NodeOut
 from aotdist.partition.traits import is_getitem, is_view, is_wait
 from aotdist.program import Graph, NodeOutIdx

@@ -11,11 +11,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint.failures import refusal
-from aotdist.joint.inputs import current_inputs
 from aotdist.torch_seam.autograd import has_grad_hooks, in_backward, nodes_behind
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.patches import replaced_here
+from aotdist.trace.failures import refusal
+from aotdist.trace.stand_ins import current_inputs
 
 _GRAD: Any = torch.Tensor.grad
 

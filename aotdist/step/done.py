@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint.scalars import TracedNumber
 from aotdist.step.held import HeldItem, HeldState
 from aotdist.torch_seam.trees import pytree
+from aotdist.trace.numbers.scalars import TracedNumber
 
 DTYPES: Mapping[type, torch.dtype] = {float: torch.float64, int: torch.int64}
 """The dtypes of tensors that carry Python's numbers without a loss."""

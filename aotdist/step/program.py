@@ -13,7 +13,6 @@ import torch
 from aotdist.compiled import AsWritten, CompiledFunction, Compiling
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DataGuard
-from aotdist.joint.scalars import Scalars
 from aotdist.step.accumulation import Accumulation
 from aotdist.step.attributes import methods_of, unchanged
 from aotdist.step.done import DTYPES, Done
@@ -21,6 +20,7 @@ from aotdist.step.held import HeldState
 from aotdist.step.turns import Later, MakesState, Turns
 from aotdist.torch_seam.optimizers import note_step, optimizer_hooks, scaler_rules, scaler_state
 from aotdist.torch_seam.proxies import node_here
+from aotdist.trace.numbers.scalars import Scalars
 
 
 @dataclass(frozen=True, slots=True)

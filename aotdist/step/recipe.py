@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint.scalars import numbers_read
 from aotdist.torch_seam.trees import pytree
+from aotdist.trace.numbers.scalars import numbers_read
 
 Clip: TypeAlias = float | Callable[[Sequence[torch.Tensor]], Any]
 """A largest norm of all gradients, or what is called with the optimizers' parameters."""

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
-from aotdist.joint.failures import refusal
-from aotdist.joint.inputs import current_inputs
-from aotdist.joint.scalars import Scalars, TracedFloat
 from aotdist.step.scaling import Scaling
 from aotdist.torch_seam.optimizers import has_scaled, steps_heard
 from aotdist.torch_seam.patches import replaced_here
 from aotdist.torch_seam.trees import pytree
+from aotdist.trace.failures import refusal
+from aotdist.trace.numbers.scalars import Scalars, TracedFloat
+from aotdist.trace.stand_ins import current_inputs
 
 
 class MakesState(Exception):

@@ -20,11 +20,11 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import aotdist
-from aotdist.joint.kernel_results import fake_result
 from aotdist.kernels import triton_seam
 from aotdist.subclasses.float8 import Recipe
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.trees import pytree
+from aotdist.trace.kernel_results import fake_result
 from benchmarks.gpu.families import FAMILIES, LARGE, SMALL, loss_of
 from benchmarks.gpu.findings import NotHere, Reporter
 from benchmarks.gpu.per_kernel import meaningful_strides

@@ -14,9 +14,9 @@ from typing import Any, cast
 
 import torch
 
+from aotdist.artifacts.build import KNOWN_TARGETS, Made, build
 from aotdist.errors import BadSettings
 from aotdist.settings import Settings
-from aotdist.store.build import KNOWN_TARGETS, Made, build
 
 _DESCRIPTION = """\
 Compile one call of a model or function ahead of time and write it to a file, for `aotdist.load`.

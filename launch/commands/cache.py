@@ -8,8 +8,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from aotdist.cache.backend import folder_of
-from aotdist.cache.folder import Folder, Listed
+from aotdist.artifacts.cache.backend import folder_of
+from aotdist.artifacts.cache.folder import Folder, Listed
 from aotdist.errors import BadSettings, CacheCorrupt
 from aotdist.settings import Settings
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from aotdist.artifacts.build import compiled_ahead
 from aotdist.files import refuse_unwritable
 from aotdist.launch.commands.build import add_model_to, ahead, maker_named
 from aotdist.report.explain import write_page
 from aotdist.report.summary import report_of
-from aotdist.store.build import compiled_ahead
 
 _DESCRIPTION = """\
 Compile one call of a model or function, as `aotdist build` does (or, on CPUs, by another backend), and show

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import aotdist
-from aotdist import tracing
+from aotdist import assumptions as tracing
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.trees import pytree
 from tests.artifacts.programs import Made

@@ -13,14 +13,14 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from triton.backends.compiler import GPUTarget
 
 import aotdist
-import aotdist.tracing
+import aotdist.assumptions
+from aotdist.artifacts import load as loading
+from aotdist.artifacts.archive import open_archive
+from aotdist.artifacts.live import Live
 from aotdist.codegen.triton import launches_of, with_kernels
 from aotdist.kernels.launching import Launch
 from aotdist.kernels.sized import SizedLaunch
 from aotdist.program import Graph, Slot
-from aotdist.store import load as loading
-from aotdist.store.archive import open_archive
-from aotdist.store.live import Live
 from benchmarks.kernels.graphs import graphs_of
 from tests.artifacts.attention import kernels_for_attention
 from tests.artifacts.programs import decoder
@@ -84,7 +84,7 @@ def refuse(*_: Any, **__: Any) -> NoReturn:
 def run(target: str, path: Path) -> None:
     backend = GPUTarget("cuda", 90, 32) if target == "sm_90" else GPUTarget("hip", target, 64)
     triton.runtime.driver.set_active(Driver(backend))
-    triton.compile = triton.compiler.compile = aotdist.tracing.trace = refuse
+    triton.compile = triton.compiler.compile = aotdist.assumptions.trace = refuse
     loading.gpu_here = lambda: target
     Live.device_here = lambda self, device: torch.device("cpu")  # type: ignore[method-assign]
     library = kernels_for_attention()

@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 
+from aotdist.artifacts import load as loading
+from aotdist.artifacts.live import Live
 from aotdist.codegen import ahead
 from aotdist.kernels.device_functions import HELPERS
 from aotdist.kernels.emitted import EmittedKernel
@@ -15,8 +17,6 @@ from aotdist.kernels.launching import blocks_of
 from aotdist.kernels.loading import loaded
 from aotdist.kernels.packing import Packed
 from aotdist.kernels.running import Jitted
-from aotdist.store import load as loading
-from aotdist.store.live import Live
 from tests.artifacts.attention import kernels_for_attention
 
 _library: torch.library.Library | None = None

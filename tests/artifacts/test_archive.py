@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import aotdist
-from aotdist.store import load as loading
-from aotdist.store.archive import open_archive
+from aotdist.artifacts import load as loading
+from aotdist.artifacts.archive import open_archive
 from tests.artifacts.programs import counting, mlp
 
 Contents = dict[str, bytes]

@@ -14,11 +14,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 
 import aotdist
-from aotdist.joint.attention import chosen_for
-from aotdist.store.build import compiled_ahead
+from aotdist.artifacts.build import compiled_ahead
 from aotdist.torch_seam import ambient
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import TorchDispatchMode
+from aotdist.trace.operators.attention import chosen_for
 from tests.artifacts.attention import BF16, CHOICES, EFFICIENT, FLASH, heads
 from tests.artifacts.interpreting import interpret
 from tests.artifacts.programs import Made, decoder

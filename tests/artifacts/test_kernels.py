@@ -15,9 +15,9 @@ import torch
 
 import aotdist
 from aotdist.codegen.emit import Emitter
-from aotdist.joint.attention import chosen_for
 from aotdist.kernels.running import Loaded, aligned
 from aotdist.kernels.triton_seam import Process
+from aotdist.trace.operators.attention import chosen_for
 from tests.artifacts import cases_ranks
 from tests.artifacts.comparison import assert_same, forbid_tracing
 from tests.artifacts.interpreting import interpret

@@ -23,6 +23,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.fx import GraphModule
 
 import aotdist
+from aotdist.artifacts.archive import FORMAT, Manifest, version_of
+from aotdist.artifacts.archive import save as save_archive
+from aotdist.artifacts.ranks import merged
+from aotdist.artifacts.record import written
 from aotdist.capture.capture import UserCall
 from aotdist.codegen.fx import FxBackend
 from aotdist.export import aot_export_module
@@ -30,10 +34,6 @@ from aotdist.export import load as load_graph
 from aotdist.export import save as save_graph
 from aotdist.pipeline import compilation_of
 from aotdist.settings import Settings
-from aotdist.store.archive import FORMAT, Manifest, version_of
-from aotdist.store.archive import save as save_archive
-from aotdist.store.ranks import merged
-from aotdist.store.record import written
 from aotdist.subclasses.protocol import module_rules, plain_tensors
 from aotdist.torch_seam.modules import uncompiled_call
 from tests.artifacts.comparison import step

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from aotdist import api
+from aotdist.artifacts.record import read, written
 from aotdist.capture.capture import UserCall
 from aotdist.codegen.contract import Backend
 from aotdist.pipeline import compilation_of, loaded_together, printed
 from aotdist.runtime.artifact import Artifact
 from aotdist.settings import Settings
-from aotdist.store.record import read, written
 from aotdist.torch_seam.modes import class_functions_off
 from tests.semantics.meshes import mesh as mesh
 from tests.semantics.test_metadata_writes import *  # noqa: F403

@@ -13,9 +13,9 @@ import torch
 
 import aotdist
 from aotdist import facts
+from aotdist.artifacts.live import NOTHING_LIVE, Live
+from aotdist.artifacts.values import Values
 from aotdist.program import PrimalIdx, Row, Slot
-from aotdist.store.live import NOTHING_LIVE, Live
-from aotdist.store.values import Values
 from aotdist.subclasses.protocol import Plain
 from aotdist.torch_seam.autograd import CreationMeta
 from aotdist.torch_seam.trees import pytree

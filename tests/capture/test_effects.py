@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from aotdist.capture.assignments import Reassignments
 from aotdist.capture.effects import (
     Add,
     Assign,
@@ -24,8 +25,7 @@ from aotdist.capture.effects import (
     Tree,
     any_of,
 )
-from aotdist.capture.reached import Reached
-from aotdist.capture.reassign import Reassignments
+from aotdist.capture.environment import Reached
 from aotdist.capture.source import ABSENT, Source
 from aotdist.errors import UnsupportedProgram
 

@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from aotdist.convention.draws import RULES
-from aotdist.convention.philox import PHILOX, Stream, philox_4x32
+from aotdist.convention.random_numbers import PHILOX, RULES, Stream, philox_4x32
 from aotdist.convention.rng import functional_draw
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.operators import OpOverload

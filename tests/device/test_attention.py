@@ -13,12 +13,12 @@ from torch.nn.attention import SDPBackend
 from torch.nn.functional import scaled_dot_product_attention
 
 import aotdist
-from aotdist.joint.attention import chosen_for
-from aotdist.store.build import KNOWN_TARGETS
-from aotdist.store.load import gpu_here
+from aotdist.artifacts.build import KNOWN_TARGETS
+from aotdist.artifacts.load import gpu_here
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import TorchDispatchMode
 from aotdist.torch_seam.trees import pytree
+from aotdist.trace.operators.attention import chosen_for
 from tests.artifacts.attention import CHOICES, heads
 
 pytestmark = pytest.mark.device

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import aotdist
-from tests.joint.test_batch_statistics import by_cudnn, synchronised, two_steps
+from tests.trace.test_batch_statistics import by_cudnn, synchronised, two_steps
 
 pytestmark = [pytest.mark.device, pytest.mark.timeout(300), pytest.mark.usefixtures("in_float32")]
 

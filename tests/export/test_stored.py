@@ -14,9 +14,9 @@ import torch
 from torch import nn
 
 import aotdist
+from aotdist.artifacts.graphs import without_folder
 from aotdist.errors import BadArtifact, BadSettings, UnsupportedProgram
 from aotdist.export import aot_export_joint_simple, aot_export_module, load, save
-from aotdist.store.graphs import without_folder
 from aotdist.torch_seam.trees import pytree
 from tests.export.modules import CASES, Case, Linear
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tests.house.tree import ROOT, parse, python_files
 
-CORE = ("capture", "convention", "joint", "partition", "runtime")
+CORE = ("capture", "aliasing", "convention", "trace", "partition", "runtime")
 """The rooms that do the job of PyTorch's AOTAutograd, with the modules at the top of the package."""
 
 LONG_FUNCTION, LONG_FILE = 60, 400

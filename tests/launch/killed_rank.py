@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from aotdist import tracing
+from aotdist import assumptions as tracing
 from aotdist.launch import loop, train
 from aotdist.launch.checkpoints import writer
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from aotdist.cache.entry import Entry
-from aotdist.cache.folder import Folder
+from aotdist.artifacts.cache.entry import Entry
+from aotdist.artifacts.cache.folder import Folder
 from aotdist.launch.commands.main import main
 
 

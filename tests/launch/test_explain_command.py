@@ -148,7 +148,7 @@ def test_a_model_that_is_not_there(name: str, file: Path, capsys: pytest.Capture
 
 @pytest.mark.parametrize(
     ("command", "option", "module"),
-    [("explain", "--html", "aotdist.report.explain"), ("build", "--output", "aotdist.store.archive")],
+    [("explain", "--html", "aotdist.report.explain"), ("build", "--output", "aotdist.artifacts.archive")],
 )
 def test_a_full_disk_is_told_in_a_line(
     command: str,

@@ -8,9 +8,9 @@ from hypothesis import given
 from torch.fx import Node
 
 from aotdist.partition import partition
-from aotdist.partition.default import default_saved
 from aotdist.partition.halves import Halves, find_halves
 from aotdist.partition.min_cut import Problem, min_cut_saved
+from aotdist.partition.policy import default_saved
 from aotdist.partition.recomputable import LONGEST_CHAIN
 from aotdist.partition.split import saved_bytes
 from aotdist.program import Graph, Split

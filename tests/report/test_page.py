@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from aotdist.report.page import render_page
+from aotdist.report.explain import render_page
 from tests.report.big_report import big_report
 from tests.report.browser import Browser, browsing, find
 

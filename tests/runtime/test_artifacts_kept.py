@@ -18,9 +18,9 @@ from torch.nn import functional as F
 
 import aotdist
 from aotdist.codegen.fx import print_graph
-from aotdist.joint.later_backwards import LaterBackwards
 from aotdist.program import Graph
 from aotdist.runtime.artifact import Artifact
+from aotdist.trace.later_backwards import LaterBackwards
 
 
 def encoder() -> nn.TransformerEncoder:

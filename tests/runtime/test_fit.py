@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from aotdist.runtime import fit
+from aotdist.runtime import guards as fit
 
 
 def test_tensors_are_compared_with_those_of_their_own_storage(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
+from aotdist.aliasing.version import version_of
 from aotdist.api import compiled_call
 from aotdist.compiled import Compiled
-from aotdist.convention.version import version_of
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import (
     Plain,

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint.later_backwards import LaterBackwards
 from aotdist.subclasses.protocol import plain_tensors
+from aotdist.trace.later_backwards import LaterBackwards
 from tests.semantics.makers import leaf, two
 from tests.semantics.meshes import sharded
 

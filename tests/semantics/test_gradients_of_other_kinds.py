@@ -13,8 +13,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
-from aotdist.joint.later_backwards import LaterBackwards
 from aotdist.subclasses.protocol import plain_tensors
+from aotdist.trace.later_backwards import LaterBackwards
 from tests.semantics.makers import leaf, non_leaf, plain, two, two_non_leaf
 from tests.semantics.meshes import sharded
 from tests.semantics.observation import Scene, same_as_eager, tangent_of_other_kind

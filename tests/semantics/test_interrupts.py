@@ -23,8 +23,8 @@ from torch._inductor import virtualized
 from torch.utils.checkpoint import checkpoint
 
 import aotdist
+from aotdist.aliasing.view_mode import ViewMode
 from aotdist.capture.ambient import ambient
-from aotdist.convention.view_mode import ViewMode
 from aotdist.export import aot_export_module
 from aotdist.torch_seam.dynamo import dynamo_locks
 from aotdist.torch_seam.locks import LOCKS, is_owned

@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _object_to_tensor
 
 import aotdist
 from aotdist.api import compiled_call
-from aotdist.capture.alone import alone, had_to_wait
+from aotdist.capture.compile_lock import alone, had_to_wait
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.functional import FunctionalTensorMode
 from aotdist.torch_seam.locks import LOCKS, is_owned

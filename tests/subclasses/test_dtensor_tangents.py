@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement
 
 import aotdist
-from aotdist.joint.later_backwards import LaterBackwards
+from aotdist.trace.later_backwards import LaterBackwards
 from tests.ranks.harness import World
 from tests.subclasses.dtensors import PLACEMENTS, S0, S1, SIZES, R, Size, grid, leaf, mine, spread
 

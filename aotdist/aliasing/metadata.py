@@ -1,0 +1,180 @@
+"""In-place changes that a traced program makes to a tensor's metadata, rather than to its data.
+
+To its sizes and strides (`t_`, `resize_`), to its storage (`set_`, `.data =`, `out=` of another size), to the
+size of that storage, or to its history (`detach_`, `requires_grad_`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from aotdist.aliasing.naming import another_name, with_history_of
+from aotdist.aliasing.overwrite import put
+from aotdist.facts import ViewStep
+from aotdist.torch_seam.autograd import (
+    beneath_autograd,
+    creation_meta,
+    failing_in_backward,
+    set_creation_meta,
+)
+from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.swaps import swap_histories
+
+_ATEN = torch.ops.aten
+
+INVERSES: Mapping[OpOverload, Callable[[torch.Tensor, Change], torch.Tensor]] = {
+    _ATEN.t_.default: lambda tensor, _: tensor.t(),
+    _ATEN.transpose_.default: lambda tensor, change: tensor.transpose(*change.args),
+    _ATEN.unsqueeze_.default: lambda tensor, change: tensor.squeeze(*change.args),
+    _ATEN.squeeze_.default: lambda tensor, change: tensor.view(change.size),
+    _ATEN.squeeze_.dim: lambda tensor, change: tensor.view(change.size),
+    _ATEN.squeeze_.dims: lambda tensor, change: tensor.view(change.size),
+}
+"""Operators that show the same elements in another way, and how to see them as before."""
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One such change: `op(tensor, *args, **kwargs)`.
+
+    Args:
+        tensor: the tensor that was changed.
+        serial: its place in the order of the program's views and changes.
+        size: its sizes before.
+        op: the operator, or a function that does the same to a real tensor.
+        args: its other positional arguments; tensors among them are sources of a storage.
+        kwargs: its keyword arguments as pairs.
+        grad: whether grad mode was on.
+        bumps: by how much the version counter goes up.
+        former: another name for the memory that the tensor had, in the sizes that it had; None where the
+            operator has an inverse.
+        grown: another name for the memory that it has now, if that has grown.
+        edge: the gradient edge that a leaf had before: after `set_` it has another.
+    """
+
+    tensor: torch.Tensor
+    serial: int
+    size: torch.Size
+    op: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    kwargs: tuple[tuple[str, Any], ...] = ()
+    grad: bool = True
+    bumps: int = 0
+    former: torch.Tensor | None = None
+    grown: torch.Tensor | None = None
+    edge: GradientEdge | None = None
+
+    def moves(self) -> bool:
+        """Whether the tensor may lie in another storage now, or in one of another size."""
+        return self.op not in INVERSES and self.op not in _IN_PLACE
+
+    def reshapes(self) -> bool:
+        """Whether it shows other sizes and strides now."""
+        return self.op not in _OF_HISTORY
+
+    def is_unseen(self, size: torch.Size) -> bool:
+        """Whether autograd accepts a gradient of the changed tensor, of this size, for the former one.
+
+        So it is where the change ran under `no_grad` and kept the size: autograd was told nothing of it.
+        """
+        return not self.grad and self.op in INVERSES and size == self.size
+
+    def before(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor`, which is as the change left it, as it was before."""
+        inverse = INVERSES.get(self.op)  # pyright: ignore[reportArgumentType]
+        if inverse is not None:
+            return inverse(tensor, self)
+        if self.former is None:
+            return tensor
+        if self.op is _AS_STRIDED_ and tensor.requires_grad:
+            counted = len(self.args) > 2 or "storage_offset" in dict(self.kwargs)
+            offset = self.former.storage_offset() if counted else None
+            return tensor.as_strided(self.size, self.former.stride(), offset)
+        return self.former
+
+    def before_to_autograd(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same, with the history that it had: of a change under `no_grad`, autograd was not told.
+
+        Gradients arrive in the sizes of after the change; where they do not fit, eager raises, too. The
+        history of a view is made again.
+        """
+        if not tensor.requires_grad or tensor._is_view() or not self.is_unseen(tensor.size()):
+            return self.before(tensor)
+        return with_history_of(tensor, lambda: another_name(self.before(tensor.detach())))
+
+
+def resize_as_out(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
+    """Resize a tensor as an operator resizes an `out=` of another size."""
+    with beneath_autograd():  # which refuses to resize a leaf: operators do it further down
+        tensor.resize_(size)
+    if tensor.stride() != stride:
+        # `as_strided_` would count as another write.
+        tensor.data = tensor.detach().as_strided(size, stride)
+
+
+def assign_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """`tensor.data = source`."""
+    tensor.data = source
+
+
+def set_memory(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    """Let `tensor` lie where `source` does, without its history."""
+    torch.ops.aten.set_.source_Tensor(tensor, source.detach())
+
+
+def give_history(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    """Let `tensor` have the history of `value`, whose numbers it holds."""
+    put(tensor, None, value, 1)
+
+
+def spend_history(tensor: torch.Tensor, reason: str) -> None:
+    """Let `tensor` have a history whose backward raises, and says `reason`."""
+    put(tensor, None, failing_in_backward(tensor, reason), 0)
+
+
+def resize_storage(tensor: torch.Tensor, num_bytes: int) -> None:
+    """Let the storage of `tensor` be `num_bytes` long."""
+    tensor.untyped_storage().resize_(num_bytes)
+
+
+def make_again(view: torch.Tensor, changed: torch.Tensor, steps: Sequence[ViewStep]) -> None:
+    """Give a view the history of one that is made of its base as that is after a change.
+
+    After a write to its base, autograd makes the history of a view again when it is asked for it. In eager it
+    goes by the places of the two in memory, whatever sizes the base has by then. Tensors of a trace have no
+    memory: there, autograd calls the operators that made the view once more, on the base as it is now.
+
+    Args:
+        view: the view; all else of it stays.
+        changed: a view of the base as it is now, that shows it as it was.
+        steps: how the view was made of the base as it was.
+    """
+    creation, again = creation_meta(view), changed
+    for step in steps:
+        result = step.of(again)
+        again = result if step.pick is None else result[step.pick]
+    swap_histories(view, again)
+    set_creation_meta(view, creation)
+
+
+def lies_elsewhere(base: torch.Tensor, changes: Iterable[Change]) -> bool:
+    """Whether some of these changes moved a tensor in its storage, or gave it other sizes or strides.
+
+    Eager makes the history of a view again from places in the storage.
+    """
+    formers = [change.former for change in changes if change.moves() and change.former is not None]
+    return any(_place(former) != _place(base) for former in formers)
+
+
+def _place(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
+    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
+
+
+_OF_HISTORY = frozenset[Any]({torch.Tensor.detach_, torch.Tensor.requires_grad_})
+_AS_STRIDED_ = _ATEN.as_strided_.default
+_IN_PLACE = _OF_HISTORY | {_AS_STRIDED_}

@@ -1,0 +1,292 @@
+"""Records, while a program is traced, by which operation each view was made of which tensor.
+
+This dispatch mode is on top of all others and below autograd, so it sees every operation on the tensors that
+the user handles, wrappers included. So one log serves plain tensors and subclasses, also under `no_grad` and
+`detach`, where autograd itself forgets what a view was made of.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.overrides import enable_reentrant_dispatch
+
+from aotdist.aliasing.metadata import INVERSES, Change, make_again, resize_as_out, set_memory
+from aotdist.aliasing.naming import another_name
+from aotdist.aliasing.version import all_uncounted, bump, rewind, written_uncounted
+from aotdist.aliasing.view_log import Uncounted, ViewLog, edge_of_leaf, is_recorded
+from aotdist.aliasing.view_refusals import (
+    refuse_looking_around,
+    refuse_overlapping_write,
+    refuse_resized_inside,
+)
+from aotdist.aliasing.views import Opened, ViewEntry, share_memory
+from aotdist.facts import DETACH, ViewStep, data_of
+from aotdist.subclasses.protocol import is_wrapper, wrapper_rule
+from aotdist.torch_seam.functional import FunctionalTensor
+from aotdist.torch_seam.modes import TorchDispatchMode, torch_functions_off
+from aotdist.torch_seam.operators import (
+    HigherOrderOperator,
+    OpOverload,
+    broken_up,
+    is_left_whole_in_inference,
+    is_operator,
+    makes_views,
+    out_names,
+    out_of_place,
+    written_by,
+)
+
+_LIKE_ANOTHER = {
+    torch.ops.aten.view_as.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.reshape_as.default: torch.ops.aten.reshape.default,
+    torch.ops.aten.expand_as.default: torch.ops.aten.broadcast_to.default,
+}
+"""The same views without a second tensor; these operators get here undecomposed in inference mode only."""
+_DETACH_ = torch.ops.aten.detach_.default
+_SET = torch.ops.aten.set_.source_Tensor
+_FROM_STORAGES = frozenset(
+    {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
+)
+_SETS = frozenset({_SET, torch.ops.aten.set_.default})
+_RESIZE = torch.ops.aten.resize_.default
+_RESIZES = frozenset({_RESIZE, torch.ops.aten.resize_as_.default})
+_AS_STRIDED_ = torch.ops.aten.as_strided_.default
+_VIEW_AS_DTYPE = torch.ops.aten.view.dtype
+_LIFT = torch.ops.aten.lift_fresh.default
+"""What `torch.tensor` calls on its data; to the program the result is not a view."""
+
+
+class ViewMode(TorchDispatchMode):
+    """Logs views, and in-place changes of metadata.
+
+    Args:
+        log: the log that it writes.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, log: ViewLog) -> None:
+        super().__init__()
+        self.log = log
+        self._reshaped: list[tuple[torch.Tensor, ViewStep]] = []
+        self._reads_data = False
+        self._is_off = False
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_off:
+            return func(*args, **kwargs)
+        return self._dispatch(func, args, kwargs)
+
+    def _dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Call an operator, and log it if it makes a view, or changes a tensor's metadata in place."""
+        if isinstance(func, HigherOrderOperator):
+            return func(*args, **kwargs)  # none of them makes views
+        whole = is_left_whole_in_inference(func)
+        if whole and not any(map(is_wrapper, args)):
+            # Outside of inference mode, autograd decomposes `view_as` and `reshape` before they get here.
+            # Wrappers see `view_as` itself, as in eager. The parts are operators of the program like others.
+            with self, nullcontext() if makes_views(func) else enable_reentrant_dispatch():
+                return broken_up(func, *args, **kwargs)
+        targets = [*written_by(func, args, kwargs)] if is_operator(func) else []
+        for target in targets:
+            refuse_overlapping_write(self.log.views, func, target)
+        if self.log.changes:
+            self.log.refuse_lost((*args, *kwargs.values()), targets)
+        if whole or (getattr(func, "is_view", False) and func is not _LIFT):
+            with nullcontext() if whole else _as_what_is_viewed(func, args):
+                result = self._view_by(func)(*args, **kwargs)
+            # `reshape`, `to`, `dropout` make views where they can; autograd conjugates numbers, too.
+            if isinstance(args[0], torch.Tensor) and (not whole or share_memory(args[0], result)):
+                self._log(func, args, kwargs, result)
+            return result
+        # `detach_` gets here in inference mode only, where nothing has a history.
+        if torch.Tag.inplace_view in getattr(func, "tags", ()) and func is not _DETACH_:
+            return self._log_in_place(func, args, kwargs)
+        results = out_names(func) if is_operator(func) else ()
+        if results:
+            return self._log_outs(func, args, kwargs, results)
+        uncounted = written_uncounted(args)
+        if uncounted:
+            serial, records = self.log.views.next_serial(), is_recorded((*args, *kwargs.values()))
+            self.log.uncounted += [Uncounted(target, serial, records) for target in targets]
+        with all_uncounted(uncounted):
+            return func(*args, **kwargs)
+
+    def _log(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:
+        base, *rest = args
+        if func in _LIKE_ANOTHER:
+            func, rest = _LIKE_ANOTHER[func], [rest[0].size()]
+        grad, serial = torch.is_grad_enabled(), self.log.views.next_serial()
+        picks = enumerate(result) if isinstance(result, (list, tuple)) else ((None, result),)
+        for pick, view in picks:
+            if view is not base:
+                step = ViewStep(func, tuple(rest), tuple(kwargs.items()), pick, grad, serial)
+                made, version = self.log.views.next_serial(), None if base.is_inference() else base._version
+                self.log.views.put(ViewEntry(view, base, (step,), made, version, Opened.of(view).inside))
+
+    def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`tensor.data`, which this mode would otherwise log as `detach`."""
+        self._reads_data = True
+        try:
+            view = tensor.data
+        finally:
+            self._reads_data = False
+        entry = self.log.views.get(view)
+        if entry is not None and entry.steps[-1].op is DETACH:
+            steps = (*entry.steps[:-1], replace(entry.steps[-1], op=data_of))
+            self.log.views.put(replace(entry, steps=steps))
+        return view
+
+    def _view_by(self, func: OpOverload) -> Callable[..., Any]:
+        """`func`; for `.data`, what calls it above autograd, so that writes of inner tensors are counted."""
+        return _detached_for_data if self._reads_data and func is DETACH else func
+
+    def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Log `view.t_()`: the view is one step further from its base then, and views of it are not."""
+        op, do = func, func
+        if func is _AS_STRIDED_:
+            refuse_looking_around(self.log.views, args[0], *args[1:], **kwargs)
+        if func in _FROM_STORAGES:
+            args = (args[0], self._in_storage(args[1], args[0].dtype, *args[2:], **kwargs))
+            op, do, kwargs = set_memory, _SET, {}
+        changed, *rest = args
+        size, stride = changed.size(), changed.stride()
+        former = None if func in INVERSES else another_name_from_below(changed)
+        edge = None
+        if do in _SETS:
+            with enable_reentrant_dispatch():
+                edge = edge_of_leaf(changed)
+        result = do(*args, **kwargs)
+        if func in _RESIZES:
+            if changed.size() == size and changed.stride() == stride:
+                return result
+            op, rest, kwargs = _RESIZE, [tuple(changed.size())], _format_of(changed)
+        change = self.log.note_change(changed, size, op, rest, kwargs, bumps=1, former=former, edge=edge)
+        if not change.moves():
+            self._make_views_again(changed)
+        twin = out_of_place(func)
+        entry = self.log.views.get(changed)
+        if entry is not None:
+            self.log.rebase_views_of(entry)
+        if twin is not None and (entry is not None or self.log.views.was_given(changed)):
+            # Autograd rebuilds a view's history after a write, in the grad mode in which the view was made.
+            grad = (entry is None or entry.steps[-1].grad) if changed._is_view() else change.grad
+            step = ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, grad, change.serial)
+            self._reshaped.append((changed, step))
+            if entry is not None:
+                steps = (*entry.steps, *self._as_steps(step, changed, change))
+                self.log.views.put(replace(entry, steps=steps))
+        return result
+
+    def _as_steps(self, step: ViewStep, changed: torch.Tensor, change: Change) -> tuple[ViewStep, ...]:
+        """The steps from what a view was before it was reshaped in place to what it is now."""
+        if changed._is_view():
+            return (step,)
+        # `x.detach().t_()` is no view to autograd, `x.detach().t()` is one.
+        return (step, ViewStep(DETACH, (), (), None, change.grad, self.log.views.next_serial()))
+
+    def _log_outs(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
+    ) -> Any:
+        """Call an operator with `out=`, and log if it gives one of these another size."""
+        outs = [kwargs[name] for name in names if isinstance(kwargs.get(name), torch.Tensor)]
+        before = [(out.size(), another_name(out)) for out in outs]
+        result = func(*args, **kwargs)
+        for out, (size, former) in zip(outs, before, strict=True):
+            refuse_resized_inside(out, former)
+            if out.size() != size:
+                shape = [tuple(out.size()), out.stride()]
+                self.log.note_change(out, size, resize_as_out, shape, {}, bumps=1, former=former)
+        return result
+
+    def settle(self) -> None:
+        """Make views that the last call reshaped in place again, so that autograd knows them as they are."""
+        views = self.log.views
+        while self._reshaped:
+            view, last = self._reshaped.pop()
+            base = view._base
+            if base is not None:
+                known = views.first_steps(view)
+                steps = (*known, last) if known else views.steps_from(base, view)
+                rewind(base, 1)  # so that autograd takes the view for outdated, and rebuilds its history
+                self._make_again(view, base, steps)
+                bump(base, 1)
+
+    def _make_views_again(self, base: torch.Tensor) -> None:
+        """Make the views of `base`, which was reshaped in place, again from what it is now.
+
+        Autograd rebuilds their history by the operators that made them, which fit what the base was before.
+        """
+        views = self.log.views
+        for view in views.of(base):
+            with enable_reentrant_dispatch():
+                self._make_again(view, base, views.first_steps(view) or views.steps_from(base, view))
+
+    def _make_again(self, view: torch.Tensor, base: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
+        if not isinstance(view, FunctionalTensor) or view.is_inference():
+            return  # the history of a wrapper follows from its layout
+        self.log.views.keep_first_steps(view, steps)
+        self._is_off = True
+        try:
+            make_again(view, self._as_at(base, steps[0].serial), steps)
+        finally:
+            self._is_off = False
+
+    def _as_at(self, base: torch.Tensor, serial: int) -> torch.Tensor:
+        """A tensor as it was at a point of the trace, made by views of what it is now."""
+        for change in reversed(self.log.changes_of(base)):
+            base = change.before(base) if change.serial > serial else base
+        return base
+
+    def _in_storage(self, *where: Any, **more: Any) -> torch.Tensor:
+        assert self.log.storages is not None, "a trace has them"
+        with self, torch.no_grad(), torch_functions_off():
+            return self.log.storages.part(*where, **more)
+
+
+def another_name_from_below(tensor: torch.Tensor) -> torch.Tensor:
+    """`another_name`, called below autograd."""
+    with enable_reentrant_dispatch():
+        return another_name(tensor)
+
+
+def _format_of(tensor: torch.Tensor) -> Mapping[str, Any]:
+    for memory_format in (torch.channels_last, torch.channels_last_3d):
+        dims = 4 if memory_format is torch.channels_last else 5
+        if (
+            tensor.dim() == dims
+            and not tensor.is_contiguous()
+            and tensor.is_contiguous(memory_format=memory_format)
+        ):
+            return {"memory_format": memory_format}
+    return {}
+
+
+def _detached_for_data(tensor: torch.Tensor) -> torch.Tensor:
+    return wrapper_rule(type(tensor)).data_of(tensor) if is_wrapper(tensor) else DETACH(tensor)
+
+
+def _as_what_is_viewed(func: OpOverload, args: Sequence[Any]) -> AbstractContextManager[Any]:
+    """The mode to make a view in: of a normal tensor it is a normal tensor, in inference mode too.
+
+    Except for `view(dtype)`, which makes an inference tensor there.
+    """
+    is_view = getattr(func, "is_view", False) and func is not _VIEW_AS_DTYPE
+    if torch.is_inference_mode_enabled() and is_view and not args[0].is_inference():
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.no_grad())
+        return stack
+    return nullcontext()

@@ -1,0 +1,126 @@
+"""What is refused of views and of writes through them, and the errors that say so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from aotdist.aliasing.memory import may_repeat, shows
+from aotdist.aliasing.views import Views
+from aotdist.capture.origins import Origins
+from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import is_wrapper, plain_tensors
+from aotdist.torch_seam.operators import OpOverload
+
+_STRIDED = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.unfold.default})
+
+
+def refuse_overlapping_write(views: Views, func: OpOverload, target: torch.Tensor) -> None:
+    """Raise for a write to a tensor of which several elements, or several of a base's, share memory.
+
+    Eager refuses most such writes itself; for the others functionalisation would add up the repeats.
+    """
+    shown: torch.Tensor | None = target
+    while shown is not None:
+        entry = views.get(shown)
+        strided = entry is not None and entry.steps[-1].op in _STRIDED
+        expanded = _repeats_memory(shown)
+        if expanded or (strided and may_repeat(shown)):
+            made = "an expanded" if expanded else "a strided"
+            raise UnsupportedProgram(
+                f"`{func}` writes through {made} tensor of size {list(shown.size())}, "
+                "whose elements share memory",
+                where=Origins().current(),
+                stage="joint",
+                fix="write the tensor before it is expanded, or `clone` the expanded one first",
+            )
+        shown = None if entry is None else entry.base
+
+
+def refuse_looking_around(
+    views: Views,
+    view: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> None:
+    """Raise for an `as_strided_` after which a view shows elements that it did not show before.
+
+    In eager no gradient arrives for those elements; after a write, their gradient goes to the base.
+    """
+    if view not in views or not view.requires_grad or not view._is_view():
+        return
+    if not shows(view, size, stride, storage_offset):
+        raise UnsupportedProgram(
+            "`as_strided_` lets a view with a history show elements that it did not show",
+            where=Origins().current() or None,
+            stage="joint",
+            fix="make the view by `as_strided` of its base",
+        )
+
+
+def refuse_resized_inside(out: torch.Tensor, former: torch.Tensor) -> None:
+    """Refuse a wrapper whose inner tensors were resized as `out=`: in eager it keeps its former sizes."""
+    inside = zip(plain_tensors(out), plain_tensors(former), strict=True)
+    if is_wrapper(out) and any(plain.size() != before.size() for plain, before in inside):
+        raise UnsupportedProgram(
+            f"a {type(out).__name__} is given as `out=` of an operator whose result has another size",
+            where=Origins().current() or None,
+            stage="joint",
+            fix="give it the size of the result before",
+        )
+
+
+def detached_since(where: str | None = None) -> UnsupportedProgram:
+    """An error for a view whose history is to be made again from that of its base, which has none now."""
+    return UnsupportedProgram(
+        "a view is used whose base was detached in place (`detach_`), and then written, after it was made",
+        where=where or Origins().current() or None,
+        stage="joint",
+        fix="make the view afterwards, or detach a tensor of its own (`x = x.detach()`)",
+    )
+
+
+def reshaped_since(how: str = "", where: str | None = None) -> UnsupportedProgram:
+    """An error for a view whose base has been reshaped since, and has got a history; `how` says more."""
+    return UnsupportedProgram(
+        f"a view is used whose base was reshaped in place after it was made{how and f' ({how})'}",
+        where=where or Origins().current() or None,
+        stage="joint",
+        fix="make the view afterwards, or reshape without writing (`t` for `t_`)",
+    )
+
+
+def grows_as_a_view() -> UnsupportedProgram:
+    """An error for a tensor that grows while another shares its memory."""
+    return UnsupportedProgram(
+        "a tensor is resized in place, and grows, while another shares its memory",
+        where=Origins().current() or None,
+        stage="joint",
+        fix="clone it first, or make a tensor of the size that you need",
+    )
+
+
+def outgrown() -> UnsupportedProgram:
+    """An error for a view whose base has moved to other memory since."""
+    return UnsupportedProgram(
+        "a view is used whose base grew in place, or was given another storage, after it was made",
+        where=Origins().current() or None,
+        stage="joint",
+        fix="make the view afterwards, or resize the tensor before the compiled function",
+    )
+
+
+def keeps_its_history() -> UnsupportedProgram:
+    """An error for a view whose base was written where autograd did not count it."""
+    return UnsupportedProgram(
+        "an operator of lists with wrappers writes a tensor after a view of it was made: in eager the view "
+        "keeps the gradient that it had before",
+        stage="joint",
+        fix="write it by itself (`x.mul_(2)` for `torch._foreach_mul_([x], 2)`), or make the view afterwards",
+    )
+
+
+def _repeats_memory(tensor: torch.Tensor) -> bool:
+    return any(stride == 0 and size > 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))

@@ -1,0 +1,249 @@
+"""The file of an artifact: a zip of JSON and of binaries of kernels, with a manifest that knows them all.
+
+The manifest tells what the artifact was built with and for, and the SHA-256 of each member. Everything is
+checked before anything is used. Checksums find damage, not malice: load what you would run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import io
+import json
+import re
+import zipfile
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Literal, NoReturn, TypeAlias
+
+from aotdist.artifacts.ranks import Variant
+from aotdist.artifacts.typed import made
+from aotdist.errors import AotdistError, BadArtifact
+from aotdist.files import AS_USUAL, write_whole
+
+FORMAT = 13
+"""Goes up with every change of what is written; an artifact of another format is built again."""
+
+Kind: TypeAlias = Literal["compiled", "exported"]
+"""What a file holds: programs that were compiled, or a graph that was exported."""
+
+_MADE_BY: Mapping[Kind, str] = {"compiled": "build", "exported": "save"}
+_READ_BY: Mapping[Kind, str] = {"compiled": "`aotdist.load`", "exported": "`aotdist.export.load`"}
+
+_MANIFEST = "manifest.json"
+_UNREADABLE = (
+    *(OSError, LookupError, TypeError, ValueError, RuntimeError, EOFError, MemoryError),
+    *(zlib.error, zipfile.BadZipFile),
+)
+"""What `zipfile` and `json` raise for a file that is damaged."""
+
+_MEMBER = re.compile(r"manifest\.json|variants/\d{1,7}\.json|kernels/[0-9a-f]{64}")
+_PACKED = (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED)
+
+_ALWAYS_BYTES, _MAX_RATIO = 64 * 2**20, 100
+"""How many bytes a file may have unpacked: so many, or so many times its own. Ours have 9 to 15 times."""
+
+_ALWAYS_VALUES, _MAX_VALUES = 4_000_000, 4
+"""How many values it may hold, or how many for each of its bytes. Ours have 1; one takes Python 60 bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What an artifact was built with and for.
+
+    Args:
+        format: of the file.
+        kind: what it holds.
+        name: of the function or module.
+        target: `cpu`, or a generation of GPUs: `sm_90`.
+        backend: what emitted the graphs.
+        world_size: how many ranks there are.
+        versions: of aotdist, torch and (where it has kernels) triton.
+        members: SHA-256 of each other member of the file, by name.
+    """
+
+    format: int
+    kind: Kind
+    name: str
+    target: str
+    backend: str
+    world_size: int
+    versions: Mapping[str, str]
+    members: Mapping[str, str]
+
+    @property
+    def device_type(self) -> str:
+        """What PyTorch calls the devices of the target."""
+        return "cpu" if self.target == "cpu" else "cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """An artifact as it is in a file.
+
+    Args:
+        manifest: what it was built with and for.
+        variants: records of the ranks.
+        binaries: of kernels, by name.
+    """
+
+    manifest: Manifest
+    variants: tuple[Variant, ...]
+    binaries: Mapping[str, bytes]
+
+    def record_of(self, rank: int) -> Any:
+        """The record of one rank."""
+        return next(variant.of(rank) for variant in self.variants if rank in variant.ranks)
+
+
+def version_of(package: str) -> str:
+    """The version of an installed package, without what it was built for (`+cpu`); empty if there is none."""
+    try:
+        return metadata.version(package).partition("+")[0]
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def save(
+    path: Path, described: Manifest, variants: tuple[Variant, ...], binaries: Mapping[str, bytes]
+) -> Manifest:
+    """Write an artifact; a file that is there is replaced when all is written.
+
+    Args:
+        path: of the file.
+        described: what it was built with and for, without members.
+        variants: records of the ranks.
+        binaries: of kernels, by name.
+
+    Returns:
+        the manifest with its members.
+    """
+    contents = {f"variants/{at}.json": _bytes(dataclasses.asdict(one)) for at, one in enumerate(variants)}
+    contents |= {f"kernels/{name}": data for name, data in binaries.items()}
+    members = {name: hashlib.sha256(data).hexdigest() for name, data in contents.items()}
+    manifest = dataclasses.replace(described, members=members)
+    whole = {_MANIFEST: _bytes(dataclasses.asdict(manifest)), **contents}
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as file:
+        for name, data in whole.items():
+            file.writestr(zipfile.ZipInfo(name), data, zipfile.ZIP_DEFLATED)  # no date: same bytes each time
+    write_whole(path, [packed.getvalue()], mode=AS_USUAL)
+    return manifest
+
+
+def _bytes(value: Any) -> bytes:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+
+
+def open_archive(path: Path, kind: Kind = "compiled") -> Archive:
+    """Read an artifact and check that it is whole.
+
+    Args:
+        path: of the file.
+        kind: what it has to hold.
+
+    Raises:
+        BadArtifact: it is no artifact, or of another format, or holds something else; or a member is damaged,
+            missing or unknown.
+    """
+    try:
+        contents = _contents(path)
+        fields = _parsed(contents.pop(_MANIFEST), path)
+        if fields["format"] != FORMAT:
+            raise BadArtifact(
+                f"{path} has format {fields['format']}, and this aotdist reads format {FORMAT}",
+                stage="store",
+                fix=f"{_MADE_BY[kind]} it again with this aotdist",
+            )
+        manifest: Manifest = made(Manifest, fields)
+        if manifest.kind != kind:
+            raise BadArtifact(
+                f"{path} holds what was {manifest.kind}, and {_READ_BY[kind]} reads what was {kind}",
+                stage="store",
+                fix=f"read it with {_READ_BY[manifest.kind]}",
+            )
+        _check_members(path, manifest, contents)
+        records = [_parsed(data, path) for name, data in contents.items() if name.startswith("variants/")]
+        variants = tuple(map(Variant.read, records))
+    except AotdistError:
+        raise
+    except _UNREADABLE as error:
+        raise _corrupt(path, f"it cannot be read ({type(error).__name__}: {error})") from error
+    kernels = {
+        name.removeprefix("kernels/"): data for name, data in contents.items() if name.startswith("kernels/")
+    }
+    ranks = [rank for one in variants for rank in one.ranks]
+    if len(ranks) != manifest.world_size or set(ranks) != set(range(len(ranks))):
+        raise _corrupt(path, "some of its ranks have no record, or several")
+    return Archive(manifest, variants, kernels)
+
+
+def _contents(path: Path) -> dict[str, bytes]:
+    """The members of a file by name, if they are what ours have and as large as such may be.
+
+    Sizes are those that the file tells of its members: no more of one is ever unpacked.
+
+    Raises:
+        BadArtifact: they are not.
+    """
+    limit = max(_ALWAYS_BYTES, _MAX_RATIO * path.stat().st_size)
+    with zipfile.ZipFile(path) as file:
+        members = file.infolist()
+        strange = [one.filename for one in members if not _MEMBER.fullmatch(one.filename)]
+        if strange or len({one.filename for one in members}) < len(members):
+            raise _corrupt(path, f"it has a member that ours have not, or one twice: {strange[:1]}")
+        if any(one.compress_type not in _PACKED for one in members):
+            raise _corrupt(path, "a member is packed in another way than ours")
+        if sum(one.file_size for one in members) > limit:
+            raise _corrupt(path, f"unpacked it would have more than {limit:,} bytes")
+        return {one.filename: file.read(one) for one in members}
+
+
+def _parsed(data: bytes, path: Path) -> Any:
+    """What a member holds as JSON, if it holds no more values than a file of that size does.
+
+    Raises:
+        BadArtifact: it holds more.
+    """
+    if sum(map(data.count, (b",", b"[", b"{"))) > max(_ALWAYS_VALUES, _MAX_VALUES * path.stat().st_size):
+        raise _corrupt(path, "it holds more values than such a file can")
+    return json.loads(data, parse_constant=_no_constant)
+
+
+def _no_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is no number of JSON's")
+
+
+def check_versions(path: Path, manifest: Manifest) -> None:
+    """See that an artifact was made by the versions that are here.
+
+    Raises:
+        BadArtifact: it was not.
+    """
+    for name, made_by in manifest.versions.items():
+        here = version_of(name)
+        if made_by != here:
+            verb = _MADE_BY[manifest.kind]
+            raise BadArtifact(
+                f"{path} was {'built' if verb == 'build' else 'saved'} with {name} {made_by}, and here is "
+                f"{here or 'none'}",
+                stage="store",
+                fix=f"{verb} it again with what is here, or install what made it",
+            )
+
+
+def _check_members(path: Path, manifest: Manifest, contents: Mapping[str, bytes]) -> None:
+    for name in sorted({*manifest.members, *contents}):
+        if name not in contents:
+            raise _corrupt(path, f"its member {name} is missing")
+        if name not in manifest.members:
+            raise _corrupt(path, f"its manifest does not know the member {name}")
+        if hashlib.sha256(contents[name]).hexdigest() != manifest.members[name]:
+            raise _corrupt(path, f"its member {name} is damaged: its checksum is another")
+
+
+def _corrupt(path: Path, what: str) -> BadArtifact:
+    return BadArtifact(f"{path} is no whole artifact: {what}", stage="store", fix="build or copy it again")

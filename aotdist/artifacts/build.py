@@ -1,0 +1,314 @@
+"""`aotdist.build`: compile calls for other processes, and other machines, and write them to a file."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
+
+import torch
+from torch import nn
+
+from aotdist.artifacts.archive import FORMAT, Manifest, save, version_of
+from aotdist.artifacts.ranks import merged
+from aotdist.artifacts.record import written
+from aotdist.artifacts.values import Json
+from aotdist.capture.capture import UserCall
+from aotdist.codegen.ahead import TargetBackend
+from aotdist.codegen.backend import resolve
+from aotdist.codegen.contract import Backend
+from aotdist.codegen.fx import FxBackend
+from aotdist.codegen.triton import TARGETS
+from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.files import path_of, refuse_unwritable
+from aotdist.pipeline import compilation_of
+from aotdist.runtime.artifact import Artifact, load
+from aotdist.runtime.compilation import Compilation
+from aotdist.runtime.guards import fit_of
+from aotdist.settings import Settings, settings_of
+from aotdist.subclasses.protocol import communicates_around, module_rules
+from aotdist.torch_seam.groups import fake_world
+from aotdist.torch_seam.modules import uncompiled_call
+from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.patches import hearing_of_autocast
+
+T = TypeVar("T")
+
+Example: TypeAlias = "tuple[Any, tuple[Any, ...]] | tuple[Any, tuple[Any, ...], Mapping[str, Any]]"
+"""A module or function, arguments to call it with, and keyword arguments if there are any."""
+
+KNOWN_TARGETS = ("cpu", *TARGETS)
+"""What artifacts can be built for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """What was written.
+
+    Args:
+        path: of the file.
+        manifest: what it was built with and for.
+        variants: how many records there are, and for which ranks each.
+        num_bytes: of the file.
+    """
+
+    path: Path
+    manifest: Manifest
+    variants: tuple[tuple[int, ...], ...]
+    num_bytes: int
+
+    def __str__(self) -> str:
+        manifest = self.manifest
+        ranks = "1 rank" if manifest.world_size == 1 else f"{manifest.world_size} ranks"
+        records = "one record" if len(self.variants) == 1 else f"{len(self.variants)} records"
+        kernels = sum(name.startswith("kernels/") for name in manifest.members)
+        return (
+            f"{self.path}: `{manifest.name}` for {manifest.target} and {ranks}: "
+            f"{records}, {kernels} kernels, {self.num_bytes / 1000:.0f} kB"
+        )
+
+
+Made: TypeAlias = "Example | Generator[Example]"
+"""What is to be built: one call, or several, each in the modes that are on when it is handed over."""
+
+
+def build(
+    make: Callable[[], Made],
+    path: str | Path,
+    *,
+    target: str = "cpu",
+    world_size: int = 1,
+    backend: str | None = None,
+    settings: Settings | Mapping[str, Any] | None = None,
+) -> Built:
+    """Compile a call, or several, ahead of time and write them to a file, for `aotdist.load`.
+
+    Calls are traced on the CPU, once for each rank, in a process group without other ranks; what the graphs
+    say of devices is put in terms of the target.
+
+    Args:
+        make: makes, on the CPU, what to compile and what to call it with; a generator yields several such.
+            It is called once for each rank, and may ask `torch.distributed` for its rank.
+        path: of the file.
+        target: what it is to run on: `cpu`, or GPUs of a generation: `sm_80`, `sm_90`, `sm_100`, `gfx942`.
+        world_size: how many ranks will run it.
+        backend: `fx` for CPUs, `triton` for GPUs; None, or `auto`, for the one of the target.
+        settings: as for `aotdist.compile`.
+
+    Returns:
+        what was written; `print` it.
+
+    Raises:
+        BadSettings: the target or a setting is unknown, a file cannot hold what the backend makes, the file
+            cannot be written, `make` needs arguments, or this process is in a process group already.
+        UnsupportedProgram: the program cannot be compiled ahead of time, or holds what a file cannot.
+    """
+    file, binaries = path_of(path), dict[str, bytes]()
+    refuse_unwritable(file)
+
+    def record(target_of_call: Any, compilation: Compilation) -> Json:
+        return written(target_of_call, compilation, "cpu" if target == "cpu" else "cuda", binaries)
+
+    stored = _backend(target)
+    _require_storable(backend, stored, target)
+    ranks = _on_each_rank(make, stored, world_size, settings, record)
+    records: list[Json] = [{"calls": calls} for calls in ranks]
+    variants = merged(records)
+    packages = ("aotdist", "torch", "triton") if binaries else ("aotdist", "torch")
+    manifest = Manifest(
+        format=FORMAT,
+        kind="compiled",
+        name=records[0]["calls"][0]["name"],
+        target=target,
+        backend=stored.name,
+        world_size=world_size,
+        versions={name: version_of(name) for name in packages},
+        members={},
+    )
+    manifest = save(file, manifest, variants, binaries)
+    return Built(file, manifest, tuple(tuple(one.ranks) for one in variants), file.stat().st_size)
+
+
+def compiled_ahead(
+    make: Callable[[], Made],
+    *,
+    target: str = "cpu",
+    world_size: int = 1,
+    backend: str | None = None,
+    settings: Settings | Mapping[str, Any] | None = None,
+) -> list[list[Artifact]]:
+    """What `build` writes for each rank, loaded in this process: to be looked at, not to be called.
+
+    Args:
+        make: see `build`, as for the others.
+        target: what it is to run on.
+        world_size: how many ranks will run it.
+        backend: for CPUs, any that `aotdist.compile` knows by name, besides what `build` takes.
+        settings: how to compile.
+
+    Raises:
+        BadSettings: the target, the backend or a setting is unknown, or this process is in a process group
+            already.
+        UnsupportedProgram: the program cannot be compiled ahead of time.
+    """
+    chosen = _backend(target)
+    if backend is not None and target == "cpu":
+        chosen = resolve(backend)
+    else:
+        _require_storable(backend, chosen, target)
+
+    def loaded(_: Any, compilation: Compilation) -> Artifact:
+        return load(compilation, fit_of(compilation))
+
+    return _on_each_rank(make, chosen, world_size, settings, loaded)
+
+
+def refuse_arguments(make: Callable[..., Any]) -> None:
+    """Refuse a maker that cannot be called as makers are.
+
+    Raises:
+        BadSettings: it is no function, or needs arguments.
+    """
+    if not callable(make) or isinstance(make, nn.Module):
+        raise _nothing(f"`make` is a {type(make).__name__}, and not what makes it")
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        name = getattr(make, "__name__", type(make).__name__)
+        raise BadSettings(
+            f"`{name}` is called without arguments: {error}",
+            stage="store",
+            fix="name a function that makes what to compile, and what to call it with, by itself",
+        ) from error
+    except ValueError:  # a function of C that does not tell
+        return
+
+
+def _on_each_rank(
+    make: Callable[[], Made],
+    backend: Backend,
+    world_size: int,
+    settings: Settings | Mapping[str, Any] | None,
+    then: Callable[[Any, Compilation], T],
+) -> list[list[T]]:
+    """What becomes of each call on each rank: `then` of the target and its compilation, as that rank."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        raise BadSettings(
+            "this process is in a process group already",
+            stage="store",
+            fix="build in a process of its own: each rank is traced in a process group without others",
+        )
+    if type(world_size) is not int or world_size < 1:
+        raise BadSettings(f"a world has no {world_size!r} ranks", stage="store", fix="give 1 or more")
+    refuse_arguments(make)
+    chosen = settings_of(settings)
+    ranks = list[list[T]]()
+    for rank in range(world_size):
+        with fake_world(rank, world_size):
+            made = make()
+            examples = made if isinstance(made, Generator) else [made]
+            calls = [then(*_compiled(example, backend, chosen)) for example in examples]
+            if not calls:
+                raise _nothing("nothing is made to be built")
+            ranks.append(calls)
+    return ranks
+
+
+def _backend(target: str) -> Backend:
+    for known in TARGETS:
+        if target == known:
+            return TargetBackend(target=known)
+    if target == "cpu":
+        return FxBackend()
+    raise BadSettings(
+        f"there is no target {target!r}", stage="store", fix=f"name one of {', '.join(KNOWN_TARGETS)}"
+    )
+
+
+def _require_storable(asked: str | None, stored: Backend, target: str) -> None:
+    """Raise `BadSettings` for a backend whose code no file holds for a target."""
+    if asked not in (None, "auto", stored.name):
+        raise BadSettings(
+            f"a file cannot hold what {asked!r} makes for {target}",
+            stage="store",
+            fix=f"leave it out: for {target} it is {stored.name!r} (the compile cache keeps Inductor's)",
+        )
+
+
+def _compiled(example: Any, backend: Backend, settings: Settings) -> tuple[Any, Compilation]:
+    """What an example calls, and the call compiled."""
+    target, args, kwargs = called_by(example)
+    run = target
+    if isinstance(target, nn.Module):
+        if communicates_around(target):
+            raise UnsupportedProgram(
+                f"a {type(target).__name__} runs its own forward around what is compiled",
+                stage="store",
+                fix="build what it contains, or compile it where it runs: `aotdist.compile`",
+            )
+        module_rules(target)
+        run = uncompiled_call(target)
+    call = UserCall(target, run, args, kwargs)
+    if not isinstance(backend, TargetBackend):
+        return target, compilation_of(call, backend, settings)
+    with hearing_of_autocast(_refuse_autocast):
+        compilation = compilation_of(call, backend, settings)
+    _refuse_on_gpus(compilation)
+    return target, compilation
+
+
+def called_by(made: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
+    """What an example calls, and the arguments, positional and by name.
+
+    Raises:
+        BadSettings: it is no example.
+    """
+    match made:
+        case (target, tuple(args)) if callable(target):
+            return target, args, {}
+        case (target, tuple(args), dict(kwargs)) if callable(target):
+            return target, args, cast("dict[str, Any]", kwargs)
+        case _:
+            raise _nothing(f"what is to be compiled is made as a {type(made).__name__}")
+
+
+def _nothing(what: str) -> BadSettings:
+    return BadSettings(
+        what,
+        stage="store",
+        fix="return a module or function, a tuple of arguments, and (if there are any) a dictionary",
+    )
+
+
+_FOR_CPUS = re.compile(r"mkldnn|onednn|_for_cpu|quantized|fbgemm")
+"""Occurs in the names of operators that only CPUs have."""
+
+
+def _refuse_on_gpus(compilation: Compilation) -> None:
+    """Refuse what a trace on the CPU does not tell of a GPU.
+
+    Raises:
+        UnsupportedProgram: the program does such a thing.
+    """
+    if compilation.captured.ambient.autocast:
+        _refuse_autocast()
+    for graph in compilation.graphs().values():
+        for node in graph.gm.graph.nodes:
+            if isinstance(node.target, OpOverload) and _FOR_CPUS.search(str(node.target)):
+                raise _for_cpus(f"comes to `{node.target}`, which only CPUs have", node.meta.get("source"))
+
+
+def _refuse_autocast() -> NoReturn:
+    raise _for_cpus("is under autocast, which casts other operators on GPUs", None)
+
+
+def _for_cpus(what: str, where: str | None) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"the program {what}",
+        where=where,
+        stage="store",
+        fix="compile it where it runs: `aotdist.compile`, or leave that out of the compiled function",
+    )

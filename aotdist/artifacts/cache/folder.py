@@ -1,0 +1,252 @@
+"""Entries on disk: whole or not there, the owner's alone, at most so many bytes of them."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import hashlib
+import os
+import stat
+import threading
+import time
+import warnings
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from aotdist.artifacts.cache.entry import Entry
+from aotdist.errors import CacheCorrupt
+from aotdist.files import OWNER_ONLY, is_owners_alone, write_whole
+
+_SUFFIX = ".entry"
+_NUM_LOCKS = 64
+_ABANDONED_S = 3600.0
+"""A file that is being written is not touched for so long only if its writer is gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A file of the folder that is, or should be, an entry.
+
+    Args:
+        key: of the entry.
+        num_bytes: of the file.
+        used: when it was last used, in seconds of the clock.
+    """
+
+    key: str
+    num_bytes: int
+    used: float
+
+
+class Folder:
+    """The entries of a folder.
+
+    Nothing here fails: an entry that cannot be read is not there, and one that cannot be written is not kept.
+    What is wrong is warned about, once for a process.
+
+    Args:
+        path: of the folder; made when something is first kept.
+        limit: how many bytes of entries to keep; those that were not used for the longest time go first.
+    """
+
+    def __init__(self, path: Path, limit: int) -> None:
+        self.path = path
+        self._limit = limit
+        self._has_warned = False
+
+    @classmethod
+    @functools.cache
+    def within(cls, path: Path, limit: int) -> Folder:
+        """That of a path: the same for all programs of a process."""
+        return cls(path, limit)
+
+    def get(self, key: str) -> Entry | None:
+        """The entry of a key, if there is a whole one."""
+        if self._complaint() is not None:
+            return None
+        try:
+            found = self.checked(key)
+        except FileNotFoundError:
+            return None
+        except (OSError, CacheCorrupt) as error:
+            self.warn(f"{self._file(key)} is ignored: {_what(error)}")
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(self._file(key))
+        return found
+
+    def checked(self, key: str) -> Entry:
+        """The entry of a key.
+
+        Raises:
+            OSError: it cannot be read.
+            CacheCorrupt: it is damaged, or not ours.
+        """
+        with open(self._file(key), "rb", opener=_no_link) as file:
+            known = os.fstat(file.fileno())
+            if not stat.S_ISREG(known.st_mode):
+                raise CacheCorrupt("it is no file", stage="cache")
+            if not is_owners_alone(known):
+                raise CacheCorrupt("others than you may have written it", stage="cache")
+            return Entry.unpacked(key, file.read())
+
+    def keep(self, entry: Entry) -> None:
+        """Keep an entry, if it can be kept."""
+        data = entry.packed()
+        if len(data) > self._limit:
+            return
+        try:
+            self._make()
+            if self._complaint() is None:
+                self._make_room(len(data))
+                write_whole(self._file(entry.key), [data])
+        except OSError as error:
+            self.warn(f"what was compiled is not kept in {self.path}: {error}")
+
+    def turn(self, key: str, patience_s: float) -> Turn | None:
+        """The right to make the entry of a key, see `turns.turn`."""
+        with contextlib.suppress(OSError):
+            self._make()
+        if self._complaint() is not None:
+            return None
+        number = int(hashlib.sha256(key.encode()).hexdigest(), 16) % _NUM_LOCKS
+        return turn(self.path / f"turns-{number}.lock", patience_s)
+
+    def listed(self) -> list[Listed]:
+        """All entries, the one that was used last first; damaged ones too."""
+        found = [Listed(path.stem, known.st_size, known.st_mtime) for path, known in self._files(_SUFFIX)]
+        return sorted(found, key=lambda each: -each.used)
+
+    def remove(self, key: str) -> None:
+        """Forget an entry.
+
+        Raises:
+            OSError: it cannot be removed.
+        """
+        self._file(key).unlink(missing_ok=True)
+
+    def complaint(self) -> str | None:
+        """Why the folder is not used, if it is not."""
+        try:
+            known = self.path.lstat()
+        except FileNotFoundError:
+            return None
+        except NotADirectoryError:
+            file = next(one for one in self.path.parents if one.exists())
+            return f"the cache folder {self.path} cannot be made: {file} is a file"
+        except OSError as error:
+            return f"the cache folder {self.path} cannot be read: {error}"
+        if not stat.S_ISDIR(known.st_mode):
+            is_file = stat.S_ISREG(known.st_mode)
+            return f"the cache folder {self.path} is {'a file' if is_file else 'no folder'}"
+        if known.st_uid != os.geteuid():
+            return f"the cache folder {self.path} belongs to another user"
+        if not is_owners_alone(known):
+            return f"the cache folder {self.path} can be written by others than you (`chmod 700` it)"
+        return None
+
+    def warn(self, text: str) -> None:
+        """Say once what is wrong; programs are compiled as if there were no cache."""
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"aotdist: {text}", stacklevel=2)
+
+    def _complaint(self) -> str | None:
+        complaint = self.complaint()
+        if complaint is not None:
+            self.warn(complaint)
+        return complaint
+
+    def _make(self) -> None:
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    def _make_room(self, num_bytes: int) -> None:
+        """Remove what was not used for the longest time, and what writers left behind."""
+        for path, known in self._files(""):
+            if path.name.startswith(".") and time.time() - known.st_mtime > _ABANDONED_S:
+                path.unlink(missing_ok=True)
+        entries = self.listed()
+        total = num_bytes + sum(each.num_bytes for each in entries)
+        while entries and total > self._limit:
+            oldest = entries.pop()
+            self.remove(oldest.key)
+            total -= oldest.num_bytes
+
+    def _files(self, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:
+        """Files of the folder, not folders in it; others may remove some meanwhile."""
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            for path in sorted(self.path.iterdir()):
+                if path.name.endswith(suffix) and (not suffix or not path.name.startswith(".")):
+                    with contextlib.suppress(FileNotFoundError):
+                        known = path.lstat()
+                        if not stat.S_ISDIR(known.st_mode):
+                            yield path, known
+
+    def _file(self, key: str) -> Path:
+        return self.path / f"{key}{_SUFFIX}"
+
+
+def _no_link(path: str, flags: int) -> int:
+    """Open a file as `open` asks to, at once and not through a link."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+
+def _what(error: OSError | CacheCorrupt) -> str:
+    return error.what if isinstance(error, CacheCorrupt) else str(error)
+
+
+_POLL_S = 0.02
+_held = threading.local()
+
+
+class Turn:
+    """The right to make something, until it is released; one that nobody holds any more is released too.
+
+    Args:
+        descriptor: of the locked file.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self._close = weakref.finalize(self, _released, descriptor, threading.get_ident())
+        _held.count = getattr(_held, "count", 0) + 1
+
+    def release(self) -> None:
+        """Let the next one have it. Idempotent."""
+        self._close()
+
+
+def _released(descriptor: int, thread: int) -> None:
+    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor as well
+    os.close(descriptor)
+    if thread == threading.get_ident():
+        _held.count -= 1
+
+
+def turn(file: Path, patience_s: float) -> Turn | None:
+    """A turn, after those who came before; None for one who had better not wait.
+
+    Args:
+        file: what to lock; made if it is not there, and never removed.
+        patience_s: how long to wait.
+    """
+    try:
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, OWNER_ONLY)
+    except OSError:
+        return None
+    deadline = time.monotonic() + (0 if getattr(_held, "count", 0) else patience_s)
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() < deadline:
+                time.sleep(_POLL_S)
+                continue
+        except OSError:  # a file system without locks
+            pass
+        else:
+            return Turn(descriptor)
+        os.close(descriptor)
+        return None

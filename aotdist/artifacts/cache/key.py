@@ -1,0 +1,182 @@
+"""All that an entry depends on, as one hash."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from aotdist.artifacts.cache.environment import machine, process, refuse_foreign_lowerings
+from aotdist.artifacts.graphs import META, Graphs
+from aotdist.artifacts.live import NOTHING_LIVE
+from aotdist.artifacts.values import Json, Values
+from aotdist.codegen.fx import attribute_of
+from aotdist.codegen.portable import is_plain_constant
+from aotdist.errors import UnsupportedProgram
+from aotdist.program import Graph
+from aotdist.settings import Settings
+from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode
+from aotdist.torch_seam.groups import extent_of_group
+from aotdist.torch_seam.inductor import merges_gathers
+from aotdist.torch_seam.operators import OpOverload, argument_names, schema_of
+from aotdist.torch_seam.tensors import StorageWeakRef
+
+_FOR_PEOPLE = ("original_aten", "stack_trace", "from_node", "nn_module_stack")
+"""What nodes carry that decides nothing but what kernels are called."""
+
+_MADE_ANEW = ("tensor_meta", "mutation_region_id")
+"""What Inductor's rewrites leave behind, and make again when they need it."""
+
+_KNOWN = frozenset({*META, "val", *_FOR_PEOPLE, *_MADE_ANEW})
+
+_OUTSIDE = ("triton_kernel_wrapper",)
+"""Higher-order operators whose arguments stand in tables of the process, not in the graph."""
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenGraph:
+    """A graph as JSON.
+
+    Args:
+        graph: its nodes.
+        shapes: what they say of tensors.
+    """
+
+    graph: Json
+    shapes: Json
+
+    @classmethod
+    def of(cls, graph: Graph, fake_mode: FakeTensorMode) -> WrittenGraph:
+        """`graph`, as it is written for this machine.
+
+        Raises:
+            UnsupportedProgram: it holds something that cannot be written, or that would be lost.
+        """
+        for node in _all_nodes(graph.gm):
+            unknown = node.meta.keys() - _KNOWN
+            if unknown:
+                raise UnsupportedProgram(f"`{node.name}` carries {sorted(unknown)}", stage="cache")
+            held = attribute_of(graph.gm, node) if node.op == "get_attr" else None
+            if isinstance(held, torch.Tensor) and not is_plain_constant(held):
+                raise UnsupportedProgram(f"`{node.name}` is no plain constant", stage="cache")
+        if any(slot.role == "size" for slot in graph.ins):
+            raise UnsupportedProgram("the program has symbolic sizes", stage="cache")
+        values = Values(NOTHING_LIVE, {})
+        graphs = Graphs(values, fake_mode, to_compile=True)
+        written = graphs.written(graph)
+        devices = {shape.device.type for shape in graphs.shapes()}
+        if devices - {"cpu"}:
+            raise UnsupportedProgram(f"the program runs on {', '.join(sorted(devices))}", stage="cache")
+        return cls(written, values.written(graphs.shapes(), "the graph"))
+
+    def read(self, given: Graph, fake_mode: FakeTensorMode) -> Graph:
+        """The graph again.
+
+        Args:
+            given: has the same arguments.
+            fake_mode: that of its values.
+
+        Raises:
+            BadArtifact: it was not written like that.
+        """
+        values = Values(NOTHING_LIVE, {})
+        graph = Graphs(values, fake_mode, values.read(self.shapes), to_compile=True).read(self.graph)
+        for ours, theirs in zip(graph.placeholders(), given.placeholders(), strict=True):
+            ours.meta["val"] = theirs.meta["val"]
+        return graph
+
+
+def with_origins(graph: Graph, like: Graph) -> Graph:
+    """`graph`, told in place where the nodes of `like` come from: kernels are named after it."""
+    for ours, theirs in zip(graph.gm.graph.nodes, like.gm.graph.nodes, strict=True):
+        ours.meta |= {name: theirs.meta[name] for name in _FOR_PEOPLE if name in theirs.meta}
+    return graph
+
+
+def key_of(what: str, graph: Graph, written: WrittenGraph, settings: Settings, *more: Any) -> str:
+    """The key of what is made of a graph on the CPU.
+
+    Args:
+        what: what is made of the graph, in a word.
+        graph: the graph.
+        written: the graph as JSON.
+        settings: how the user asked to compile.
+        more: all else that the result depends on, as JSON has it.
+
+    Raises:
+        UnsupportedProgram: it is made of more than can be told.
+    """
+    operators = frozenset(node.target for node in _all_nodes(graph.gm) if isinstance(node.target, OpOverload))
+    refuse_foreign_lowerings(operators)
+    parts = {
+        "what": what,
+        "graph": [written.graph, written.shapes],
+        "arguments": [_argument(node.meta.get("val")) for node in graph.placeholders()],
+        "storages": _storages(graph),
+        "operators": sorted(map(_described, operators)),
+        "groups": dict(sorted(_groups(graph.gm))),
+        "settings": settings.fingerprint(),
+        "machine": dict(machine()),
+        "process": dict(process()),
+        "more": more,
+    }
+    return _hash(parts)
+
+
+def key_of_toolchain() -> str:
+    """The key of what is known of the compilers of this machine."""
+    return _hash({"what": "toolchain", "machine": dict(machine())})
+
+
+def _hash(parts: Json) -> str:
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def about(name: str, what: str) -> Mapping[str, str]:
+    """What `aotdist cache ls` shows of an entry."""
+    versions = machine()
+    return {"name": name, "what": what, "torch": versions["torch"].partition(" ")[0]}
+
+
+def _all_nodes(gm: GraphModule) -> Iterator[Node]:
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            yield from module.graph.nodes
+
+
+def _argument(val: Any) -> Json:
+    """What is not said of an argument by its size, strides, dtype and device."""
+    if not isinstance(val, FakeTensor):
+        return repr(val)
+    return [val.storage_offset(), val.requires_grad, val.is_conj(), val.is_neg(), val.is_inference()]
+
+
+def _storages(graph: Graph) -> list[int]:
+    """Which arguments share memory."""
+    seen: dict[int, int] = {}
+    vals = [node.meta.get("val") for node in graph.placeholders()]
+    storages = [StorageWeakRef(val.untyped_storage()) for val in vals if isinstance(val, FakeTensor)]
+    return [seen.setdefault(storage.cdata, len(seen)) for storage in storages]
+
+
+def _described(operator: OpOverload) -> str:
+    """An operator with what others may have said of it."""
+    return f"{schema_of(operator)} {sorted(map(str, operator.tags))}"
+
+
+def _groups(gm: GraphModule) -> Iterator[tuple[str, Json]]:
+    """The groups that a graph communicates in: their sizes, and this rank's places where code has them."""
+    has_places = merges_gathers()
+    for node in _all_nodes(gm):
+        if str(node.target).startswith(_OUTSIDE):
+            raise UnsupportedProgram(f"`{node.name}` calls a kernel of yours", stage="cache")
+        names = argument_names(node.target) if isinstance(node.target, OpOverload) else []
+        if "group_name" in names and names.index("group_name") < len(node.args):
+            name = str(node.args[names.index("group_name")])
+            size, place = extent_of_group(name)
+            yield name, [size, place if has_places else None]

@@ -1,0 +1,249 @@
+"""Graphs as JSON: node by node, with what is known of each."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate, map_arg
+
+from aotdist.artifacts.kinds import NodeAt, Shape
+from aotdist.artifacts.typed import damaged, is_name, is_plain, require
+from aotdist.artifacts.values import Json, Values
+from aotdist.codegen.ahead import PackedLaunch
+from aotdist.codegen.fx import attribute_of
+from aotdist.errors import UnsupportedProgram
+from aotdist.program import Graph, Slot
+from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload, argument_names
+from aotdist.torch_seam.proxies import graph_module
+from aotdist.torch_seam.symbols import is_open
+
+META: Mapping[str, Any] = {
+    "phase": Literal["forward", "backward"],
+    **dict.fromkeys(("source", "module", "function", "unit"), str),
+    **dict.fromkeys(("seq_nr", "serial"), int),
+    **dict.fromkeys(("grad", "draws", "overwritten", "strides_asked"), bool),
+    "policy": Literal["must_save", "must_recompute"],
+}
+"""What nodes carry beside their values, see `aotdist.program.Graph`, and of which type."""
+
+
+class Graphs:
+    """Writes the graphs of one program as JSON, and reads them.
+
+    What graphs say of tensors is written once for all that are alike, and so it is read.
+
+    Args:
+        values: writes and reads what stands in graphs.
+        fake_mode: makes what they say of tensors.
+        shapes: what was written of tensors so far, or was read.
+        to_compile: whether the graphs go to a compiler of this machine. Process groups then stay what PyTorch
+            calls them, and each node has a fake tensor of its own: compilers look which values share memory.
+    """
+
+    def __init__(
+        self,
+        values: Values,
+        fake_mode: FakeTensorMode,
+        shapes: Sequence[Shape] = (),
+        *,
+        to_compile: bool = False,
+    ) -> None:
+        self._values = values
+        self._to_compile = to_compile
+        self._fake_mode = fake_mode
+        self._positions = {shape: at for at, shape in enumerate(shapes)}
+        self._shapes = shapes
+        self._fakes = [] if to_compile else [self._fake(shape) for shape in shapes]
+
+    def shapes(self) -> tuple[Shape, ...]:
+        """What was written of tensors; without it, no graph can be read."""
+        return tuple(self._positions)
+
+    def written(self, graph: Graph) -> Json:
+        """`graph` as JSON.
+
+        Raises:
+            UnsupportedProgram: it holds something that cannot be written.
+        """
+        ins, outs = self._values.written(graph.ins, "a graph"), self._values.written(graph.outs, "a graph")
+        return {"ins": ins, "outs": outs, "nodes": self._nodes(graph.gm)}
+
+    def _nodes(self, gm: GraphModule) -> list[Json]:
+        position = {node: at for at, node in enumerate(gm.graph.nodes)}
+        return [self._node(gm, node, position) for node in gm.graph.nodes]
+
+    def _node(self, gm: GraphModule, node: Node, position: Mapping[Node, int]) -> Json:
+        where = f"the node `{node.name}`"
+        json: dict[str, Json] = {"name": node.name, "op": node.op, "target": node.target}
+        if node.op == "get_attr":
+            held = attribute_of(gm, node)
+            is_graph = isinstance(held, GraphModule)
+            json["holds"] = {"nodes": self._nodes(held)} if is_graph else self._values.written(held, where)
+        elif node.op == "call_function":
+            json["target"] = self._values.written(node.target, where)
+        arguments: Any = {"args": tuple(node.args), "kwargs": dict(node.kwargs)}
+        for key, value in arguments.items():
+            if value:
+                json[key] = self._values.written(map_arg(value, _at(position)), where)
+        self._name_group(node, json)
+        json["meta"] = {key: node.meta[key] for key in META if node.meta.get(key) is not None}
+        if "source" in json["meta"] and not self._to_compile:
+            json["meta"]["source"] = without_folder(node.meta["source"])
+        return json | {"val": self._val(node.meta.get("val"), where)}
+
+    def _val(self, val: Any, where: str) -> Json:
+        """What a node says of its value: the position of a shape, or several in a list."""
+        if isinstance(val, (tuple, list)):
+            return [self._val(part, where) for part in val]
+        if isinstance(val, torch.Tensor):
+            if any(map(is_open, (*val.shape, *val.stride()))):
+                raise UnsupportedProgram(
+                    f"{where} has symbolic sizes",
+                    stage="store",
+                    fix="write it with numbers for sizes: without `dynamic_shapes`, or `dynamic=True`",
+                )
+            # What is left of symbols are numbers, though not all of them are of that type.
+            shape = Shape(tuple(map(int, val.shape)), tuple(map(int, val.stride())), val.dtype, val.device)
+            return self._positions.setdefault(shape, len(self._positions))
+        return None if val is None else {"other": self._values.written(val, where)}
+
+    def _name_group(self, node: Node, json: dict[str, Json]) -> None:
+        """A process group stands in a graph by what PyTorch calls it in this process."""
+        names = argument_names(node.target) if isinstance(node.target, OpOverload) else []
+        if self._to_compile or "group_name" not in names or names.index("group_name") >= len(node.args):
+            return
+        position = names.index("group_name")
+        known = self._values.live.groups.get(str(node.args[position]))
+        if known is None:
+            raise UnsupportedProgram(
+                f"`{node.name}` communicates in a process group that is no axis of a tensor's mesh",
+                stage="store",
+                fix="communicate along a `DeviceMesh` that tensors of the call are on",
+            )
+        json["args"][position] = {"is": "group", "name": self._values.written(known, "a process group")}
+
+    def read(self, json: Json) -> Graph:
+        """The graph that was written as `json`.
+
+        Raises:
+            BadArtifact: it was not written like that.
+        """
+        ins, outs = (
+            require(self._values.read(json[key]), tuple[Slot, ...], "what a graph takes or returns")
+            for key in ("ins", "outs")
+        )
+        graph = Graph(self._module(json["nodes"]), ins, outs)
+        results = require(graph.results(), tuple, "what a graph returns")
+        if len(graph.placeholders()) != len(ins) or len(results) != len(outs):
+            raise damaged("a graph takes or returns more, or less, than it says")
+        if len(set(ins)) < len(ins) or len(set(outs)) < len(outs):
+            raise damaged("a graph has several arguments or results of one name")
+        return graph
+
+    def _module(self, nodes: Sequence[Json]) -> GraphModule:
+        graph, root = torch.fx.Graph(), torch.nn.Module()
+        made: list[Node] = []
+        for json in require(nodes, list, "the nodes of a graph"):
+            made.append(self._made(graph, root, require(json, dict, "a node"), made))
+        kinds = [node.op for node in made]
+        first = kinds.index("output")
+        if first != len(kinds) - 1 or "placeholder" in kinds[kinds.count("placeholder") :]:
+            raise damaged("a graph has its nodes in another order")
+        return graph_module(root, graph)
+
+    def _made(self, graph: torch.fx.Graph, root: torch.nn.Module, json: Json, before: Sequence[Node]) -> Node:
+        name, op = json["name"], require(json["op"], _Op, "the kind of a node")
+        target = self._values.read(json["target"])
+        if op == "call_function":
+            require(target, Callable[..., Any] | HigherOrderOperator | PackedLaunch, "what a node calls")
+        elif not _is_target(target):
+            raise damaged(f"a graph holds something as {target!r}")
+        if op == "get_attr":
+            held = json["holds"]
+            nested = type(held) is dict and "nodes" in held
+            value = self._module(held["nodes"]) if nested else self._values.read(held)
+            setattr(root, target, require(value, GraphModule | torch.Tensor, "what a graph holds"))
+
+        def linked(value: Any) -> Any:
+            return before[value.position] if isinstance(value, NodeAt) else value
+
+        args, kwargs = (
+            map_aggregate(self._argument(json[key]) if key in json else none, linked)
+            for key, none in (("args", ()), ("kwargs", {}))
+        )
+        node: Node = graph.create_node(op, target, args, kwargs, name=name)  # type: ignore[arg-type]
+        if node.name != name:
+            raise damaged(f"a node is called {name!r}, which is no name or that of another")
+        node.meta = {**_read_meta(json["meta"]), "val": self._read_val(json["val"])}
+        return node
+
+    def _argument(self, json: Json) -> Any:
+        """What a node is given: other nodes, numbers and texts, and what PyTorch names."""
+        value = self._values.read(json)
+        if not _is_argument(value):
+            raise damaged("a node is given what no graph of ours holds")
+        return value
+
+    def _read_val(self, json: Json) -> Any:
+        if isinstance(json, list):
+            return tuple(map(self._read_val, json))
+        if type(json) is int and 0 <= json < len(self._shapes):
+            return self._fake(self._shapes[json]) if self._to_compile else self._fakes[json]
+        return None if json is None else self._values.read(require(json, dict, "a value")["other"])
+
+    def _fake(self, shape: Shape) -> torch.Tensor:
+        with self._fake_mode:
+            return torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device=shape.device)
+
+
+_Op: TypeAlias = Literal["placeholder", "get_attr", "call_function", "output"]
+
+
+def _is_target(target: Any) -> bool:
+    return is_name(target) and not target.startswith("__")
+
+
+def _is_argument(value: Any) -> bool:
+    match value:
+        case tuple() | list():
+            return all(map(_is_argument, value))
+        case dict():
+            return all(is_name(key) and _is_argument(part) for key, part in value.items())
+        case slice():
+            return all(map(_is_argument, (value.start, value.stop, value.step)))
+        case _:
+            return isinstance(value, NodeAt) or value is ... or is_plain(value)
+
+
+def _read_meta(json: Json) -> dict[str, Any]:
+    """What a node carries: numbers and texts, of the names that are known."""
+    meta = require(json, dict, "what a node carries")
+    for key, value in meta.items():
+        if key not in META:
+            raise damaged(f"a node carries {key!r}")
+        require(value, META[key], f"`{key}` of a node")
+    return meta
+
+
+def without_folder(source: str) -> str:
+    """A line of source (`file:line   code`) without the folder that its package, or the program, lies in."""
+    path, line, code = source.partition(":")
+    if not os.path.isabs(path):
+        return source
+    folders = sorted((*sys.path, str(Path.cwd())), key=len, reverse=True)
+    inside = next((folder for folder in folders if folder and path.startswith(folder + os.sep)), None)
+    return (os.path.relpath(path, inside) if inside else os.path.basename(path)) + line + code
+
+
+def _at(position: Mapping[Node, int]) -> Callable[[Node], Any]:
+    def at(node: Node) -> NodeAt:
+        return NodeAt(position[node])
+
+    return at

@@ -1,0 +1,122 @@
+"""`aotdist.load`: what was built, in the process that runs it; nothing is traced or compiled here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from aotdist.artifacts.archive import Archive, check_versions, open_archive
+from aotdist.artifacts.record import read, settings_of
+from aotdist.artifacts.typed import only_ours
+from aotdist.artifacts.values import Json
+from aotdist.capture.capture import UserCall
+from aotdist.errors import BadArtifact, SignatureMismatch
+from aotdist.pipeline import loaded_together, printed
+from aotdist.runtime.artifact import Artifact, Artifacts
+from aotdist.torch_seam.modes import class_functions_off
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An artifact that fits this process: its versions, its GPU, its ranks.
+
+    Args:
+        archive: what was in the file.
+    """
+
+    archive: Archive
+
+    @classmethod
+    def open(cls, path: str | Path) -> Stored:
+        """The artifact in a file.
+
+        Raises:
+            BadArtifact: the file is damaged, or was built by other versions, for another target, or for
+                another number of ranks.
+        """
+        archive = open_archive(Path(path))
+        _check_process(Path(path), archive)
+        return cls(archive)
+
+    def artifact_for(self, call: UserCall, artifacts: Artifacts) -> Artifact:
+        """The artifact, loaded for a call.
+
+        Args:
+            call: the call.
+            artifacts: what was loaded for other calls.
+
+        Raises:
+            SignatureMismatch: it was built for other calls; with what differs.
+            BadArtifact: it holds what this aotdist does not know.
+            RankDivergence: the ranks loaded different sequences of collectives.
+            RankLost: another rank failed to load it.
+        """
+        manifest = self.archive.manifest
+        with only_ours():
+            built: list[Json] = self.archive.record_of(_rank() if manifest.world_size > 1 else 0)["calls"]
+            settings = settings_of(built[0])
+        with class_functions_off():
+            return loaded_together(manifest.name, settings, lambda: self._fitting(built, call), artifacts)
+
+    def _fitting(self, built: Sequence[Json], call: UserCall) -> Artifact:
+        """What was built for this call, among all."""
+        device_type, binaries = self.archive.manifest.device_type, dict(self.archive.binaries)
+        mismatches: list[SignatureMismatch] = []
+        for record in built:
+            try:
+                compilation = read(record, call, settings_of(record), device_type, binaries)
+                with only_ours():
+                    return printed(compilation)
+            except SignatureMismatch as mismatch:
+                mismatches.append(mismatch)
+        first, *others = mismatches
+        if not others:
+            raise first
+        reasons = "\n".join(f"  {number}. {each.what}" for number, each in enumerate(mismatches, 1))
+        what = f"the artifact was built for {len(built)} calls, and this is none of them:\n{reasons}"
+        raise SignatureMismatch(what, stage="store", fix=first.fix)
+
+
+def gpu_here() -> str | None:
+    """The generation of the current GPU as targets name them: `sm_90`, `gfx942`; None where there is none."""
+    if not torch.cuda.is_available():
+        return None
+    if torch.version.hip:
+        return torch.cuda.get_device_properties(torch.cuda.current_device()).gcnArchName.partition(":")[0]
+    major, minor = torch.cuda.get_device_capability()
+    return f"sm_{major}{minor}"
+
+
+def _rank() -> int:
+    return torch.distributed.get_rank() if _is_distributed() else 0
+
+
+def _is_distributed() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
+
+
+def _check_process(path: Path, archive: Archive) -> None:
+    """See that what an artifact was built with and for is here.
+
+    Raises:
+        BadArtifact: it is not.
+    """
+    manifest = archive.manifest
+    check_versions(path, manifest)
+    gpu = gpu_here()
+    if manifest.target != "cpu" and manifest.target != gpu:
+        raise BadArtifact(
+            f"{path} was built for {manifest.target}, and here is {gpu or 'no GPU'}",
+            stage="store",
+            fix=f"build it for what is here: `--target {gpu or 'cpu'}`",
+        )
+    num_ranks = torch.distributed.get_world_size() if _is_distributed() else 1
+    if manifest.world_size not in (1, num_ranks):  # what was built for one rank communicates with none
+        raise BadArtifact(
+            f"{path} was built for {manifest.world_size} ranks, and here are {num_ranks}",
+            stage="store",
+            fix=f"build it for {num_ranks} (`--world-size {num_ranks}`), or call `init_process_group` first",
+        )

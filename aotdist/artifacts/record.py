@@ -1,0 +1,343 @@
+"""A compilation as JSON, and as a compilation again: for a call that it fits, and in another process.
+
+What is written is what cannot be found out again without a trace: the graphs as they were cut, and the facts.
+Plans follow from the facts; and the call for which it is read is captured as ever, so that tensors, modules
+and modes are watched just as if it had been compiled for that call.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, MutableMapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import Any, NoReturn
+
+import torch
+
+from aotdist.artifacts.graphs import Graphs, without_folder
+from aotdist.artifacts.kinds import Shape
+from aotdist.artifacts.live import NOTHING_LIVE, Live
+from aotdist.artifacts.rerun import Rerun, check_results, check_views
+from aotdist.artifacts.signature import check_same, signature_of, steady_path, storages_of
+from aotdist.artifacts.typed import damaged, only_ours, require
+from aotdist.artifacts.values import Json, Values
+from aotdist.capture.capture import Captured, Returned, UserCall, capture
+from aotdist.codegen.ahead import LOADED, Ahead
+from aotdist.codegen.contract import Backend, Emitted, Fusion
+from aotdist.codegen.emit import EmittedHalves, Emitter
+from aotdist.codegen.fx import FxBackend
+from aotdist.convention import bases as synthetic_base
+from aotdist.convention import dedupe
+from aotdist.convention.bases import BasePlan
+from aotdist.convention.stack import Plans
+from aotdist.errors import InternalError, SignatureMismatch, UnsupportedProgram
+from aotdist.facts import Facts
+from aotdist.partition.derive import BackwardRequest, Derived, Joint, gradients
+from aotdist.partition.gates import linked
+from aotdist.passes.verify import verify_split
+from aotdist.pipeline import drawn_on
+from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, PrimalIdx, Program, Row, Slot, Split
+from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.plan import NodePlan
+from aotdist.settings import Settings
+from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.trace.numbers.symbols import Symbols
+from aotdist.trace.trace import Traced
+
+_LOADED = "the program was loaded from an artifact, which holds no such backward"
+
+
+def written(
+    target: Any, compilation: Compilation, device_type: str, binaries: MutableMapping[str, bytes]
+) -> Json:
+    """A compilation, with the tensors of its call, as JSON.
+
+    Args:
+        target: the module or function.
+        compilation: of one call.
+        device_type: that of what it is for: `cuda`, `cpu`.
+        binaries: machine code of kernels, by its SHA-256; more is added.
+
+    Raises:
+        UnsupportedProgram: it holds something that cannot be written.
+    """
+    captured, traced = compilation.captured, compilation.traced
+    _refuse_symbols(compilation)
+    captured.arguments.refuse_objects("store", "pass its tensors, or close over it")
+    values = Values(Live.of(captured, device_type), binaries)
+    graphs = Graphs(values, traced.fake_mode)
+    region = _region(compilation.region, values, graphs)
+    emitted = {
+        name: {
+            "graph": graphs.written(each.call.graph),
+            "fusion": values.written(_without_folders(each.call.fusion), "the report"),
+        }
+        for name, each in compilation.emitted().items()
+        if isinstance(each.call, Ahead)
+    }
+    return {
+        "name": captured.name,
+        "signature": signature_of(target, captured, compilation.deduped, traced.program, values),
+        "storages": storages_of(traced.facts.storages, traced.program),
+        "closed_over": _closed_over(compilation),
+        "settings": values.written(compilation.settings, "the settings"),
+        "bases": values.written(compilation.bases, "the plan of what shares memory"),
+        "facts": values.written(traced.facts, "the program"),
+        "region": region,
+        "emitted": emitted,
+        "shapes": values.written(graphs.shapes(), "the graphs"),
+    }
+
+
+def _without_folders(fusion: Fusion) -> Fusion:
+    kernels = (
+        replace(kernel, sources=tuple(map(without_folder, kernel.sources))) for kernel in fusion.kernels
+    )
+    return replace(fusion, kernels=tuple(kernels))
+
+
+def _refuse_symbols(compilation: Compilation) -> None:
+    for count in compilation.traced.symbols.counts():
+        raise UnsupportedProgram(
+            f"the program counts in `{count.place.path}`, and an artifact would fit one value of it",
+            stage="store",
+            fix="count in a buffer (a tensor), or outside of the program",
+        )
+    if compilation.captured.in_backward.whole:
+        raise UnsupportedProgram(
+            "the backward changes something in Python (a hook counts), which an artifact cannot hold",
+            stage="store",
+            fix="count in a buffer (a tensor), or register the hook on a result, outside of the program",
+        )
+    if tuple(compilation.traced.symbols):
+        raise UnsupportedProgram(
+            "the program has symbolic sizes, which an artifact cannot hold",
+            stage="store",
+            fix="build it without `Settings(dynamic=True)` and `mark_dynamic`",
+        )
+
+
+def _closed_over(compilation: Compilation) -> list[str]:
+    """The tensors that the trace met besides the program's inputs, by name."""
+    captured, program = compilation.captured, compilation.traced.program
+    found: list[str] = []
+    for idx in compilation.met():
+        if id(program.examples[idx]) not in captured.closed_over:
+            raise UnsupportedProgram(
+                "the program uses a tensor that nothing leads to, which an artifact cannot name",
+                stage="store",
+                fix="pass it as an argument, or let a module hold it as a buffer",
+            )
+        found.append(steady_path(program.ins[idx].path))
+    return found
+
+
+def _region(region: Training | Inference, values: Values, graphs: Graphs) -> Json:
+    match region:
+        case Inference(graph=graph):
+            return {"graph": graphs.written(graph)}
+        case Training(graphs=held):
+            split = held.split
+            return {
+                "cut": graphs.written(held.cut),
+                "by_choice": graphs.written(held.by_choice),
+                "forward": graphs.written(split.forward),
+                "backward": graphs.written(split.backward),
+                "saved": values.written(split.saved, "the split"),
+                "saved_primals": values.written(split.saved_primals, "the split"),
+                "saved_bytes": split.saved_bytes,
+                "ahead": values.written(region.backwards.ahead, "the backward"),
+                "meets_other_kinds": region.node.has_other_kinds,
+            }
+
+
+def settings_of(json: Json) -> Settings:
+    """How what was written as `json` was compiled; where and how much to keep is this process's own."""
+    settings: Settings = require(Values(NOTHING_LIVE, {}).read(json["settings"]), Settings, "the settings")
+    own = Settings.from_environment()
+    return replace(settings, cache_folder=own.cache_folder, cache_bytes=own.cache_bytes)
+
+
+def read(
+    json: Json,
+    call: UserCall,
+    settings: Settings,
+    device_type: str,
+    binaries: MutableMapping[str, bytes],
+) -> Compilation:
+    """The compilation that was written as `json`, for a call.
+
+    Args:
+        json: what was written.
+        call: what is called, and with what.
+        settings: how it was compiled.
+        device_type: as it was written with.
+        binaries: machine code of kernels, by its SHA-256.
+
+    Raises:
+        SignatureMismatch: it is for other calls.
+        BadArtifact: it is not what was written.
+    """
+    started = time.perf_counter()
+    with ExitStack() as scope:
+        captured = capture(call, settings, scope)
+    values = Values(Live.of(captured, device_type), binaries)
+    distinct, deduped = dedupe.lower(captured.program)
+    with only_ours():
+        bases: BasePlan = require(values.read(json["bases"]), BasePlan, "the plan of what shares memory")
+        paths = require(json["closed_over"], list[str], "what is closed over")
+        program = synthetic_base.lower(_with_closed_over(distinct, captured, paths), bases)
+        called = signature_of(call.target, captured, deduped, program, values)
+        check_same(captured.name, require(json["signature"], dict[str, str], "the signature"), called)
+        facts: Facts = require(values.read(json["facts"]), Facts, "what the trace showed")
+        if len(facts.inputs) != len(program.ins):
+            raise damaged(f"the facts are of {len(facts.inputs)} inputs, and there are {len(program.ins)}")
+        places = require(json["storages"], dict[str, str], "where tensors lie")
+        check_same(captured.name, places, storages_of(facts.storages, program))
+        reading = _Reading(captured, deduped, bases, program, facts, settings, values)
+        compilation = reading.compilation(json)
+    return replace(compilation, seconds={"load": time.perf_counter() - started})
+
+
+def _with_closed_over(
+    program: Program[DistinctIdx], captured: Captured, paths: list[str]
+) -> Program[DistinctIdx]:
+    """`program` with the tensors that the trace met besides its inputs."""
+    found = {steady_path(source.path): source for source in captured.all_closed_over().values()}
+    for path in paths:
+        if path not in found:
+            raise SignatureMismatch(
+                f"the artifact of `{captured.name}` reads `{path}`, which is not there",
+                stage="store",
+                fix="build the artifact for this program",
+            )
+    slots = Row[DistinctIdx, Slot]([*program.ins, *(Slot("primal", found[path].path) for path in paths)])
+    examples = Row[DistinctIdx, torch.Tensor]([*program.examples, *(found[path].read() for path in paths)])
+    return Program(program.fn, slots, examples)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Puts a compilation together for a call.
+
+    Args:
+        captured: the call.
+        deduped: which tensors of the call are the same.
+        bases: which tensors of the call share memory.
+        program: with the tensors that it takes.
+        facts: what the trace showed.
+        settings: how it was compiled.
+        values: reads what was written.
+    """
+
+    captured: Captured
+    deduped: dedupe.DedupePlan
+    bases: BasePlan
+    program: Program[PrimalIdx]
+    facts: Facts
+    settings: Settings
+    values: Values
+
+    def compilation(self, json: Json) -> Compilation:
+        """The compilation that was written as `json`: graphs are read, plans and the runtime made anew."""
+        fake_mode, region = FakeTensorMode(), json["region"]
+        shapes = require(self.values.read(json["shapes"]), tuple[Shape, ...], "the shapes")
+        graphs = Graphs(self.values, fake_mode, shapes)
+        symbols = Symbols(None, {})
+        graph = graphs.read(region["graph"] if "graph" in region else region["cut"])
+        rerun = Rerun(fake_mode)
+        rerun.check(graph)
+        check_results(graph, self.facts, self.program.ins)
+        check_views(self.facts, self.program, fake_mode)
+        traced = Traced(self.program, graph, self.facts, fake_mode, symbols)
+        plans = Plans.of(self.program, self.facts, drawn_on(graph))
+        split = None if "graph" in region else self._split(region, graphs)
+        for half in () if split is None else (split.forward, split.backward):
+            rerun.check(half)
+            check_results(half, self.facts, self.program.ins)
+        of = {"inference": graph} if split is None else {"forward": split.forward, "backward": split.backward}
+        emitted = {
+            name: self._emitted(name, each, graphs, of[name]) for name, each in json["emitted"].items()
+        }
+        backend: Backend = LOADED if emitted else FxBackend()
+        slots = self.captured.static_slots()
+        emitter = Emitter(backend, slots, fake_mode, self.settings, self.captured.name)
+        if split is None:
+            compiled = Inference(graph, emitted["inference"] if emitted else emitter.inference(graph))
+        else:
+            compiled = self._training(region, graphs, traced, plans, split, emitted, emitter)
+        return Compilation(
+            captured=self.captured,
+            deduped=self.deduped,
+            bases=self.bases,
+            traced=traced,
+            plans=plans,
+            returned=Returned.of(self.facts),
+            region=compiled,
+            backend=backend.name,
+            settings=self.settings,
+            records=(),
+            seconds={},
+        )
+
+    def _emitted(self, name: str, json: Json, graphs: Graphs, traced: Graph) -> Emitted:
+        """A graph with kernels in it, which were compiled for the GPU that is here."""
+        fusion = require(self.values.read(json["fusion"]), Fusion, "what was fused")
+        ahead = Ahead(graphs.read(json["graph"]), fusion)
+        device = self.values.live.device_here(torch.device(self.values.live.device_type))
+        return ahead.emitted_on(device, traced, self.settings, f"{self.captured.name} {name}")
+
+    def _split(self, json: Json, graphs: Graphs) -> Split:
+        split = Split(
+            graphs.read(json["forward"]),
+            graphs.read(json["backward"]),
+            require(self.values.read(json["saved"]), tuple[Slot, ...], "what is saved"),
+            require(self.values.read(json["saved_primals"]), dict[Slot, Slot], "what is saved"),
+            require(json["saved_bytes"], int, "how much is saved"),
+        )
+        verify_split(split)
+        return split
+
+    def _training(
+        self,
+        json: Json,
+        graphs: Graphs,
+        traced: Traced,
+        plans: Plans,
+        split: Split,
+        emitted: Mapping[str, Emitted],
+        emitter: Emitter,
+    ) -> Training:
+        by_choice = graphs.read(json["by_choice"])
+        recorded = Joint.of(traced, traced.graph, linked(traced.graph), replace(split, backward=by_choice))
+        held = replace(recorded.graphs, split=split)
+        halves = _halves(held.whole, emitted) if emitted else emitter.halves(split, held.whole)
+        ahead = require(self.values.read(json["ahead"]), BackwardRequest, "the backward")
+        taken = frozenset(slot for slot in split.backward.ins if slot.role in GRADIENT_ROLES)
+        if gradients(self.facts, ahead) != taken or ahead.kinds:
+            raise damaged("the backward takes other gradients than those that it is said to be for")
+        return Training.assembled(
+            traced,
+            plans,
+            replace(recorded, graphs=held, lacks=_LOADED),
+            ahead,
+            halves,
+            emitter,
+            _no_double_backward,
+            has_other_kinds=require(json["meets_other_kinds"], bool, "a flag"),
+        )
+
+
+def _halves(whole: Graph, emitted: Mapping[str, Emitted]) -> EmittedHalves:
+    """Both halves, whose kernels take tangents as they were recorded."""
+    tangents = {
+        slot: tuple(node.meta["val"].stride())
+        for slot, node in whole.named_placeholders().items()
+        if slot.role == "tangent"
+    }
+    return EmittedHalves(emitted["forward"], emitted["backward"], tangents, {})
+
+
+def _no_double_backward(derived: Derived, plan: NodePlan) -> NoReturn:
+    raise InternalError("a program without a trace has no such backward", stage="store")

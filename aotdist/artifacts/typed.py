@@ -1,0 +1,356 @@
+"""What a file may say: values against the types of our own data, and texts against the place that they have.
+
+Whatever is read from a file passes here before anything is made of it or printed into a program: an index is
+a number and a name is a name. What prints and runs it afterwards may trust it as it trusts what was traced.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import json
+import keyword
+import math
+import re
+import types
+import typing
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, NewType, TypeAlias, Union
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from aotdist import facts
+from aotdist.artifacts.kinds import CLASSES, NAMES_OF_FUNCTIONS
+from aotdist.capture.capture import Returned
+from aotdist.capture.checks import Check
+from aotdist.capture.effects import Print, TensorResult
+from aotdist.capture.results import Shown
+from aotdist.codegen.ahead import PackedLaunch
+from aotdist.codegen.triton import Packed
+from aotdist.errors import AotdistError, BadArtifact, InternalError
+from aotdist.partition.derive import BackwardRequest
+from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
+from aotdist.subclasses.protocol import Wrapper
+from aotdist.torch_seam.autograd import CreationMeta
+from aotdist.torch_seam.dtensor import layout_kinds
+from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.trees import TreeSpec
+
+Test: TypeAlias = Callable[[Any], bool]
+
+MAX_INT = 2**63 - 1
+"""Of PyTorch's numbers; a file has no others."""
+
+NOT_OURS = (
+    *(LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError),
+    *(ArithmeticError, NameError, SyntaxError, MemoryError, StopIteration),
+)
+"""What reading data raises that nothing of ours wrote; `RecursionError` is a `RuntimeError`."""
+
+_MAX_SHOWN = 60
+
+
+@contextmanager
+def only_ours() -> Generator[None]:
+    """Inside, what a file says is put to use; an error of Python's or PyTorch's then shows that it is wrong.
+
+    Raises:
+        BadArtifact: there was such an error.
+    """
+    try:
+        yield
+    except InternalError as error:
+        raise damaged(f"the artifact contradicts itself: {error.what}") from error
+    except AotdistError:
+        raise
+    except NOT_OURS as error:
+        raise damaged(f"the artifact contradicts itself ({type(error).__name__}: {error})") from error
+
+
+def damaged(what: str) -> BadArtifact:
+    """An error for a file that holds what no version of ours writes."""
+    return BadArtifact(what, stage="store", fix="make the artifact again, or copy it again")
+
+
+def require(value: Any, hint: Any, where: str) -> Any:
+    """`value`, if it is what a type says.
+
+    Args:
+        value: what was read.
+        hint: a type, as annotations have it; `Any` is for data without code, see `is_data`.
+        where: what it belongs to, for the error.
+
+    Raises:
+        BadArtifact: it is something else.
+    """
+    if not test_of(hint)(value):
+        raise damaged(f"{where} is {_shown(value)}, and not {_name(hint)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = repr(value) if isinstance(value, (str, int, float, type(None))) else f"a {type(value).__name__}"
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def _name(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(typing.get_args(hint))}"
+    named = isinstance(hint, type) and not typing.get_args(hint)
+    return hint.__name__ if named else str(hint).replace("typing.", "")
+
+
+def made(cls: type[Any], fields: Mapping[str, Any]) -> Any:
+    """Our own data of these fields.
+
+    Raises:
+        BadArtifact: a field is missing, unknown or of another type, or holds a text that cannot stand there.
+    """
+    hints = _hints(cls)
+    for name in fields:
+        if name not in hints:
+            raise damaged(f"a `{cls.__name__}` has no `{name}`")
+    for name, value in fields.items():
+        require(value, hints[name], f"`{cls.__name__}.{name}`")
+    value = cls(**fields)
+    fault = next((what for what, holds in _RULES.get(cls, ()) if not holds(value)), None)
+    if fault is not None:
+        raise damaged(f"a `{cls.__name__}` has {fault}")
+    return value
+
+
+@functools.cache
+def _hints(cls: type[Any]) -> Mapping[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+@functools.cache
+def test_of(hint: Any) -> Test:
+    """Tells whether a value is what a type says; of our own data (tested when made) its class alone."""
+    if isinstance(hint, NewType):
+        return lambda value: type(value) is int and 0 <= value <= MAX_INT
+    if hint in _SIMPLE:
+        return _SIMPLE[hint]
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        return lambda value: type(value) is str and value in args
+    if origin in (Union, types.UnionType):
+        tests = [test_of(arg) for arg in args]
+        return lambda value: any(test(value) for test in tests)
+    if origin is type:
+        return lambda value: isinstance(value, type)
+    if origin is Callable:
+        return _is_function
+    return _test_of_container(origin, args) if origin else lambda value: isinstance(value, hint)
+
+
+def _test_of_container(origin: Any, args: tuple[Any, ...]) -> Test:
+    if origin is Row:
+        return _all_are(Row, test_of(args[1]))
+    if origin is tuple and args[-1:] != (...,):
+        tests = [test_of(arg) for arg in args]
+        return lambda value: (
+            type(value) is tuple
+            and len(value) == len(tests)
+            and all(test(part) for test, part in zip(tests, value, strict=True))
+        )
+    if issubclass(origin, Mapping):
+        key, part = map(test_of, args)
+        return lambda value: type(value) is dict and all(key(k) and part(v) for k, v in value.items())
+    kinds = (tuple, list) if origin is Sequence else origin
+    return _all_are(kinds, test_of(args[0]))
+
+
+def _all_are(kinds: Any, test: Test) -> Test:
+    return lambda value: isinstance(value, kinds) and all(map(test, value))
+
+
+def _is_int(value: Any) -> bool:
+    return type(value) is int and -MAX_INT <= value <= MAX_INT
+
+
+def _is_float(value: Any) -> bool:
+    return (type(value) is float and math.isfinite(value)) or _is_int(value)
+
+
+def is_line(value: Any) -> bool:
+    """Whether it is a text of one line, as comments of a program and names of slots are."""
+    return type(value) is str and not any(end in value for end in "\n\r\0")
+
+
+def is_name(value: Any) -> bool:
+    """Whether it is a name that a program can have."""
+    return type(value) is str and value.isidentifier() and not keyword.iskeyword(value)
+
+
+def _is_attribute(value: Any) -> bool:
+    return is_name(value) and not value.startswith("__")
+
+
+def is_attribute_path(value: Any) -> bool:
+    """Whether it leads from a wrapper to a tensor inside: `._local_tensor._data`."""
+    return type(value) is str and value.startswith(".") and all(map(_is_attribute, value[1:].split(".")))
+
+
+def _is_function(value: Any) -> bool:
+    """Whether it is one of those that the reader looks up, or data of ours that can be called."""
+    return isinstance(value, (OpOverload, facts.Inside, facts.Around)) or id(value) in NAMES_OF_FUNCTIONS
+
+
+_LEAVES = (bool, int, float, complex, str, type(None))
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_OBJECTS = (DeviceMesh, CreationMeta, TreeSpec, Returned, TensorResult, type)
+
+
+def is_plain(value: Any) -> bool:
+    """Whether it is a number, a text, or something that PyTorch names."""
+    return type(value) in _LEAVES or isinstance(value, _OF_TORCH)
+
+
+def is_data(value: Any) -> bool:
+    """Whether it is data: numbers, texts, classes, meshes, in containers; no code and no tensor."""
+    if is_plain(value) or isinstance(value, _OBJECTS) or value is ...:
+        return True
+    if isinstance(value, (tuple, list, frozenset)):
+        return all(map(is_data, value))
+    if isinstance(value, dict):
+        return all(is_data(key) and is_data(part) for key, part in value.items())
+    if isinstance(value, slice):
+        return all(map(is_data, (value.start, value.stop, value.step)))
+    return isinstance(value, (*_layouts(), *typing.get_args(facts.Place)))
+
+
+@functools.cache
+def _layouts() -> tuple[type[Any], ...]:
+    return tuple(cls for cls, _ in layout_kinds().values())
+
+
+_SIMPLE: Mapping[Any, Test] = {
+    Any: is_data,
+    bool: lambda value: type(value) is bool,
+    int: _is_int,
+    float: _is_float,
+    str: lambda value: type(value) is str,
+    type(None): lambda value: value is None,
+}
+
+
+def _are_names(pairs: Sequence[tuple[Any, ...]]) -> bool:
+    return all(_is_attribute(name) for name, *_ in pairs)
+
+
+def _are_paths(pairs: Sequence[tuple[str, int]]) -> bool:
+    return all(is_attribute_path(path) for path, _ in pairs)
+
+
+def _is_exception(name: str) -> bool:
+    found = getattr(builtins, name, None)
+    return isinstance(found, type) and issubclass(found, Exception)
+
+
+def _indices(value: Any, hint: Any) -> Iterator[tuple[Any, int]]:
+    """The indices in a value of a type, each with the convention that it belongs to."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if isinstance(hint, NewType):
+        yield hint, value
+    elif origin in (Union, types.UnionType):
+        fitting = next(arg for arg in args if test_of(arg)(value))
+        yield from _indices(value, fitting)
+    elif origin is tuple and args[-1:] != (...,):
+        for part, arg in zip(value, args, strict=True):
+            yield from _indices(part, arg)
+    elif origin in (tuple, frozenset, Row):
+        for part in value:
+            yield from _indices(part, args[1] if origin is Row else args[0])
+    elif origin in (dict, Mapping):
+        yield from _indices(frozenset(value), frozenset[args[0]])
+        yield from _indices(tuple(value.values()), tuple[args[1], ...])
+    elif CLASSES.get(getattr(hint, "__name__", "")) is hint:
+        for name, part in _hints(hint).items():
+            yield from _indices(getattr(value, name), part)
+
+
+def _indices_exist(it: facts.Facts) -> bool:
+    ends = {PrimalIdx: len(it.inputs), OutIdx: len(it.outputs), NodeOutIdx: len(it.node_outs)}
+    return all(index < ends[kind] for kind, index in _indices(it, facts.Facts))
+
+
+def _levels_exist(it: facts.Facts) -> bool:
+    passages = it.backward.passages
+    num_levels = len(passages.waypoints) + 1
+    of_all = len(passages.levels) in (0, len(it.node_outs))
+    return of_all and all(0 <= level < num_levels for level in passages.levels)
+
+
+def _are_all_made(it: facts.Facts) -> bool:
+    return {*it.outputs.indices()} <= {*it.early, *(one for one in it.order if isinstance(one, int))}
+
+
+_POINTER = re.compile(r"\*[a-z0-9]+")
+
+
+def _is_of_triton(metadata: str) -> bool:
+    """Whether it names a kernel: the name becomes that of a file, and of a function."""
+    said = json.loads(metadata)
+    return isinstance(said, dict) and is_name(said.get("name"))
+
+
+_ASKED = (
+    *("is_leaf", "_version", "retains_grad", "grad", "grad_fn", "_base"),
+    *("_is_view()", "is_inference()"),
+)
+"""What printed calls ask of inputs, see `Facts.asked`."""
+_PATH = "a path that is no path of attributes"
+_NAMES = "a name that is none"
+
+_RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
+    Slot: (
+        ("a name of several lines", lambda it: is_line(it.path)),
+        (_PATH, lambda it: it.inner == "" or is_attribute_path(it.inner)),
+        ("the role of a symbolic size, which no file holds", lambda it: it.role != "size"),
+    ),
+    BackwardRequest: (
+        ("gates, which no backward that is stored has", lambda it: it.gate is None and not it.watched),
+        ("no results", lambda it: bool(it.results)),
+    ),
+    facts.Inside: ((_PATH, lambda it: is_attribute_path(it.path)),),
+    facts.Untouched: ((_PATH, lambda it: _are_paths(it.inside)),),
+    facts.DataWritten: ((_PATH, lambda it: _are_paths(it.inside)),),
+    facts.ViewStep: ((_NAMES, lambda it: _are_names(it.kwargs)),),
+    facts.MetadataWrite: ((_NAMES, lambda it: _are_names(it.kwargs)),),
+    facts.Waypoint: (("a name of several lines", lambda it: is_line(it.path)),),
+    facts.Facts: (
+        (
+            "a question that autograd is not asked",
+            lambda it: all(asked in _ASKED for _, asked, _ in it.asked),
+        ),
+        (
+            "numbers that depend on data, which no file holds",
+            lambda it: not it.numbers and not it.data_guards,
+        ),
+        ("inputs of several numbers", lambda it: len(it.inputs) == len(it.recipes) == len(it.backward.grads)),
+        ("an index of nothing", lambda it: _indices_exist(it)),
+        ("an output that is never made", _are_all_made),
+        ("a level without a waypoint", _levels_exist),
+    ),
+    Wrapper: (
+        (_NAMES, lambda it: _are_names(it.attributes)),
+        ("a class of no wrapper", lambda it: issubclass(it.cls, torch.Tensor)),
+    ),
+    Shown: (
+        (_NAMES, lambda it: _are_names(it.attributes)),
+        ("a class of no tensor", lambda it: issubclass(it.cls, torch.Tensor)),
+    ),
+    Returned: ((_PATH, lambda it: all(is_attribute_path(path) for _, path in it.replaced)),),
+    Check: (("an error that is none of Python's", lambda it: _is_exception(it.error)),),
+    Print: (("something to call", lambda it: it.call is None and it.file is None),),
+    PackedLaunch: ((_NAMES, lambda it: is_name(it.name)),),
+    Packed: (
+        (_NAMES, lambda it: all(map(is_name, (*it.pointers, *it.blocks)))),
+        ("a type that no tensor has", lambda it: all(map(_POINTER.fullmatch, it.pointers.values()))),
+        ("what Triton does not say of a kernel", lambda it: _is_of_triton(it.metadata)),
+    ),
+}
+"""What holds of our own data besides the types of its fields, in words for when it does not."""

@@ -1,0 +1,308 @@
+"""What the program assigns to attributes, variables and items: `self.n = self.n + 1`.
+
+The assignment runs at capture, on stand-ins. It is undone, and the runtime repeats it at every call. Tensors
+that were assigned become outputs of the program; constants are those of the capture, since an artifact only
+fits calls that find what this one found.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from aotdist.capture.constants import is_constant, is_same
+from aotdist.capture.environment import Reached
+from aotdist.capture.instances import GivenObject
+from aotdist.capture.leaked_tensors import hides_traced, is_text_of_traced, is_traced, refusal, shows_traced
+from aotdist.capture.module_attributes import OF_EVERY_MODULE
+from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source, keeper_of, kept_by
+from aotdist.capture.watched import Watched, assign, fill, put_back
+from aotdist.errors import UnsupportedProgram
+from aotdist.sizes import numbers_of_data
+from aotdist.torch_seam.own_attributes import own, shared
+from aotdist.torch_seam.symbols import SYMBOLIC
+from aotdist.torch_seam.trees import pytree
+from aotdist.torch_seam.undo import to_undo
+
+
+class Reassignments:
+    """Snapshots all that the program may assign to, and finds what a traced call assigned.
+
+    Args:
+        modules: modules by qualified name; their parameters, buffers, children and attributes are watched.
+        reached: closures, globals, objects and containers.
+        ruled: modules whose parameters a module rule replaces while they are traced; these are not watched.
+    """
+
+    def __init__(
+        self, modules: Mapping[str, nn.Module], reached: Reached, ruled: Collection[nn.Module]
+    ) -> None:
+        self._watched: list[Watched] = [
+            *_of_modules(modules),
+            *_of_parameters({path: module for path, module in modules.items() if module not in ruled}),
+            *_of_reached(reached),
+        ]
+        self._wholes = [
+            Watched(source, held, tuple(held), functools.partial(tuple, held))
+            for source, held in reached.wholes
+        ]
+        entered = [*modules.values(), *(held for _, held in (*reached.owners, *reached.containers))]
+        self._entered = frozenset(map(id, entered))
+        self._existing = [*entered, *self._before()]
+        self.existing = frozenset(map(id, self._existing))
+        """Identities of the objects that were there before the trace."""
+        to_undo(self.roll_back)
+
+    def collect(self, given: Mapping[int, int]) -> list[tuple[Source, Any]]:
+        """Places that were assigned traced tensors, or containers of some; each is put back as it was.
+
+        An attribute of an argument is among them whatever it was assigned: the next call has other arguments.
+
+        Args:
+            given: positions of the objects that the call is given, by identity: these are the caller's.
+
+        Raises:
+            UnsupportedProgram: what was assigned hides tensors, or a tensor was deleted.
+        """
+        found: list[tuple[Source, Any]] = []
+        for whole in self._wholes:
+            _refuse_kept(whole)
+        for place, before, value in self._changed():
+            _refuse_deletion(place, before, value)
+            shown = _with_given(value, given)
+            self._refuse_hidden(place.path, shown)
+            repeats = is_plain(shown) if place.is_whole_list else self._shows_tensors(shown)
+            if repeats or shown is not value or (place.is_of_argument and value is not ABSENT):
+                found.append((place, shown))
+                put_back(place, before)
+        return found
+
+    def collect_constants(self) -> tuple[list[tuple[Source, Any]], list[Source]]:
+        """Places that were assigned constants or containers of constants, and places that were deleted.
+
+        Each is put back as it was.
+        """
+        assigned: list[tuple[Source, Any]] = []
+        deleted: list[Source] = []
+        for place, before, value in self.changed_data():
+            _refuse_text(place, value)
+            if value is ABSENT:
+                deleted.append(place)
+            elif not is_same(value, before):
+                assigned.append((place, value))
+            put_back(place, before)
+        return assigned, deleted
+
+    def changed_data(self, *, tensors: bool = False) -> Iterator[tuple[Source, Any, Any]]:
+        """Place, value before and value now of what was assigned constants, or was deleted.
+
+        Args:
+            tensors: whether tensors of the trace count as constants.
+        """
+        for place, before, value in self._changed():
+            if value is ABSENT or self._is_data(value, tensors=tensors):
+                yield place, before, value
+
+    def _changed(self) -> Iterator[tuple[Source, Any, Any]]:
+        """Place, value before and value now of all that was assigned, or deleted; see `Watched.changed`."""
+        return (change for watched in self._watched for change in watched.changed())
+
+    def side_effects(self) -> list[str]:
+        """Places that were given an object which no call makes anew: an effect of the capture only."""
+        wholes = (change for whole in self._wholes for change in whole.changed())
+        return [place.path for place, _, _ in (*self._changed(), *wholes) if not place.is_of_argument]
+
+    def _is_data(self, value: Any, *, tensors: bool = False) -> bool:
+        """Whether it is a constant, or a container of constants that the program made."""
+        if is_constant(value) or isinstance(value, SYMBOLIC) or (tensors and is_traced(value)):
+            return True
+        if type(value) not in (list, dict, tuple) or id(value) in self.existing:
+            return False
+        parts = value.values() if isinstance(value, dict) else value
+        return all(self._is_data(part, tensors=tensors) for part in parts)
+
+    def _shows_tensors(self, value: Any) -> bool:
+        """Whether it is a tensor, or a container of some that the program made."""
+        if not isinstance(value, torch.Tensor) and id(value) in self.existing:
+            return False
+        return shows_traced(value) or (is_plain(value) and _has_tensors(value))
+
+    def _before(self) -> Iterator[Any]:
+        for watched in self._watched:
+            before = watched.before if watched.entry is not None else (watched.before,)
+            yield from before.values() if isinstance(before, dict) else before
+
+    def left(self) -> Callable[[], None] | None:
+        """A function that restores, after `roll_back`, what the program left; None if it left nothing."""
+        values = [(place, value) for place, _, value in self._changed()]
+        wholes = [(whole.held, items) for whole in self._wholes for _, _, items in whole.changed()]
+
+        def bring_back() -> None:
+            assign(values)
+            for held, items in wholes:
+                fill(held, items)
+
+        return bring_back if values or wholes else None
+
+    def moves(self) -> bool:
+        """Whether a place was given a module, object or container of another: each call moves it on."""
+        parts = (part for _, _, value in self._changed() for part in (value, *pytree.tree_leaves(value)))
+        return any(id(part) in self._entered for part in parts)
+
+    def roll_back(self) -> None:
+        """Put back everything that was assigned, for the program to run once more."""
+        for watched in (*self._wholes, *self._watched):
+            watched.undo()
+
+    @contextmanager
+    def undone_on_failure(self) -> Generator[None]:
+        """Put everything back if an exception is raised inside."""
+        try:
+            yield
+        except BaseException:
+            self.roll_back()
+            raise
+
+    def hidden(self) -> Iterator[tuple[str, Any]]:
+        """Paths and values of places that hold tensors of the trace in an object that no call makes anew."""
+        for place, _, value in self._changed():
+            shown = shows_traced(value) and not self._is_data(value, tensors=True)
+            if shown or self._hiding(value):
+                yield place.path, value
+
+    def _refuse_hidden(self, path: str, value: Any) -> None:
+        for hiding in self._hiding(value):
+            raise refusal(
+                f"`{path}` is assigned a {type(hiding).__name__} that holds tensors which the program "
+                "computes, or numbers that it reads off tensors",
+                "assign the tensors and numbers themselves",
+            )
+
+    def _hiding(self, value: Any) -> list[Any]:
+        """What hides traced tensors, or numbers: leaves of `value`, or all of it if it shows none."""
+        if self._is_data(value, tensors=True):
+            return []
+        parts = pytree.tree_leaves(value) if shows_traced(value) else [value]
+        return [p for p in parts if not isinstance(p, type) and hides_traced(p, self.existing)]
+
+
+def _with_given(value: Any, given: Mapping[int, int]) -> Any:
+    """`value` with a `GivenObject` for each of those in it; itself if there is none."""
+    if not given or not any(id(leaf) in given for leaf in pytree.tree_leaves(value)):
+        return value
+
+    def known(leaf: Any) -> Any:
+        return GivenObject(given[id(leaf)]) if id(leaf) in given else leaf
+
+    return pytree.tree_map(known, value)
+
+
+def _has_tensors(value: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+
+
+def is_plain(value: Any) -> bool:
+    """Whether there is nothing in a container but tensors, of the program or not, and constants."""
+    return all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in pytree.tree_leaves(value))
+
+
+def _refuse_kept(whole: Watched) -> None:
+    for place, _, now in whole.changed():
+        if not any(shows_traced(value) or numbers_of_data(value) for value in now):
+            continue
+        kind = type(whole.held).__name__
+        raise UnsupportedProgram(
+            f"`{place.path}` is a {kind}, and is given a tensor which the program computes, or a "
+            "number that it reads off one",
+            stage="capture",
+            fix="keep these in a list, or return them",
+        )
+
+
+def _refuse_text(place: Source, value: Any) -> None:
+    if any(map(is_text_of_traced, pytree.tree_leaves(value))):
+        raise UnsupportedProgram(
+            f"`{place.path}` is given a text of a tensor, which has no values while the program is captured",
+            stage="capture",
+            fix="keep the tensor, or the number (`loss.item()`), and make the text outside",
+        )
+
+
+def _refuse_deletion(place: Source, before: Any, value: Any) -> None:
+    gone = [before] if value is ABSENT else []
+    if place.is_whole_list and not is_plain(value):
+        now = set(map(id, value))
+        gone = [item for item in before if id(item) not in now]
+    if any(isinstance(item, torch.Tensor) for item in gone):
+        raise UnsupportedProgram(
+            f"a tensor is taken out of `{place.path}`, which eager would not find at the next call",
+            stage="capture",
+            fix="let it be None instead, or do so outside of the compiled function",
+        )
+
+
+def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[Watched]:
+    for path, module in modules.items():
+        for held in (vars(module)["_buffers"], vars(module)["_modules"], vars(module)):
+            yield _container(Source(path, held), held)
+        for name, value in vars(module).items():
+            if name not in OF_EVERY_MODULE and type(value) in (list, dict):
+                yield _container(Source(path, module).attribute(name), value)
+
+
+def _of_parameters(modules: Mapping[str, nn.Module]) -> Iterator[Watched]:
+    for path, module in modules.items():
+        held = vars(module)["_parameters"]
+        yield _container(Source(path, held), held)
+
+
+def _of_reached(reached: Reached) -> Iterator[Watched]:
+    for source, owner in reached.owners:
+        if isinstance(vars(owner), dict):  # `list[int]` shows its class's, and takes no assignments
+            yield _container(source.attribute("__dict__", source.path), vars(owner))
+    for source, container in reached.containers:
+        yield _container(source, container)
+    watched = {id(held) for _, held in (*reached.containers, *reached.owners)}
+    for source, _ in (*reached.tensors, *reached.constants):
+        if not source.steps or isinstance(source.steps[-1], Applied):
+            continue
+        # What hangs on tensors (which stand-ins replace while the program runs), lists, dictionaries, objects
+        # and deques is watched there. What a tuple holds changes with the tuple.
+        owner = source.owner().read_or(ABSENT)
+        if not isinstance(owner, (torch.Tensor, tuple, deque)) and id(owner) not in watched:
+            yield _variable(source)
+    yield from map(_variable, reached.assigned)
+
+
+def _variable(source: Source) -> Watched:
+    return Watched(source, None, source.read_or(ABSENT), functools.partial(source.read_or, ABSENT))
+
+
+def _container(source: Source, container: list[Any] | dict[Any, Any]) -> Watched:
+    """`container`, at a place from which each call reaches its own."""
+    if source.is_of_argument:
+        place = source
+    elif source.steps in ((), (Attribute("__dict__"),)):
+        place = Source(source.path, container)
+    else:
+        place = Source(source.path, Held(source, shared(container)))
+    held = shared(container)
+    read = functools.partial(_kept if isinstance(held, dict) else kept_by, held)
+    return Watched(place, held, read(), read, functools.partial(_item, place, keeper_of(held)))
+
+
+def _item(place: Source, cls: type[Any] | None, position: int, key: Any) -> Source:
+    if isinstance(key, str):
+        return place.item(key, f"{place.path}.{key}" if place.path else key, cls)
+    return place.item_at(position, key, cls)
+
+
+def _kept(dictionary: dict[Any, Any]) -> dict[Any, Any]:
+    """What a dictionary holds for this thread; those of a module's state are what all threads share."""
+    return {key: shared(value) for key, value in kept_by(own(dictionary)).items()}

@@ -1,0 +1,218 @@
+"""What is rewritten in a graph for Inductor: operators that it has no kernels for, or gets wrong.
+
+Each rewrite says what Inductor does otherwise, and in which release of torch it was seen.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from aotdist.aliasing.memory import may_repeat
+from aotdist.partition.storage import view_base
+from aotdist.program import Graph
+from aotdist.sizes import is_symbolic
+from aotdist.torch_seam.inductor import EAGER_ARGUMENTS, needs_exact_strides
+from aotdist.torch_seam.operators import OpOverload, operator_name, schema_of
+
+# Complex numbers, for Inductor: it has no kernels for them, and calls PyTorch's operators (torch 2.13).
+#
+# It does not know that a view of complex numbers shows the memory of what it is made of. So where it writes a
+# scatter in place, through such a view, what reads the result may run before: the gradient of a complex `qr`
+# was wrong by 1. Scatters are operators of our own here, which it leaves as they are.
+#
+# Results of complex linear algebra lie otherwise than it takes for granted, by columns. That is refused.
+
+_ATEN = torch.ops.aten
+_LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
+_LINEAR_ALGEBRA = re.compile(r"linalg|^(cholesky|lu_|svd|qr|ormqr|geqrf|triangular_solve)")
+
+
+def _own(scatter: OpOverload) -> OpOverload:
+    """An operator that does the same, of which a compiler knows nothing."""
+    schema = schema_of(scatter)
+    name = f"complex_{operator_name(scatter)}"
+    _LIBRARY.define(name + schema[schema.index("(") :])
+    _LIBRARY.impl(name, scatter, "CompositeExplicitAutograd")
+    return getattr(torch.ops.aotdist, name).default
+
+
+_OWN = {
+    scatter: _own(scatter)
+    for scatter in (
+        _ATEN.slice_scatter.default,
+        _ATEN.select_scatter.default,
+        _ATEN.diagonal_scatter.default,
+        _ATEN.as_strided_scatter.default,
+    )
+}
+
+
+def keep_scatters(gm: GraphModule) -> None:
+    """Let scatters of complex numbers be left as they are, in place."""
+    for scatter, own in _OWN.items():
+        for node in gm.graph.find_nodes(op="call_function", target=scatter):
+            if _is_complex(node):
+                node.target = own
+
+
+def linear_algebra(gm: GraphModule) -> Iterator[Node]:
+    """The nodes that are linear algebra of complex numbers."""
+    for node in gm.graph.nodes:
+        name = operator_name(node.target)
+        if name and _LINEAR_ALGEBRA.search(name) and any(map(_is_complex, node.all_input_nodes)):
+            yield node
+
+
+def _is_complex(node: Node) -> bool:
+    value = node.meta.get("val")
+    return isinstance(value, torch.Tensor) and value.is_complex()
+
+
+# Backwards of convolutions with symbolic sizes, on a CPU, for Inductor.
+#
+# Its lowering makes the strides of the input, and so its sizes, numbers (torch 2.13, `torch.compile` too):
+# each size of images would be a program of its own. All that it generates is a call of the library, so it is
+# given an operator that is that call.
+
+_BACKWARD = torch.ops.aten.convolution_backward.default
+_ARGUMENTS = schema_of(_BACKWARD).partition("(")[2]
+_LIBRARY.define(f"convolution_backward({_ARGUMENTS}", tags=(torch.Tag.flexible_layout,))
+
+
+def _call(*args: Any) -> Any:
+    return _BACKWARD(*args)
+
+
+_LIBRARY.impl("convolution_backward", _call, "CompositeExplicitAutograd")
+torch.library.register_fake("aotdist::convolution_backward", _call, lib=_LIBRARY)
+_OPAQUE = torch.ops.aotdist.convolution_backward.default
+
+
+def keep_sizes_symbolic(gm: GraphModule) -> None:
+    """Let the library compute backwards of convolutions whose input has symbolic sizes, in place."""
+    for node in gm.graph.find_nodes(op="call_function", target=_BACKWARD):
+        convolved = node.args[1]
+        assert isinstance(convolved, Node), "a convolution is of a tensor"
+        value = convolved.meta["val"]
+        if value.device.type == "cpu" and is_symbolic(tuple(value.shape)):
+            node.target = _OPAQUE
+
+
+# Operators that are bound to the strides of their arguments, for a compiler that lays its own results out.
+#
+# Products in 8 bits take one matrix by rows and the other by columns, and what a user registers may read
+# memory as it lies. Inductor keeps the strides that eager has for such operators if it is told them.
+
+
+def tell_strides(gm: GraphModule) -> None:
+    """Tell Inductor what operators that are bound to strides are given in eager, in place."""
+    for node in gm.graph.nodes:
+        if node.op == "call_function" and needs_exact_strides(node.target):
+            node.meta[EAGER_ARGUMENTS] = map_arg((node.args, node.kwargs), _val)
+
+
+def _val(node: Node) -> Any:
+    return node.meta.get("val")
+
+
+# Writes into tensors whose elements share memory (expanded ones, windows), for Inductor.
+#
+# Inductor lets a scatter write where its argument lies if nothing reads that later, also where one element of
+# it is many (torch 2.13, `torch.compile` too): of `zeros(()).expand(3).index_put(...)` every element becomes
+# the last one that was put. So what is written gets memory of its own first.
+
+_SCATTERS = {
+    _ATEN.index_put.default: False,
+    _ATEN._unsafe_index_put.default: False,
+    _ATEN.slice_scatter.default: True,
+    _ATEN.select_scatter.default: True,
+    _ATEN.diagonal_scatter.default: True,
+    _ATEN.as_strided_scatter.default: True,
+}
+"""What Inductor lets write in place, and makes other scatters of; whether windows stay such in eager."""
+
+
+def lay_out_what_is_written(gm: GraphModule) -> None:
+    """Let scatters write to copies of what overlaps itself, in place."""
+    for scatter, keeps_windows in _SCATTERS.items():
+        for node in gm.graph.find_nodes(op="call_function", target=scatter):
+            written = node.args[0]
+            if isinstance(written, Node) and _overlaps(written.meta["val"], windows=not keeps_windows):
+                with gm.graph.inserting_before(node):
+                    copy = gm.graph.call_function(
+                        _ATEN.clone.default, (written,), {"memory_format": torch.contiguous_format}
+                    )
+                copy.meta = {**written.meta, "val": written.meta["val"].contiguous()}
+                node.update_arg(0, copy)
+
+
+def _overlaps(tensor: torch.Tensor, *, windows: bool) -> bool:
+    """Whether a tensor is expanded, or, if `windows` count, whether elements may share memory otherwise.
+
+    Where sizes are symbols, they do if a stride occurs twice.
+    """
+    strides = [stride for stride in tensor.stride() if not is_symbolic(stride)]
+    if 0 in strides or not windows:
+        return 0 in strides
+    if is_symbolic((*tensor.size(), *tensor.stride())):
+        return len(strides) > len(set(strides))
+    return may_repeat(tensor)
+
+
+# Outputs lie in memory of their own as in the user's program, whatever a rewrite of its graph made of them.
+#
+# Inductor drops operators that change nothing: of `x + zeros` it leaves `x`. An output that was computed so
+# would be another output, an argument or a saved value by another name, and be written whenever that is.
+
+_CLONE = torch.ops.aten.clone.default
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Whose memory results lie in, before a rewrite.
+
+    Args:
+        nodes: of the graph.
+        owners: for each result, the node that allocates it.
+    """
+
+    nodes: frozenset[Node]
+    owners: tuple[Node | None, ...]
+
+
+def memory_of(graph: Graph) -> Memory:
+    """What `restore_own_memory` asks for; the nodes are those that the rewrite is about to change."""
+    return Memory(frozenset(graph.gm.graph.nodes), tuple(map(_owner, graph.results())))
+
+
+def restore_own_memory(graph: Graph, before: Memory) -> None:
+    """Copy outputs that had memory of their own, and now lie in that of a node with other uses, in place.
+
+    What a rewrite computes anew is its own. So is what has no other use: nobody can tell.
+    """
+    results = list(graph.results())
+    owners = [_owner(node) for node in results]
+    for at, (slot, owner, owned) in enumerate(zip(graph.outs, owners, before.owners, strict=True)):
+        if slot.role != "output" or owner is None or owner is owned or owner not in before.nodes:
+            continue
+        if owner.op != "call_function" or len(owner.users) > 1 or owners.count(owner) > 1:
+            results[at] = _copied(graph, cast("Node", results[at]))
+    graph.gm.graph.output_node().args = (tuple(results),)
+
+
+def _owner(node: Node | None) -> Node | None:
+    return None if node is None else view_base(node)
+
+
+def _copied(graph: Graph, node: Node) -> Node:
+    with graph.gm.graph.inserting_before(graph.gm.graph.output_node()):
+        copy = graph.gm.graph.call_function(_CLONE, (node,))
+    copy.meta = dict(node.meta)
+    return copy

@@ -1,0 +1,272 @@
+"""Inputs that share memory, one of them written: the program reads them through one base.
+
+A write to one must be seen through the others, so they cannot be values of their own. Which inputs are
+written is known from a first trace; if some of those meet others (`memory` decides, to the byte), the
+program is traced a second time over *bases*, of which there are two kinds:
+
+- a **span**, the stretch of storage that a group of inputs lies in, as a flat tensor without history. Each
+  plain tensor of the group, also one inside a wrapper, is traced as a view of the span *beneath* autograd:
+  what autograd knows of the inputs, and the gradients that they get, stay as they are.
+- a **view base**, where a write takes part in the backward of inputs that autograd connects: it must see
+  that one is a view of another. `y = x[0]; x.mul_(w)` gives `y` a new history. The tensor that the inputs are
+  views of (an input, or their common `_base`) is traced first, and the views are made of it again. Autograd
+  connects views that share no memory, too; and a view by itself has such a base where strides do not say
+  where it lies in it (`put.is_written_alone`).
+
+What memory shares and what autograd sees are two questions: `f(x, x[0], x.detach())` takes a span of `x` and
+`x.detach()`, in which the view base of `x[0]` lies. `sharing` says which bases inputs need.
+
+The inputs stay inputs, for gradients, identity and views of them; bases are put in front of them. Source:
+"Add an opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#85036), where one layer does both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from aotdist.aliasing.memory import start_of
+from aotdist.convention.layer import Call
+from aotdist.program import DistinctIdx, PrimalIdx, Program, Row, Slot
+from aotdist.subclasses.protocol import leaves, plain_tensors, recipe_of
+from aotdist.torch_seam.autograd import creation_meta
+from aotdist.torch_seam.tensors import storage_id
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A plain tensor of an input, and where it lies.
+
+    Args:
+        input: the input.
+        leaf: which of the plain tensors beneath it.
+        size: its sizes.
+        stride: its strides.
+        dtype: of its elements.
+        offset: of its first element, from the beginning of the span, in elements of the span.
+        of_base: whether it is beneath the base of the input (which is no input itself) rather than the input.
+    """
+
+    input: DistinctIdx
+    leaf: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int
+    of_base: bool = False
+
+    def plain(self, distinct: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The plain tensor; None if the input is a view of nothing."""
+        whole = distinct[self.input]._base if self.of_base else distinct[self.input]
+        return None if whole is None else plain_tensors(whole)[self.leaf]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of storage, as a flat tensor of its own.
+
+    Args:
+        members: the plain tensors that lie in it; the first tells where it is.
+        numel: its length in elements.
+        dtype: that of the members; bytes, where they differ.
+        whole: whether it is the whole storage: the program reaches memory around its members, and writes.
+    """
+
+    members: tuple[Member, ...]
+    numel: int
+    dtype: torch.dtype
+    whole: bool = False
+
+    def of(self, distinct: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The span of these inputs; None if they lie otherwise."""
+        plains = [member.plain(distinct) for member in self.members]
+        found = [plain for plain in plains if plain is not None]
+        if len(found) < len(plains):
+            return None
+        return span_over(found, self.offsets(), self.numel, self.dtype)
+
+    def offsets(self) -> tuple[int, ...]:
+        """Where each member starts."""
+        return tuple(member.offset for member in self.members)
+
+
+@dataclass(frozen=True, slots=True)
+class ViewBase:
+    """The tensor that some inputs are views of, to autograd.
+
+    Args:
+        views: the inputs that are views of it.
+        offsets: where each view starts in the storage.
+        itself: the input that it is, if it is one.
+        creations: what autograd knows of how each view was made.
+    """
+
+    views: tuple[DistinctIdx, ...]
+    offsets: tuple[int, ...]
+    itself: DistinctIdx | None
+    creations: tuple[Any, ...]
+
+    def of(self, distinct: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """The base of these inputs; None if they are no such views."""
+        base = None if self.itself is None else distinct[self.itself]
+        return base_of([distinct[idx] for idx in self.views], self.offsets, self.creations, base)
+
+
+Base: TypeAlias = Span | ViewBase
+
+
+@dataclass(frozen=True, slots=True)
+class Alias:
+    """A plain tensor as a part of a span."""
+
+    span: PrimalIdx
+    member: Member
+
+
+@dataclass(frozen=True, slots=True)
+class BasePlan:
+    """What the traced program takes: bases, then the distinct inputs that are no bases themselves.
+
+    Args:
+        bases: how to make each; spans are before the view bases that lie in them.
+        kept: the inputs that follow them.
+        num_inputs: how many inputs there were when it was made; those that only the trace meets follow.
+    """
+
+    bases: Row[PrimalIdx, Base] = field(default_factory=lambda: Row[PrimalIdx, Base]())
+    kept: tuple[DistinctIdx, ...] = ()
+    num_inputs: int = 0
+
+    def lift(self, call: Call) -> Call:
+        """Make the bases."""
+
+        def lifted(distinct: Sequence[Any]) -> list[Any]:
+            made = [base.of(distinct) for base in self.bases]
+            return call([*made, *(distinct[idx] for idx in self.inputs(len(distinct)))])
+
+        return lifted
+
+    def inputs(self, count: int) -> list[DistinctIdx]:
+        """Which of `count` inputs follow the bases."""
+        return [*self.kept, *map(DistinctIdx, range(self.num_inputs, count))]
+
+    def position(self, idx: DistinctIdx) -> PrimalIdx:
+        """Where an input stands among the primals."""
+        for at, base in self.bases.enumerate():
+            if isinstance(base, ViewBase) and base.itself == idx:
+                return at
+        later = idx - self.num_inputs
+        return PrimalIdx(len(self.bases) + (self.kept.index(idx) if later < 0 else len(self.kept) + later))
+
+    def place(self, member: Member) -> PrimalIdx:
+        """Where the tensor that a member of a span is a part of stands among the primals."""
+        return self.views()[self.position(member.input)] if member.of_base else self.position(member.input)
+
+    def is_new(self, at: PrimalIdx) -> bool:
+        """Whether a primal is none of the inputs."""
+        if at >= len(self.bases):
+            return False
+        base = self.bases[at]
+        return isinstance(base, Span) or base.itself is None
+
+    def is_span(self, at: PrimalIdx) -> bool:
+        """Whether a primal is a span."""
+        return at < len(self.bases) and isinstance(self.bases[at], Span)
+
+    def is_whole(self, at: PrimalIdx) -> bool:
+        """Whether a primal is a span of all its storage."""
+        base = self.bases[at] if at < len(self.bases) else None
+        return isinstance(base, Span) and base.whole
+
+    def aliases(self) -> Mapping[tuple[PrimalIdx, int], Alias]:
+        """For each plain tensor that lies in a span, by primal and leaf: where."""
+        return {
+            (self.place(member), member.leaf): Alias(at, member)
+            for at, base in self.bases.enumerate()
+            if isinstance(base, Span)
+            for member in base.members
+        }
+
+    def views(self) -> Mapping[PrimalIdx, PrimalIdx]:
+        """For each primal that is made again as a view: of which base."""
+        return {
+            self.position(idx): at
+            for at, base in self.bases.enumerate()
+            if isinstance(base, ViewBase)
+            for idx in base.views
+        }
+
+
+NO_BASES = BasePlan()
+
+
+def span_over(
+    members: Sequence[torch.Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """The memory that `members` lie in, as a flat tensor of `dtype` on a storage of its own.
+
+    None if they do not start `offsets` elements behind its beginning, all on one storage.
+    """
+    first, size = members[0], dtype.itemsize
+    start, storage = start_of(first) - offsets[0] * size, storage_id(first)
+    if start < 0:
+        return None
+    for member, offset in zip(members, offsets, strict=True):
+        if storage_id(member) != storage or start_of(member) - offset * size != start:
+            return None
+    memory = first.untyped_storage()[start : start + numel * size]
+    flat = torch.empty(0, dtype=dtype, device=first.device)
+    return flat.set_(memory)  # pyright: ignore[reportArgumentType]  # the stub wants a typed storage
+
+
+def base_of(
+    views: Sequence[torch.Tensor],
+    offsets: Sequence[int],
+    creations: Sequence[Any],
+    base: torch.Tensor | None,
+) -> torch.Tensor | None:
+    """What `views` are views of: `base`, if it is given.
+
+    None if they are not views of it, start at other offsets, or have other `CreationMeta`s.
+    """
+    base = views[0]._base if base is None else base
+    for view, offset, creation in zip(views, offsets, creations, strict=True):
+        if view._base is not base or int(view.storage_offset()) != offset:
+            return None
+        if creation_meta(view) != creation:
+            return None
+    return base
+
+
+def lower(program: Program[DistinctIdx], plan: BasePlan) -> Program[PrimalIdx]:
+    """The same function, with the bases as inputs too; the trace makes the other inputs views of these."""
+    order = [plan.position(idx) for idx in program.ins.indices()]
+
+    def fn(*primals: Any) -> list[Any]:
+        return program.fn(*(primals[at] for at in order))
+
+    distinct = list(program.examples)
+    made = [base.of(distinct) for base in plan.bases]
+    kept = plan.inputs(len(distinct))
+    examples = [*(base for base in made if base is not None), *(distinct[idx] for idx in kept)]
+    slots = [*(_slot(base, program) for base in plan.bases), *(program.ins[idx] for idx in kept)]
+    return Program(fn, Row(slots), Row(examples))
+
+
+def _slot(base: Base, program: Program[DistinctIdx]) -> Slot:
+    if isinstance(base, ViewBase):
+        if base.itself is not None:
+            return program.ins[base.itself]
+        return Slot("primal", f"{program.ins[base.views[0]].path}._base")
+    names = (_name(program, member) for member in base.members)
+    return Slot("primal", f"the memory of {', '.join(names)}")
+
+
+def _name(program: Program[DistinctIdx], member: Member) -> str:
+    example = program.examples[member.input]
+    whole = example if example._base is None or not member.of_base else example._base
+    inner = [path for path, _ in leaves(recipe_of(whole))]
+    return f"{program.ins[member.input].path}{'._base' * member.of_base}{inner[member.leaf]}"

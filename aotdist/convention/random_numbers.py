@@ -1,0 +1,307 @@
+"""What each random operator is made of: uniform numbers of a stream, and arithmetic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from aotdist.torch_seam.operators import OpOverload
+
+Rule: TypeAlias = Callable[..., Any]
+"""`rule(stream, *args, **kwargs)`: what the operator returns, its generator left out; the layout is free."""
+
+_ATEN = torch.ops.aten
+RULES: dict[OpOverload, Rule] = {}
+"""The operators that are functions of a stream."""
+
+
+def _rule(op: OpOverload) -> Callable[[Rule], Rule]:
+    def register(rule: Rule) -> Rule:
+        RULES[op] = rule
+        return rule
+
+    return register
+
+
+def _floating(dtype: torch.dtype | None) -> torch.dtype:
+    return dtype or torch.get_default_dtype()
+
+
+# --- uniform ----------------------------------------------------------------------------------------
+
+
+@_rule(_ATEN.rand.default)
+def _rand(s: Stream, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+    return s.uniform(size, _floating(dtype))
+
+
+@_rule(_ATEN.rand_like.default)
+def _rand_like(s: Stream, x: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+    return s.uniform(x.size(), dtype or x.dtype)
+
+
+@_rule(_ATEN.uniform.default)
+def _uniform(s: Stream, x: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
+    return s.uniform(x.size(), x.dtype) * (high - low) + low
+
+
+# --- normal -----------------------------------------------------------------------------------------
+
+
+@_rule(_ATEN.randn.default)
+def _randn(s: Stream, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+    return s.normal(size, _floating(dtype))
+
+
+@_rule(_ATEN.randn_like.default)
+def _randn_like(s: Stream, x: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+    return s.normal(x.size(), dtype or x.dtype)
+
+
+@_rule(_ATEN.normal_functional.default)
+def _normal(s: Stream, x: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
+    return s.normal(x.size(), x.dtype) * std + mean
+
+
+@_rule(_ATEN.normal.Tensor_float)
+@_rule(_ATEN.normal.float_Tensor)
+@_rule(_ATEN.normal.Tensor_Tensor)
+def _normal_of(s: Stream, mean: Any, std: Any = 1.0) -> torch.Tensor:
+    sizes = [value.size() for value in (mean, std) if isinstance(value, torch.Tensor)]
+    dtype = mean.dtype if isinstance(mean, torch.Tensor) else std.dtype
+    return s.normal(torch.broadcast_shapes(*sizes), dtype) * std + mean
+
+
+@_rule(_ATEN.normal.float_float)
+def _normal_sized(
+    s: Stream, mean: float, std: float, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any
+) -> torch.Tensor:
+    return s.normal(size, _floating(dtype)) * std + mean
+
+
+@_rule(_ATEN.log_normal.default)
+def _log_normal(s: Stream, x: torch.Tensor, mean: float = 1.0, std: float = 2.0) -> torch.Tensor:
+    return _normal(s, x, mean, std).exp()
+
+
+# --- yes or no --------------------------------------------------------------------------------------
+
+
+@_rule(_ATEN.bernoulli.default)
+def _bernoulli(s: Stream, x: torch.Tensor) -> torch.Tensor:
+    return _bernoulli_p(s, x, x)
+
+
+@_rule(_ATEN.bernoulli.p)
+@_rule(_ATEN.bernoulli.Tensor)
+def _bernoulli_p(s: Stream, x: torch.Tensor, p: Any = 0.5) -> torch.Tensor:
+    exact = torch.float64 if isinstance(p, torch.Tensor) and p.dtype is torch.float64 else torch.float32
+    return (s.uniform(x.size(), exact) < p).to(x.dtype)
+
+
+@_rule(_ATEN.native_dropout.default)
+def _dropout(s: Stream, x: torch.Tensor, p: float, train: bool | None = True) -> Any:
+    if train is False or p == 0:
+        return x.clone(), torch.ones_like(x, dtype=torch.bool)
+    mask = s.uniform(x.size(), torch.float32) >= p
+    return x * mask * (0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+# --- integers ---------------------------------------------------------------------------------------
+
+
+def _integers(s: Stream, size: Sequence[int], low: int, high: int, dtype: torch.dtype | None) -> torch.Tensor:
+    return (s.long_words(size) % (high - low) + low).to(dtype or torch.int64)
+
+
+@_rule(_ATEN.randint.default)
+def _randint(
+    s: Stream, high: int, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any
+) -> torch.Tensor:
+    return _integers(s, size, 0, high, dtype)
+
+
+@_rule(_ATEN.randint.low)
+def _randint_from(
+    s: Stream, low: int, high: int, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any
+) -> torch.Tensor:
+    return _integers(s, size, low, high, dtype)
+
+
+@_rule(_ATEN.randint_like.default)
+def _randint_like(
+    s: Stream, x: torch.Tensor, high: int, *, dtype: torch.dtype | None = None, **_: Any
+) -> torch.Tensor:
+    return _integers(s, x.size(), 0, high, dtype or x.dtype)
+
+
+@_rule(_ATEN.randint_like.low_dtype)
+def _randint_like_from(
+    s: Stream, x: torch.Tensor, low: int, high: int, *, dtype: torch.dtype | None = None, **_: Any
+) -> torch.Tensor:
+    return _integers(s, x.size(), low, high, dtype or x.dtype)
+
+
+@_rule(_ATEN.random.default)
+def _random(s: Stream, x: torch.Tensor) -> torch.Tensor:
+    """All integers from 0 on that the dtype holds, up to 62 bits of them."""
+    high = 2 ** MANTISSA[x.dtype] + 1 if x.is_floating_point() else torch.iinfo(x.dtype).max
+    return _integers(s, x.size(), 0, min(high, 2**62), x.dtype)
+
+
+@_rule(getattr(_ATEN.random, "from"))
+def _random_from(s: Stream, x: torch.Tensor, low: int, high: int) -> torch.Tensor:
+    return _integers(s, x.size(), low, high, x.dtype)
+
+
+@_rule(_ATEN.random.to)
+def _random_to(s: Stream, x: torch.Tensor, high: int) -> torch.Tensor:
+    return _integers(s, x.size(), 0, high, x.dtype)
+
+
+@_rule(_ATEN.randperm.default)
+def _randperm(s: Stream, n: int, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+    return s.long_words((n,)).argsort().to(dtype or torch.int64)
+
+
+# --- others -----------------------------------------------------------------------------------------
+
+
+@_rule(_ATEN.exponential.default)
+def _exponential(s: Stream, x: torch.Tensor, rate: float = 1.0) -> torch.Tensor:
+    return -torch.log1p(-s.uniform(x.size(), x.dtype)) / rate
+
+
+@_rule(_ATEN.geometric.default)
+def _geometric(s: Stream, x: torch.Tensor, p: float) -> torch.Tensor:
+    return (_exponential(s, x) / -math.log1p(-p)).ceil().clamp(min=1)
+
+
+@_rule(_ATEN.cauchy.default)
+def _cauchy(s: Stream, x: torch.Tensor, median: float = 0.0, width: float = 1.0) -> torch.Tensor:
+    return median + width * torch.tan(math.pi * (s.uniform(x.size(), x.dtype) - 0.5))
+
+
+@_rule(_ATEN.multinomial.default)
+def _multinomial(s: Stream, weights: torch.Tensor, count: int, replacement: bool = False) -> torch.Tensor:
+    if replacement:
+        sums = weights.cumsum(-1)
+        chosen = s.uniform((*weights.size()[:-1], count), weights.dtype) * sums[..., -1:]
+        return torch.searchsorted(sums, chosen, right=True).clamp(max=weights.size(-1) - 1)
+    # The first of so many exponential clocks to ring is each with its own weight (Efraimidis and Spirakis).
+    return (weights / _exponential(s, weights)).topk(count, -1).indices
+
+
+# Random words as a function of a seed and an offset: Philox-4x32-10.
+#
+# Block number `n` of the stream of a seed is four words of 32 bits, a function of the seed and of `n` alone.
+# Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011); words and constants are those
+# of their library Random123, the seed being the key and `n` the low half of the counter.
+
+_MASK = 0xFFFFFFFF
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_BUMPS = 0x9E3779B9, 0xBB67AE85
+_ROUNDS = 10
+
+Words: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def philox_4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words:
+    """Four words for each counter.
+
+    Shapes: every tensor is int64 and holds 32 bits an element; keys broadcast against counters.
+    """
+    a, b, c, d = counter
+    low, high = key
+    for _ in range(_ROUNDS):
+        # The product of two words has 64 bits: int64 holds them all, whatever it takes the topmost for.
+        first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
+        a, b, c, d = (
+            _high(second) ^ b ^ low,
+            second & _MASK,
+            _high(first) ^ d ^ high,
+            first & _MASK,
+        )
+        low, high = (low + _BUMPS[0]) & _MASK, (high + _BUMPS[1]) & _MASK
+    return a, b, c, d
+
+
+def _high(value: torch.Tensor) -> torch.Tensor:
+    """The upper of two words."""
+    # By name: what `>>` calls is an operator that partitions and compilers do not know.
+    return torch.bitwise_right_shift(value, 32) & _MASK
+
+
+def _words(seed: torch.Tensor, offset: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    blocks = torch.arange(num_blocks(count), dtype=torch.int64, device=seed.device) + (offset + start)
+    zero = torch.zeros_like(blocks)
+    words = philox_4x32((blocks & _MASK, _high(blocks), zero, zero), (seed & _MASK, _high(seed)))
+    return torch.stack(words, -1).view(-1)[:count].clone()
+
+
+def num_blocks(num_words: int) -> int:
+    """Blocks of the stream that so many words take."""
+    return -(-num_words // 4)
+
+
+def _fake_words(seed: torch.Tensor, offset: torch.Tensor, start: int, count: int) -> torch.Tensor:
+    return seed.new_empty((count,), dtype=torch.int64)
+
+
+_LIBRARY = torch.library.Library("aotdist", "DEF")
+_LIBRARY.define("philox(Tensor seed, Tensor offset, int start, int count) -> Tensor")
+_LIBRARY.impl("philox", _words, "CompositeExplicitAutograd")
+torch.library.register_fake("aotdist::philox", _fake_words, lib=_LIBRARY)
+PHILOX: OpOverload = torch.ops.aotdist.philox.default
+"""`philox(seed, offset, start, count)`: `count` words from block `offset + start` of the stream of `seed`.
+
+Shapes: seed and offset are int64 without dimensions, the words int64 of 32 bits each.
+"""
+
+
+class Stream:
+    """Hands out the words of one run of a program, in order.
+
+    Args:
+        state: gives the seed and the offset, when a number is drawn for the first time.
+    """
+
+    def __init__(self, state: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._state = state
+        self.blocks = 0  # how many have been handed out
+        self.device = torch.device("cpu")  # where numbers are drawn, and so where seed and offset lie
+
+    def words(self, count: int) -> torch.Tensor:
+        """The next `count` words; what is left of a block is not used."""
+        start = self.blocks
+        self.blocks += num_blocks(count)
+        seed, offset = self._state()
+        return torch.ops.aotdist.philox(seed, offset, start, count)
+
+    def long_words(self, size: Sequence[int]) -> torch.Tensor:
+        """Integers of 62 bits."""
+        words = self.words(2 * math.prod(size)).view(*size, 2)
+        upper, lower = words[..., 0] & 0x7FFFFFFF, words[..., 1] & 0x7FFFFFFF
+        return torch.bitwise_left_shift(upper, 31) | lower
+
+    def uniform(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Numbers in [0, 1), as many as the dtype tells apart there."""
+        bits = MANTISSA[dtype]
+        if bits > 32:
+            integers = torch.bitwise_right_shift(self.long_words(size), 62 - bits)
+        else:
+            integers = torch.bitwise_right_shift(self.words(math.prod(size)).view(*size), 32 - bits)
+        return integers.to(dtype) * 2.0**-bits
+
+    def normal(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Numbers of the standard normal distribution (Box and Muller)."""
+        exact = torch.float64 if dtype is torch.float64 else torch.float32
+        radius = (-2 * torch.log1p(-self.uniform(size, exact))).sqrt()
+        return (radius * torch.cos(2 * math.pi * self.uniform(size, exact))).to(dtype)
+
+
+MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+"""Bits of the integers that a dtype holds all of."""

@@ -1,1 +1,0 @@
-"""From a `Program` to one joint forward/backward graph and the facts read off it."""

@@ -1,0 +1,324 @@
+"""The backward of a traced program: autograd runs from its results, of all of them or of some.
+
+A backward is linear, so the backward of some results follows from that of all (`aotdist.partition.reduced`).
+There are exceptions: a user's function with several results may tell None from zeros; where wrappers meet
+other tensors, a sum may be of another kind than a summand; and user code may write or keep tensors. With one
+of these, the backward is traced for every choice of results.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from aotdist.capture.in_backward import InBackward
+from aotdist.convention.metadata import takes_any_size
+from aotdist.errors import UnsupportedProgram
+from aotdist.facts import NodeOut, kept_slots
+from aotdist.program import NodeOutIdx, PrimalIdx, Role, Row, Slot
+from aotdist.subclasses.protocol import (
+    Recipe,
+    Wrapper,
+    leaves,
+    mixes_with_plain,
+    plain_tensors,
+    rebuild,
+    recipe_of,
+    tangent_recipe,
+)
+from aotdist.torch_seam.autograd import (
+    REENTRANT_CHECKPOINT,
+    custom_functions,
+    leaves_behind,
+    mixes_gradients,
+    run_accumulating_backward,
+    run_backward,
+)
+from aotdist.torch_seam.tensors import heard_of
+from aotdist.trace.capture_mode import Lifting, Recalling
+from aotdist.trace.classes import users_code
+from aotdist.trace.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
+from aotdist.trace.recorder import Recorder
+from aotdist.trace.stand_ins import StandIn
+
+End = tuple[NodeOutIdx, torch.Tensor]
+"""A differentiable result of the program."""
+
+Chosen = tuple[NodeOutIdx, ...]
+"""Some of the differentiable results, whose backward is traced separately."""
+
+Wanted = tuple[PrimalIdx, Sequence[torch.Tensor | GradientEdge]]
+"""An input, and where its gradients arrive."""
+
+_MOST_CHOICES = 4
+"""With at most so many results, the backward may be traced for every choice of some of them."""
+
+
+def is_linear(ends: Sequence[End]) -> bool:
+    """Whether no autograd function on the way tells None from zeros."""
+    return not mixes_gradients([tensor for _, tensor in ends])
+
+
+def _mixes_kinds(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether wrappers meet other kinds of tensors: the kind of a gradient may then depend on the results."""
+    recipes = [recipe_of(tensor) for tensor in tensors]
+    return mixes_with_plain(recipes) and len(set(map(_kind, recipes))) > 1
+
+
+def _kind(recipe: Recipe) -> Hashable:
+    if isinstance(recipe, Wrapper):
+        return recipe.cls, tuple(_kind(part) for _, part in recipe.attributes)
+    return type(recipe)
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """What a run of a backward has computed.
+
+    Args:
+        grads: the gradients of inputs.
+        kept: the tensors that user code in it keeps.
+    """
+
+    grads: Mapping[PrimalIdx, torch.Tensor]
+    kept: tuple[torch.Tensor, ...]
+
+    def recipes(self) -> tuple[dict[PrimalIdx, Recipe], tuple[Recipe, ...]]:
+        """The recipes of the gradients, and of the tensors that are kept."""
+        return {idx: recipe_of(grad) for idx, grad in self.grads.items()}, tuple(map(recipe_of, self.kept))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The gradients, then the tensors that are kept."""
+        return [*self.grads.values(), *self.kept]
+
+
+class Backward:
+    """Runs autograd over a traced program; every run records what it computes.
+
+    Args:
+        recorder: records what autograd runs.
+        node_outs: what the program returns.
+        ends: the differentiable ones among `node_outs`, with their tensors.
+        wanted: for each input that may get gradients, where they arrive; its leaf comes first.
+        mode: the mode that the program ran in, for tensors that it closes over; every run is inside of it.
+        in_python: watches what each run changes in Python.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        node_outs: Row[NodeOutIdx, NodeOut],
+        ends: Sequence[End],
+        wanted: Sequence[Wanted],
+        mode: Lifting | Recalling,
+        in_python: InBackward,
+    ) -> None:
+        recorder.phase = "backward"
+        self._recorder = recorder
+        self._ends, self._wanted = ends, wanted
+        self.mode, self.in_python = mode, in_python
+        self._autocast = recorder.backward_autocast
+        if ends and not wanted:
+            raise requires_grad_by_itself(node_outs[ends[0][0]].slot)
+        self._tangents = {
+            idx: new_tangent(
+                recorder, node_outs[idx].slot.path, tangent_recipe(node_outs[idx].recipe), tensor
+            )
+            for idx, tensor in ends
+        }
+        tensors = [tensor for _, tensor in ends]
+        functions = custom_functions(tensors)
+        if functions and any(map(recorder.is_given, leaves_behind(tensors))):
+            raise _closed_over_unheard(functions)
+        self._accumulates = REENTRANT_CHECKPOINT in functions
+
+    def choices(self) -> list[Chosen]:
+        """The choices of results for which the backward has to be traced separately."""
+        tensors = [tensor for _, tensor in self._ends]
+        tensors += [end for _, ends in self._wanted for end in ends if isinstance(end, torch.Tensor)]
+        return [] if is_linear(self._ends) and not _mixes_kinds(tensors) else self.some()
+
+    def some(self) -> list[Chosen]:
+        """Every choice of some of the results, unless there are too many."""
+        indices = [idx for idx, _ in self._ends]
+        if not 1 < len(indices) <= _MOST_CHOICES:
+            return []
+        return [some for k in range(1, len(indices)) for some in itertools.combinations(indices, k)]
+
+    def end(self, idx: NodeOutIdx) -> torch.Tensor:
+        """The traced tensor of a result."""
+        return next(tensor for each, tensor in self._ends if each == idx)
+
+    def is_differentiable(self) -> bool:
+        """Whether the gradients may have a history; those of a reentrant checkpoint have none."""
+        return not self._accumulates
+
+    def wanted(self) -> Sequence[Wanted]:
+        """Where gradients of the inputs arrive."""
+        return self._wanted
+
+    def run(
+        self,
+        choice: Sequence[NodeOutIdx] | None = None,
+        tangents: Mapping[NodeOutIdx, torch.Tensor] | None = None,
+        *,
+        wanted: Sequence[torch.Tensor | GradientEdge] | None = None,
+        retain_graph: bool,
+        with_history: bool = False,
+    ) -> Computed:
+        """Run autograd; returns the gradients that there are, and what user code keeps.
+
+        Args:
+            choice: the results to start from; all, if not given.
+            tangents: the gradients to start with, if not those that are assumed.
+            wanted: where gradients are to arrive, if not at inputs; what arrives is not returned.
+            retain_graph: whether there will be another run.
+            with_history: whether the gradients are to be differentiated in turn.
+        """
+        ends = [(idx, tensor) for idx, tensor in self._ends if choice is None or idx in choice]
+        given = self._tangents if tangents is None else tangents
+        if not ends:
+            return Computed({}, ())
+        arriving = [(idx, end) for idx, ends in self._wanted for end in ends] if wanted is None else []
+        arrive_at: Sequence[Any] = [end for _, end in arriving] if wanted is None else wanted
+        run = run_accumulating_backward
+        if not self._accumulates:
+            run = functools.partial(run_backward, create_graph=with_history)
+        with ExitStack() as stack:
+            naming = naming_failures_of_backward(of_assumed=tangents is None)
+            for context in (self._autocast(), self.mode, naming):
+                stack.enter_context(context)
+            tensors, first = zip(*((tensor, given[idx]) for idx, tensor in ends), strict=True)
+            stack.enter_context(users_code(self.mode.swap))
+            stack.enter_context(self.in_python.running(choice, self._recorder.shape_env, self._recorder.told))
+            found = heard_of(run(tensors, arrive_at, first, retain_graph=retain_graph))
+        grads: dict[PrimalIdx, torch.Tensor] = {}
+        for (idx, _), grad in zip(arriving, found, strict=False):
+            if grad is not None:
+                grad = self.mode.swap(grad)  # a function of the user's may return what it closes over
+                grads[idx] = grads[idx] + grad if idx in grads else grad
+        return Computed(grads, self.in_python.kept)
+
+
+def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
+    """An error for a result that requires grad although no input that does leads to it."""
+    return UnsupportedProgram(
+        f"`{slot}` requires grad, and no input of the program that does leads to it",
+        stage="joint",
+        fix="call `requires_grad_()` on the result outside, or pass the tensor that is to get the gradient",
+    )
+
+
+def _closed_over_unheard(functions: Sequence[str]) -> UnsupportedProgram:
+    """An error for a tensor that an autograd function took in C++ where nothing hears: from torch 2.14 on."""
+    return UnsupportedProgram(
+        f"a name bound to the `apply` of an autograd function (of {', '.join(functions)}) is called with a "
+        "tensor that the program closes over, which would get no gradient",
+        stage="joint",
+        fix="call `TheFunction.apply(...)` itself, or pass the tensor to the compiled function",
+    )
+
+
+def new_tangent(
+    recorder: Recorder, path: str, recipe: Recipe, like: torch.Tensor, role: Role = "tangent"
+) -> torch.Tensor:
+    """New arguments of the graph, put together as `recipe` says; on the devices of `like`.
+
+    `like` may be another kind of tensor: then all are on its one device.
+    """
+    same_kind = _kind(recipe) == _kind(recipe_of(like))
+    devices = [plain.device for plain in plain_tensors(like)] if same_kind else itertools.repeat(like.device)
+    plains = [
+        recorder.argument(Slot(role, path, inner), recorder.fake_like(leaf, device))
+        for (inner, leaf), device in zip(leaves(recipe), devices, strict=same_kind)
+    ]
+    return rebuild(recipe, plains)
+
+
+def refuse_unfit(
+    row: Row[PrimalIdx, StandIn],
+    grads: Mapping[PrimalIdx, torch.Tensor],
+    reshaped: Callable[[PrimalIdx], bool],
+) -> None:
+    """Raise where an input that was reshaped unseen has a gradient that its node would not take.
+
+    Args:
+        row: the inputs.
+        grads: their gradients.
+        reshaped: whether an input shows its elements in another way now.
+    """
+    for idx, grad in grads.items():
+        if not reshaped(idx):  # whose size may be symbolic, and is not to be compared
+            continue
+        known = row[idx].example
+        if grad.dtype != known.dtype:
+            raise retyped_unseen(row[idx].slot, known.dtype, grad.dtype)
+        size = known.size()
+        if takes_any_size(known, grad.size()):
+            continue
+        fits = grad.size()[max(grad.dim() - len(size), 0) :] == size
+        # What fits is copied into the sizes of the leaf; autograd takes a single element as it is.
+        if not (fits and (grad.size() == size or grad.numel() > 1)):
+            raise reshaped_unseen(f"`{row[idx].slot}` is known as {list(size)}, and gets {list(grad.size())}")
+
+
+Result = tuple[Slot, torch.fx.Node | None]
+
+
+def value_results(
+    recorder: Recorder, node_outs: Row[NodeOutIdx, NodeOut], tensors: Sequence[torch.Tensor]
+) -> list[Result]:
+    """What a program returns as results of the recorded graph."""
+    results: list[Result] = []
+    for node_out, tensor in zip(node_outs, tensors, strict=True):
+        slot = node_out.slot
+        for (inner, _), plain in zip(leaves(node_out.recipe), plain_tensors(tensor), strict=True):
+            results.append((Slot(slot.role, slot.path, inner), recorder.value(plain)))
+    return results
+
+
+def grad_results(
+    recorder: Recorder, ins: Row[PrimalIdx, Slot], grads: Mapping[PrimalIdx, torch.Tensor]
+) -> list[Result]:
+    """The gradients as results of the recorded graph; `ins` names the inputs."""
+    results: list[Result] = []
+    for idx, grad in grads.items():
+        for (inner, _), plain in zip(leaves(recipe_of(grad)), plain_tensors(grad), strict=True):
+            results.append((Slot("grad", ins[idx].path, inner), recorder.value(plain)))
+    return results
+
+
+def kept_results(recorder: Recorder, kept: Sequence[torch.Tensor]) -> list[Result]:
+    """What user code in the backward keeps as results of the recorded graph.
+
+    Raises:
+        UnsupportedProgram: a tensor is none of the backward's.
+    """
+    values = [recorder.value(plain) for tensor in kept for plain in plain_tensors(tensor)]
+    for value in values:
+        if value.meta.get("phase") != "backward":
+            raise UnsupportedProgram(
+                "a hook, or an autograd function, keeps a tensor in the backward that the backward does not "
+                f"compute: `{value.name}`",
+                stage="joint",
+                fix="keep it in the forward, or return it",
+            )
+    return list(zip(kept_slots([recipe_of(tensor) for tensor in kept]), values, strict=True))
+
+
+def choice_results(
+    recorder: Recorder, slots: Sequence[Slot], computed: Computed, written: Sequence[Result]
+) -> list[Result]:
+    """What the backward of a choice of results computes, by the names that `Choice.slots` has for it."""
+    grads, kept = (
+        [recorder.value(plain) for tensor in tensors for plain in plain_tensors(tensor)]
+        for tensors in (computed.grads.values(), computed.kept)
+    )
+    return list(zip(slots, [*grads, *(node for _, node in written), *kept], strict=True))

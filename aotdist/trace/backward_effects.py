@@ -1,0 +1,344 @@
+"""What the backward of a program did, read off its trace; that of some results, where it is traced alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aotdist.aliasing.metadata import Change, resize_storage
+from aotdist.capture.in_backward import InBackward
+from aotdist.capture.source import Source
+from aotdist.errors import UnsupportedProgram
+from aotdist.facts import (
+    BackwardFacts,
+    BackwardWrite,
+    Choice,
+    DataWritten,
+    Fresh,
+    InputFact,
+    IsInput,
+    MetadataWrite,
+    OutputView,
+    ViewOfInput,
+    ViewOfIntermediate,
+    ViewOfOutput,
+)
+from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
+from aotdist.subclasses.protocol import is_wrapper, leaves, plain_tensors, recipe_of, same_layout
+from aotdist.torch_seam.autograd import (
+    history_of,
+    saves_tensors,
+    sequence_nr,
+    tensors_by_node,
+)
+from aotdist.torch_seam.functional import functional_storage_id, memory_of
+from aotdist.torch_seam.modes import TorchDispatchMode
+from aotdist.torch_seam.operators import OpOverload
+from aotdist.trace.backward import (
+    Backward,
+    Chosen,
+    Computed,
+    End,
+    Result,
+    choice_results,
+    grad_results,
+    is_linear,
+    kept_results,
+    refuse_unfit,
+)
+from aotdist.trace.context import TraceContext
+from aotdist.trace.data_writes import backward_writes, counts_of_results, result_writes
+from aotdist.trace.failures import written_without_others
+from aotdist.trace.forward_effects import ForwardEffects
+from aotdist.trace.forward_snapshot import ForwardEnd, is_read_again
+from aotdist.trace.metadata import refuse
+from aotdist.trace.observed_grads import HeldTensor, Waypoints
+from aotdist.trace.outputs import NodeOutputs
+from aotdist.trace.recorder import Recorder, Writers
+from aotdist.trace.stand_ins import Inputs, StandIn
+
+
+@dataclass(frozen=True, slots=True)
+class BackwardEffects:
+    """What the backward did.
+
+    Args:
+        runs: runs the backward, again if need be.
+        waypoints: where gradients of results pass others.
+        grads: the gradients that inputs get.
+        facts: what the later stages know of it.
+        results: gradients, and what was written.
+    """
+
+    runs: Backward
+    waypoints: Waypoints
+    grads: Mapping[PrimalIdx, torch.Tensor]
+    facts: BackwardFacts
+    results: list[Result]
+
+
+class BackwardTrace:
+    """Traces the backward of a program, and what has to be traced besides; once.
+
+    Args:
+        context: the parties of the trace.
+        forward: what the forward did.
+    """
+
+    def __init__(self, context: TraceContext, forward: ForwardEffects) -> None:
+        options = context.options
+        self._context, self._recorder, self._inputs = context, context.recorder, context.inputs
+        self._forward, self._may_run_later = forward, options.may_run_later
+        self._in_python = options.in_python or InBackward(None)
+        self._ends, fits = forward.ends(), forward.can_be_followed()
+        self._behind = _results_behind_nodes(self._ends)
+        self._freed = frozenset(behind for node, behind in self._behind.items() if saves_tensors(node))
+        cuts, row = context.options.cuts and fits, self._inputs.row()
+        self._forward_end = ForwardEnd.of(self._recorder, row, forward.outputs.tensors) if cuts else None
+        can_hold = cuts and is_linear(self._ends)
+        held = held_tensors(forward.outs, forward.outputs, forward.writes, row) if can_hold else []
+        self._waypoints = Waypoints(held, self._ends)
+        self._backward = self._backward_of(forward)
+        self._nonlinear = self._backward.choices() if context.options.cuts else []
+
+    def effects(self) -> BackwardEffects:
+        """Run it, and read off what it did."""
+        context, recorder, forward, backward = self._context, self._recorder, self._forward, self._backward
+        metadata, tensors = forward.metadata, forward.outputs.tensors
+        sizes, num_changes = context.storages.sizes(), len(context.log.changes)
+        counters = [one.counts() for one in self._inputs.row()]
+        counted = counts_of_results(tensors, self._inputs.row())
+        sums = LayoutSums()
+        with self._waypoints.watched(recorder), sums if len(self._ends) > 1 else nullcontext():
+            with recorder.noting_writers() as writers:
+                whole = backward.run(retain_graph=self._may_run_later or len(self._ends) > 1)
+        row = self._inputs.row()
+        context.refuse_accumulation()
+        refuse_unfit(row, whole.grads, metadata.is_reshaped)
+        grads = grad_results(recorder, row.map(lambda one: one.slot), whole.grads)
+        grads += self._waypoints.results(recorder)
+        writes, written = backward_writes(recorder, row, counters, metadata, context.storages)
+        made, made_results = result_writes(
+            recorder, forward.node_outs, tensors, counted, counts_of_results(tensors, row)
+        )
+        written += made_results + kept_results(recorder, whole.kept)
+        _refuse_replaced_inputs(recorder, self._inputs, self._in_python.replaced)
+        storages = tuple(context.storages.resized_since(sizes))
+        once = is_read_again(self._written_of_nobody(writers), grads + written)
+        cannot_repeat = bool(made or once or (writes and (self._forward_end is None or storages)))
+        choices = [] if cannot_repeat else self._to_trace_alone(whole, writes, writers)
+        runs, chosen, of_choices = self._trace_alone(choices, writes)
+        if self._in_python.whole and self._may_run_later and not (runs or writes or made):
+            self._find_changes_of_some()
+        if self._forward_end is not None:
+            self._forward_end.read_late(recorder, self._inputs.row(), writes, forward.node_outs, made)
+        _refuse_changes(self._inputs, context.log.changes[num_changes:])
+        facts = BackwardFacts(
+            grads=Row(
+                recipe_of(whole.grads[idx]) if idx in whole.grads else None
+                for idx in self._inputs.row().indices()
+            ),
+            writes=writes,
+            result_writes=made,
+            storages=storages,
+            passages=self._waypoints.passages(len(forward.node_outs)),
+            once=once,
+            choices=chosen,
+            adds_layouts=sums.differ,
+            freed=self._freed,
+        )
+        return BackwardEffects(backward, self._waypoints, whole.grads, facts, grads + of_choices + written)
+
+    def _backward_of(self, forward: ForwardEffects) -> Backward:
+        """What runs autograd from the differentiable results."""
+        return Backward(
+            recorder=self._recorder,
+            node_outs=forward.node_outs,
+            ends=self._ends,
+            wanted=forward.metadata.gradient_ends(self._inputs.row()),
+            mode=forward.lifting,
+            in_python=self._in_python,
+        )
+
+    def _written_of_nobody(self, writers: Writers) -> list[torch.fx.Node]:
+        """What the forward computed, that is in nobody's hands, and that the backward writes over."""
+        held = [plain for one in self._inputs.row() for plain in one.plains]
+        held += [plain for result in self._forward.outputs.tensors for plain in plain_tensors(result)]
+        storages = set(map(memory_of, held))
+        return [node for node, storage in writers.of_forward.items() if storage not in storages]
+
+    def _to_trace_alone(
+        self, whole: Computed, writes: Sequence[BackwardWrite], writers: Writers
+    ) -> Sequence[Chosen]:
+        """The choices of results whose backward does not follow from the whole one.
+
+        Args:
+            whole: what that computes.
+            writes: the inputs that it writes.
+            writers: where it does.
+        """
+        keeps = whole.kept and self._context.options.cuts and self._may_run_later
+        if keeps or (writes and not self._are_met_by_all(writes, writers)):
+            return self._backward.some()
+        return self._nonlinear
+
+    def _are_met_by_all(self, writes: Sequence[BackwardWrite], writers: Writers) -> bool:
+        """Whether the backward writes the same, from whichever of the results it starts."""
+        row = self._inputs.row()
+        memory = {functional_storage_id(plain) for write in writes for plain in row[write.input].plains}
+        numbers = {number for storage, number in writers.nodes if storage in memory}
+        all_ends = len(self._ends)
+        return numbers <= {
+            sequence_nr(node) for node, behind in self._behind.items() if len(behind) == all_ends
+        }
+
+    def _trace_alone(
+        self, choices: Sequence[Chosen], writes: Sequence[BackwardWrite]
+    ) -> tuple[dict[Chosen, Computed], tuple[Choice, ...], list[Result]]:
+        """Run the backward of each choice of results: what each computes, its fact, and graph results.
+
+        Each begins with what the inputs hold when the forward ends, if the whole backward has `writes`.
+        """
+        runs: dict[Chosen, Computed] = {}
+        found: list[Choice] = []
+        results: list[Result] = []
+        recorder, inputs, storages = self._recorder, self._inputs, self._context.storages
+        known = {write.input for write in writes}
+        for chosen in choices:
+            if writes and self._forward_end is not None:
+                self._forward_end.restore(inputs.row())
+            counters = [one.counts() for one in inputs.row()]
+            runs[chosen] = some = self._backward.run(chosen, retain_graph=True)
+            row, metadata = inputs.row(), self._forward.metadata
+            some_writes, written = backward_writes(recorder, row, counters, metadata, storages)
+            for write in some_writes:
+                if write.input not in known:
+                    raise written_without_others(row[write.input].slot)
+            grads, kept = some.recipes()
+            found.append(Choice(chosen, grads, some_writes, kept))
+            slots = found[-1].slots(row.map(lambda one: one.slot), row.map(lambda one: one.recipe))
+            results += choice_results(recorder, slots, some, written)
+        return runs, tuple(found), results
+
+    def _find_changes_of_some(self) -> None:
+        """Run the backward of each choice of results, to see what it changes in Python."""
+        with self._recorder.on_trial():
+            for chosen in self._backward.some():
+                self._backward.run(chosen, retain_graph=True)
+
+
+def _results_behind_nodes(ends: Sequence[End]) -> dict[Any, frozenset[NodeOutIdx]]:
+    """The autograd nodes, each with the results that it is behind."""
+    return {
+        node: frozenset(ends[position][0] for position in positions)
+        for node, positions in tensors_by_node([tensor for _, tensor in ends]).items()
+    }
+
+
+def _refuse_replaced_inputs(
+    recorder: Recorder, inputs: Inputs, replaced: Sequence[tuple[Source, torch.Tensor]]
+) -> None:
+    """Refuse a backward that computes with a tensor and then puts another in its place.
+
+    The tensor is read when the forward begins; by then, backwards of other calls may have replaced it.
+    """
+    for place, tensor in replaced:
+        met = inputs.of_example(tensor)
+        idx = inputs.index_of(tensor if met is None else met)
+        if idx is None:
+            continue
+        slot, recipe = inputs.row()[idx].slot, inputs.row()[idx].recipe
+        names = (Slot("primal", slot.path, inner) for inner, _ in leaves(recipe))
+        users = [user for name in names for user in recorder.placeholder(name).users]
+        if any(user.meta.get("phase") == "backward" for user in users):
+            raise UnsupportedProgram(
+                f"the backward (a hook, an autograd function) computes with `{place.path}` and assigns it",
+                stage="joint",
+                fix="add to the tensor in place (`add_`)",
+            )
+
+
+def _refuse_changes(inputs: Inputs, changes: Sequence[Change]) -> None:
+    for change in changes:
+        idx = inputs.index_of(change.tensor)
+        if idx is not None and change.reshapes() and change.op is not resize_storage:
+            raise refuse(inputs.row()[idx], "by the backward")
+
+
+_SUMS = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor})
+
+
+class LayoutSums(TorchDispatchMode):
+    """Notes, while autograd runs inside, whether wrappers of different layouts are added up."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.differ = False
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func in _SUMS and all(map(is_wrapper, args[:2])):
+            self.differ |= not same_layout(*map(recipe_of, args[:2]))
+        return func(*args, **(kwargs or {}))
+
+
+# What the caller will hold of the differentiable tensors of a program, and may watch the gradients of.
+
+
+def held_tensors(
+    outs: Sequence[Any],
+    outputs: NodeOutputs,
+    writes: Row[PrimalIdx, InputFact],
+    row: Row[PrimalIdx, StandIn],
+) -> list[HeldTensor]:
+    """Results, and inputs that have another history after the call.
+
+    Args:
+        outs: what the program returned.
+        outputs: what that is.
+        writes: what happened to each input.
+        row: the inputs.
+    """
+    held = [
+        HeldTensor(str(outputs.slots[idx]), Fresh(idx), idx, outputs.tensors[idx])
+        for idx in sorted(outputs.with_history)
+        if outputs.slots[idx].role == "output"
+    ]
+    for idx, fact in writes.enumerate():
+        if isinstance(fact, DataWritten) and fact.differentiable:
+            held.append(HeldTensor(str(row[idx].slot), IsInput(idx), fact.value, row[idx].tensor))
+    held += _views_of_written(row)
+    held += _reshaped(outputs, row)
+    for position, (out, fact) in enumerate(zip(outs, outputs.facts, strict=True)):
+        is_view = isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)) and fact.steps
+        if is_view and out.grad_fn is not None:
+            held.append(HeldTensor(f"out[{position}]", OutputView(OutIdx(position)), None, out))
+    return held
+
+
+def _views_of_written(row: Row[PrimalIdx, StandIn]) -> Iterator[HeldTensor]:
+    """Inputs that are made again as views, and have the history of their base since it was written."""
+    written = {id(one.tensor) for one in row if not one.derived and one.bumps()}
+    for idx, stand_in in row.enumerate():
+        view = stand_in.tensor
+        if stand_in.derived and id(view._base) in written and history_of(view) is not None:
+            yield HeldTensor(str(stand_in.slot), IsInput(idx), None, view)
+
+
+def _reshaped(outputs: NodeOutputs, row: Row[PrimalIdx, StandIn]) -> Iterator[HeldTensor]:
+    """Inputs that show their elements in another way: what is computed of them then is computed of a view."""
+    targets = [act.target for act in outputs.order if isinstance(act, MetadataWrite) and act.number >= 0]
+    for idx in dict.fromkeys(target.input for target in targets if isinstance(target, IsInput)):
+        if row[idx].tensor.grad_fn is not None:
+            yield HeldTensor(str(row[idx].slot), IsInput(idx), None, row[idx].tensor)

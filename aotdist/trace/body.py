@@ -1,0 +1,370 @@
+"""A function that the program hands to a higher-order operator, traced, and cut into graphs of its own.
+
+A body is a program like any other: the same code traces it, inside of the trace of the enclosing program,
+whose tensors it treats as a program treats real ones. What it closes over becomes an argument.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch.fx import GraphModule, Node
+
+from aotdist.facts import DataWritten, Fresh, NodeOut
+from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
+from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, tangent_recipe
+from aotdist.torch_seam.checks import hearing_of_checks
+from aotdist.torch_seam.functional import FunctionalTensor, functional_storage_id, is_functional_base
+from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.proxies import graph_module
+from aotdist.torch_seam.tensors import storage_id
+from aotdist.torch_seam.trees import TreeSpec, pytree
+from aotdist.trace.context import TraceOptions
+from aotdist.trace.failures import refusal
+from aotdist.trace.recorder import Recorder
+
+if TYPE_CHECKING:
+    from aotdist.trace.trace import Traced
+
+_COLLECTIVES = "_c10d_functional"
+
+
+class Trace(Protocol):
+    """`aotdist.trace.trace.trace`, which traces bodies too."""
+
+    def __call__(
+        self,
+        program: Program[PrimalIdx],
+        recorder: Recorder,
+        options: TraceOptions,
+        *,
+        name_closed_over: Callable[[torch.Tensor], Slot],
+        outer: Callable[[torch.Tensor], torch.Tensor],
+    ) -> Traced:
+        """Trace `program`; `outer` gives the stand-in of a real tensor in the program around it."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Enclosing:
+    """The program that hands a body to an operator.
+
+    Args:
+        recorder: records that program.
+        stand_in: gives the stand-in for a real tensor there.
+        name_of: gives the name of one of its inputs, or None for any other tensor.
+        trace: traces bodies.
+    """
+
+    recorder: Recorder
+    stand_in: Callable[[torch.Tensor], torch.Tensor]
+    name_of: Callable[[torch.Tensor], str | None]
+    trace: Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor that bodies take.
+
+    Args:
+        name: for messages.
+        tensor: in the enclosing program.
+    """
+
+    name: str
+    tensor: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """One traced body.
+
+    Args:
+        traced: its trace; the inputs are tensors of the enclosing program.
+        spec: structure of what the function returns.
+        tensors: which leaves of that are tensors.
+        constants: the leaves that are none; None for those that are.
+    """
+
+    traced: Traced
+    spec: TreeSpec
+    tensors: tuple[bool, ...]
+    constants: tuple[Any, ...]
+
+    @property
+    def joint(self) -> Graph:
+        """Its graph."""
+        return self.traced.graph
+
+    def recipes(self) -> tuple[Recipe, ...]:
+        """How the tensors that it returns are put together."""
+        return tuple(out.recipe for out in self._outs())
+
+    def differentiable(self) -> tuple[bool, ...]:
+        """Which of the tensors that it returns have a gradient."""
+        return tuple(out.differentiable for out in self._outs())
+
+    def _outs(self) -> list[NodeOut]:
+        return [out for out in self.traced.facts.node_outs if out.slot.role == "output"]
+
+    def written(self) -> dict[int, list[Node]]:
+        """The new values of what it writes, by the id of the tensor."""
+        named, program = self.joint.named_results(), self.traced.program
+        found: dict[int, list[Node]] = {}
+        for idx, recipe in self.traced.facts.recipes.enumerate():
+            if isinstance(self.traced.facts.inputs[idx], DataWritten):
+                slots = [Slot("write", program.ins[idx].path, inner) for inner, _ in leaves(recipe)]
+                found[id(program.examples[idx])] = [n for slot in slots if (n := named[slot]) is not None]
+        return found
+
+    def operands(self) -> list[Operand]:
+        """What it takes: its arguments, then what it closes over."""
+        program = self.traced.program
+        pairs = zip(program.ins, program.examples, strict=True)
+        return [Operand(slot.path, example) for slot, example in pairs]
+
+    def arguments(self) -> dict[int, list[Node]]:
+        """The graph's arguments for each tensor that it takes, by the tensor's id."""
+        nodes = iter(n for slot, n in self.joint.named_placeholders().items() if slot.role == "primal")
+        program, recipes = self.traced.program, self.traced.facts.recipes
+        return {
+            id(example): [next(nodes) for _ in leaves(recipe)]
+            for example, recipe in zip(program.examples, recipes, strict=True)
+        }
+
+    def tangents(self, out: int) -> list[Node]:
+        """The graph's arguments for the gradient of one result; none if it has no gradient."""
+        node_out = self._outs()[out]
+        named = self.joint.named_placeholders()
+        slots = [
+            Slot("tangent", node_out.slot.path, inner) for inner, _ in leaves(tangent_recipe(node_out.recipe))
+        ]
+        return [named[slot] for slot in slots if slot in named]
+
+    def gradients(self) -> dict[int, tuple[Recipe, list[Node]]]:
+        """The gradients, by the id of the tensor that each is of."""
+        named, program = self.joint.named_results(), self.traced.program
+        found: dict[int, tuple[Recipe, list[Node]]] = {}
+        for idx, recipe in self.traced.facts.backward.grads.enumerate():
+            if recipe is not None:
+                slots = [Slot("grad", program.ins[idx].path, inner) for inner, _ in leaves(recipe)]
+                nodes = [node for slot in slots if (node := named[slot]) is not None]
+                found[id(program.examples[idx])] = (recipe, nodes)
+        return found
+
+    def results(self) -> list[Node]:
+        """The nodes of what it returns."""
+        named = self.joint.named_results().items()
+        return [node for slot, node in named if slot.role == "output" and node is not None]
+
+    def drawn(self) -> list[Node]:
+        """The random numbers that the gradients need; they are saved, since they must not be drawn again."""
+        needed = self.joint.ancestors(node for _, nodes in self.gradients().values() for node in nodes)
+        return [n for n in self.joint.gm.graph.nodes if n in needed and _is_drawn(n)]
+
+    def effects(self) -> list[Node]:
+        """Nodes of the forward that run whether or not their result is used: draws."""
+        return [n for n in self.joint.gm.graph.nodes if _is_random(n) and n.meta.get("phase") == "forward"]
+
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return any(map(_is_random, self.joint.gm.graph.nodes))
+
+
+def _is_random(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
+
+
+def _is_drawn(node: Node) -> bool:
+    """Whether a node is a tensor that a random operator returns, by itself or among others."""
+    source = node.args[0] if node.target is operator.getitem else node
+    return isinstance(node.meta.get("val"), torch.Tensor) and isinstance(source, Node) and _is_random(source)
+
+
+@dataclass
+class _Returned:
+    spec: TreeSpec | None = None
+    flat: list[Any] = field(default_factory=list[Any])
+
+
+def trace_body(
+    name: str,
+    fn: Callable[..., Any],
+    operands: Sequence[Operand],
+    around: Enclosing,
+    *,
+    training: bool,
+    may_write: bool,
+) -> Body:
+    """Trace `fn` on `operands`.
+
+    Args:
+        name: what it is, for messages.
+        fn: takes the operands' tensors.
+        operands: distinct tensors of the program around it.
+        around: the program that hands over the body.
+        training: record the gradients too.
+        may_write: whether it may write its operands, where the write has no history.
+
+    Raises:
+        UnsupportedProgram: it writes what it is given, or communicates.
+    """
+    recorder = around.recorder.nested()
+    returned = _Returned()
+
+    def run(*tensors: torch.Tensor) -> list[Any]:
+        with hearing_of_checks(_sees_to_none):
+            returned.flat, returned.spec = pytree.tree_flatten(fn(*tensors))
+        taken = {_memory(plain) for tensor in tensors for plain in plain_tensors(tensor)}
+        outs = [leaf for leaf in returned.flat if isinstance(leaf, torch.Tensor)]
+        return [_of_its_own(out, recorder, taken) for out in outs]
+
+    names = {operand.name for operand in operands}
+
+    def name_closed_over(tensor: torch.Tensor) -> Slot:
+        stem = around.name_of(tensor) or "closed over"
+        name = next(n for k in itertools.count() if (n := f"{stem}[{k}]" if k else stem) not in names)
+        names.add(name)
+        return Slot("primal", name)
+
+    slots = Row[PrimalIdx, Slot](Slot("primal", operand.name) for operand in operands)
+    program = Program(run, slots, Row([operand.tensor for operand in operands]))
+    with no_modes():
+        traced = around.trace(
+            program,
+            recorder,
+            TraceOptions(training=training),
+            name_closed_over=name_closed_over,
+            outer=around.stand_in,
+        )
+    assert returned.spec is not None, "the trace has run the function"
+    tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in returned.flat)
+    constants = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in returned.flat)
+    body = Body(traced, returned.spec, tensors, constants)
+    _refuse(name, body, may_write=may_write)
+    return body
+
+
+def _sees_to_none(*check: Any) -> bool:
+    """Leaves checks of data to PyTorch: a body may not run, so its checks are not the program's."""
+    return False
+
+
+def _memory(plain: torch.Tensor) -> int:
+    return functional_storage_id(plain) if isinstance(plain, FunctionalTensor) else 0
+
+
+def _of_its_own(out: torch.Tensor, recorder: Recorder, taken: set[int]) -> torch.Tensor:
+    """`out` in memory of its own: which results alias must not depend on which body runs."""
+    plains = [] if recorder.is_foreign(out) else plain_tensors(out)
+    shared = any(_memory(p) in taken or not _is_base(p) for p in plains)
+    result = out.clone() if shared or not plains else out
+    taken.update(_memory(plain) for plain in plain_tensors(result))
+    return result
+
+
+def _is_base(plain: torch.Tensor) -> bool:
+    return isinstance(plain, FunctionalTensor) and is_functional_base(plain)
+
+
+def _refuse(name: str, body: Body, *, may_write: bool) -> None:
+    facts, program = body.traced.facts, body.traced.program
+    for idx in facts.written():
+        fact = facts.inputs[idx]
+        if not may_write or not isinstance(fact, DataWritten) or fact.differentiable:
+            raise refusal(f"`{name}` writes `{program.ins[idx]}`", "write a clone inside, and return it")
+    if facts.metadata_writes() or facts.switched_on:
+        raise refusal(f"`{name}` writes the metadata of a tensor that it is given", "return a view instead")
+    assert all(isinstance(fact, Fresh) for fact in facts.outputs), "results are cloned where they alias"
+    for node in body.joint.gm.graph.nodes:
+        if isinstance(node.target, OpOverload) and node.target.namespace == _COLLECTIVES:
+            raise refusal(
+                f"`{name}` communicates (`{node.target}`), and whether it runs depends on data",
+                "communicate outside of it, where every rank does",
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class CutArgument:
+    """An argument of a cut graph.
+
+    Args:
+        like: a fake of it.
+        stands_for: the node of the whole graph that it replaces, if that needs it.
+    """
+
+    like: torch.Tensor
+    stands_for: Node | None
+
+
+def cut(
+    whole: Graph,
+    arguments: Sequence[CutArgument],
+    results: Sequence[Node | torch.Tensor | int],
+    effects: Sequence[Node] = (),
+    *,
+    by_rows: Collection[int] = (),
+    alone: bool = False,
+) -> GraphModule:
+    """The part of a graph that leads from `arguments` to `results`, each in memory of its own.
+
+    Args:
+        whole: the graph.
+        arguments: what the part takes.
+        results: what it returns: nodes, zeros like a fake, or an argument by its position.
+        effects: nodes that run in any case.
+        by_rows: positions of results that are to be contiguous.
+        alone: return the one result itself instead of a tuple.
+    """
+    graph = torch.fx.Graph()
+    env: dict[Node, Node] = {}
+    given: list[Node] = []
+    for position, argument in enumerate(arguments):
+        new = graph.placeholder(f"arg{position}")
+        new.meta["val"] = argument.like
+        given.append(new)
+        if argument.stands_for is not None:
+            env[argument.stands_for] = new
+    taken = {storage_id(node.meta["val"]) for node in (*env, *given)}
+    wanted = whole.ancestors([*(r for r in results if isinstance(r, Node)), *effects], stop=env)
+    for node in whole.gm.graph.nodes:
+        if node in wanted and node not in env:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    outs: list[Node] = []
+    for position, result in enumerate(results):
+        if isinstance(result, int):
+            out = given[result]
+        else:
+            out = env[result] if isinstance(result, Node) else _zeros(graph, result)
+        if position in by_rows or storage_id(out.meta["val"]) in taken:
+            out = _copied(graph, out, by_rows=position in by_rows)
+        taken.add(storage_id(out.meta["val"]))
+        outs.append(out)
+    graph.output(outs[0] if alone else tuple(outs))
+    return graph_module(whole.gm, graph)
+
+
+def _zeros(graph: torch.fx.Graph, like: torch.Tensor) -> Node:
+    options: dict[str, Any] = {"dtype": like.dtype, "device": like.device}
+    node = graph.call_function(torch.ops.aten.full.default, (list(like.size()), 0), options)
+    node.meta["val"] = _new(like, by_rows=True)
+    return node
+
+
+def _copied(graph: torch.fx.Graph, source: Node, *, by_rows: bool) -> Node:
+    options: dict[str, Any] = {"memory_format": torch.contiguous_format if by_rows else torch.preserve_format}
+    node = graph.call_function(torch.ops.aten.clone.default, (source,), options)
+    node.meta.update(source.meta, val=_new(source.meta["val"], by_rows=by_rows))
+    return node
+
+
+def _new(like: Any, *, by_rows: bool) -> torch.Tensor:
+    """A fake as `clone` makes it."""
+    with no_modes(), like.fake_mode:
+        return torch.clone(like, memory_format=torch.contiguous_format if by_rows else torch.preserve_format)

@@ -1,0 +1,295 @@
+"""`torch.cond`: data decide which of two graphs runs, and which of two graphs computes the gradients.
+
+Both branches take the same operands: the arguments, and all tensors that either closes over. The backward
+recomputes a branch from the operands; of the forward's intermediates, it gets only the random numbers.
+Tensors that either writes without history (buffers) are returned by both, and written outside.
+An operand that only the other branch uses gets zeros for its gradient, where eager leaves it without one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+
+from aotdist.convention.subclass import rebuild_all
+from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, recipe_of, tangent_recipe
+from aotdist.torch_seam.functional import FunctionalTensor, functional_value
+from aotdist.torch_seam.trees import pytree
+from aotdist.trace.body import Body, CutArgument, Operand, cut
+from aotdist.trace.failures import refusal
+from aotdist.trace.recorder import Recorder
+
+_COND: Any = torch.ops.higher_order.cond
+
+
+@dataclass(frozen=True, slots=True)
+class Branches:
+    """Two branches whose results agree in structure, sizes, strides and dtypes.
+
+    Args:
+        recorder: records the program around them.
+        pred: the node of the boolean that decides which of them runs.
+        bodies: the branch for true, and the one for false.
+        operands: the tensors that they take.
+    """
+
+    recorder: Recorder
+    pred: Node
+    bodies: tuple[Body, Body]
+    operands: tuple[Operand, ...]
+
+    @classmethod
+    def of(cls, recorder: Recorder, pred: torch.Tensor, bodies: tuple[Body, Body]) -> Branches:
+        """The branches, checked.
+
+        Raises:
+            UnsupportedProgram: their results differ in structure, sizes, strides, dtypes or constants.
+        """
+        _check_alike(*bodies)
+        operands = {id(o.tensor): o for body in bodies for o in body.operands()}
+        return cls(recorder, recorder.value(pred), bodies, tuple(operands.values()))
+
+    def call(self) -> Any:
+        """Record the call; returns what the program gets from `torch.cond`."""
+        tensors = [operand.tensor for operand in self.operands]
+        outs = Cond.apply(self, *tensors) if any(self.differentiable()) else self.forward(tensors)[0]
+        num_results = len(self.bodies[0].recipes())
+        with torch.no_grad():
+            for operand, value in zip(self.written(), outs[num_results:], strict=True):
+                operand.tensor.copy_(value)
+        found = iter(outs)
+        body = self.bodies[0]
+        flat = [
+            next(found) if is_tensor else c for is_tensor, c in zip(body.tensors, body.constants, strict=True)
+        ]
+        return pytree.tree_unflatten(flat, body.spec)
+
+    def differentiable(self) -> list[bool]:
+        """Which results have a gradient, in one branch at least."""
+        return [a or b for a, b in zip(*(body.differentiable() for body in self.bodies), strict=True)]
+
+    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[Node, ...]]:
+        """Record the branches on the operands' `tensors`.
+
+        Returns:
+            the results, followed by the new values of the operands that are `written`; and the nodes of the
+            random numbers of both branches, zeros for the one that does not run.
+        """
+        plains = [plain for tensor in tensors for plain in plain_tensors(tensor)]
+        drawn = [body.drawn() for body in self.bodies]
+        graphs = [
+            cut(
+                body.joint,
+                self._arguments(body, self.operands, _values(plains)),
+                [*body.results(), *self._new_values(body), *_own_or_zeros(drawn, side)],
+                body.effects(),
+            )
+            for side, body in enumerate(self.bodies)
+        ]
+        nodes = list(map(self.recorder.value, plains))
+        results = self._record("branch", graphs, nodes, draws=any(body.draws() for body in self.bodies))
+        recipes = [*self.bodies[0].recipes(), *(recipe_of(o.tensor) for o in self.written())]
+        num_plains = sum(1 for recipe in recipes for _ in leaves(recipe))
+        kept = tuple(map(self.recorder.value, results[num_plains:]))
+        return rebuild_all(recipes, results[:num_plains]), kept
+
+    def written(self) -> list[Operand]:
+        """The operands that either branch writes, without history."""
+        found = {i for body in self.bodies for i in body.written()}
+        return [operand for operand in self.operands if id(operand.tensor) in found]
+
+    def _new_values(self, body: Body) -> list[Node | int]:
+        """A branch's new value of each plain tensor that either writes: the former, if only the other does.
+
+        A number is a position among the plain tensors of all operands.
+        """
+        position, places = 0, dict[int, range]()
+        for operand in self.operands:
+            count = len(plain_tensors(operand.tensor))
+            places[id(operand.tensor)] = range(position, position + count)
+            position += count
+        own = body.written()
+        return [v for o in self.written() for v in own.get(id(o.tensor), places[id(o.tensor)])]
+
+    def needed(self) -> list[Operand]:
+        """The operands that gradients are computed from."""
+        found: set[int] = set()
+        for body in self.bodies:
+            sources = body.joint.ancestors(node for _, nodes in body.gradients().values() for node in nodes)
+            found |= {i for i, nodes in body.arguments().items() if not sources.isdisjoint(nodes)}
+        return [operand for operand in self.operands if id(operand.tensor) in found]
+
+    def backward(
+        self, saved: Sequence[torch.Tensor], drawn: Sequence[Node], tangents: Sequence[torch.Tensor]
+    ) -> list[torch.Tensor | None]:
+        """Record the gradients of the branches.
+
+        Args:
+            saved: the operands that are `needed`.
+            drawn: the random numbers that `forward` returned.
+            tangents: one for each result; those of results without gradient are not used.
+
+        Returns:
+            the gradient of each operand; None where neither branch has one.
+        """
+        given = [plain for tensor in saved for plain in plain_tensors(tensor)]
+        arriving = self._plain_tangents(tangents)
+        gradients = [body.gradients() for body in self.bodies]
+        wanted = [id(o.tensor) for o in self.operands if any(id(o.tensor) in found for found in gradients)]
+        results = [_gradients(wanted, gradients, side) for side in (0, 1)]
+        by_rows = [k for k, pair in enumerate(zip(*results, strict=True)) if _lie_differently(*pair)]
+        graphs = [
+            cut(
+                body.joint,
+                [
+                    *self._arguments(body, self.needed(), _values(given)),
+                    *_drawn_arguments([b.drawn() for b in self.bodies], side),
+                    *self._tangent_arguments(body, _values(arriving)),
+                ],
+                results[side],
+                by_rows=by_rows,
+            )
+            for side, body in enumerate(self.bodies)
+        ]
+        value = self.recorder.value
+        nodes = [*map(value, given), *drawn, *map(value, arriving)]
+        recipes = [next(found[i][0] for found in gradients if i in found) for i in wanted]
+        recorded = self._record("gradients", graphs, nodes, draws=False)
+        built = dict(zip(wanted, rebuild_all(recipes, recorded), strict=True))
+        return [built.get(id(operand.tensor)) for operand in self.operands]
+
+    def _record(
+        self, name: str, graphs: Sequence[GraphModule], operands: Sequence[Node], *, draws: bool
+    ) -> list[FunctionalTensor]:
+        ends: Any = graphs[0].graph.output_node().args[0]
+        if not ends:
+            return []
+        if_so, if_not = (
+            self.recorder.attribute(f"{name}_{side}", graph)
+            for side, graph in zip(("if_true", "if_false"), graphs, strict=True)
+        )
+        args = (self.pred, if_so, if_not, tuple(operands))
+        return self.recorder.call(_COND, args, [end.meta["val"] for end in ends], draws=draws)
+
+    def _arguments(
+        self, body: Body, operands: Sequence[Operand], likes: Sequence[torch.Tensor]
+    ) -> list[CutArgument]:
+        nodes, remaining = body.arguments(), iter(likes)
+        return [
+            CutArgument(next(remaining), node)
+            for operand in operands
+            for node in nodes.get(id(operand.tensor), [None] * len(plain_tensors(operand.tensor)))
+        ]
+
+    def _tangents(self) -> list[tuple[int, Recipe]]:
+        """The positions of results with a gradient, each with the recipe that is assumed of the gradient."""
+        recipes = self.bodies[0].recipes()
+        return [(k, tangent_recipe(recipes[k])) for k, found in enumerate(self.differentiable()) if found]
+
+    def _plain_tangents(self, tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [
+            _laid_out(plain, leaf.stride)
+            for k, recipe in self._tangents()
+            for plain, (_, leaf) in zip(plain_tensors(tangents[k]), leaves(recipe), strict=True)
+        ]
+
+    def _tangent_arguments(self, body: Body, likes: Sequence[torch.Tensor]) -> list[CutArgument]:
+        remaining = iter(likes)
+        return [
+            CutArgument(next(remaining), node)
+            for k, recipe in self._tangents()
+            for node in body.tangents(k) or [None] * sum(1 for _ in leaves(recipe))
+        ]
+
+
+class Cond(torch.autograd.Function):
+    """The gradients of `Branches`."""
+
+    @staticmethod
+    def forward(ctx: Any, branches: Branches, *tensors: torch.Tensor) -> Any:
+        """Record both branches."""
+        outs, ctx.drawn = branches.forward(tensors)
+        ctx.branches = branches
+        needed = {id(operand.tensor) for operand in branches.needed()}
+        pairs = zip(branches.operands, tensors, strict=True)
+        written = {id(operand.tensor) for operand in branches.written()}
+        ctx.save_for_backward(
+            *(
+                tensor.clone() if id(operand.tensor) in written else tensor
+                for operand, tensor in pairs
+                if id(operand.tensor) in needed
+            )
+        )
+        differentiable = [*branches.differentiable(), *(False for _ in branches.written())]
+        constant = [o for o, d in zip(outs, differentiable, strict=True) if not d]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(outs)
+
+    @staticmethod
+    def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
+        """Record the gradients of both."""
+        return (None, *ctx.branches.backward(ctx.saved_tensors, ctx.drawn, tangents))
+
+
+def _values(plains: Sequence[Any]) -> list[torch.Tensor]:
+    return list(map(functional_value, plains))
+
+
+def _laid_out(plain: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
+    if plain.stride() == stride:
+        return plain
+    return torch.empty_strided(plain.size(), stride, dtype=plain.dtype, device=plain.device).copy_(plain)
+
+
+def _own_or_zeros(drawn: Sequence[Sequence[Node]], side: int) -> list[Node | torch.Tensor]:
+    return [n if own == side else n.meta["val"] for own, nodes in enumerate(drawn) for n in nodes]
+
+
+def _drawn_arguments(drawn: Sequence[Sequence[Node]], side: int) -> list[CutArgument]:
+    return [
+        CutArgument(node.meta["val"], node if own == side else None)
+        for own, nodes in enumerate(drawn)
+        for node in nodes
+    ]
+
+
+def _gradients(
+    wanted: Sequence[int], gradients: Sequence[dict[int, tuple[Recipe, list[Node]]]], side: int
+) -> list[Node | torch.Tensor]:
+    """One side's gradients of the operands that get one on either; zeros where it has none itself."""
+    own, other = gradients[side], gradients[1 - side]
+    return [
+        node for i in wanted for node in (own[i][1] if i in own else [n.meta["val"] for n in other[i][1]])
+    ]
+
+
+def _lie_differently(a: Node | torch.Tensor, b: Node | torch.Tensor) -> bool:
+    first, second = (end.meta["val"] if isinstance(end, Node) else end for end in (a, b))
+    zeros = not (isinstance(a, Node) and isinstance(b, Node))
+    return first.stride() != second.stride() or (zeros and not first.is_contiguous())
+
+
+def _check_alike(true: Body, false: Body) -> None:
+    """Raise unless two branches return the same structure of equal constants and of tensors alike.
+
+    Raises:
+        UnsupportedProgram: they differ.
+    """
+    advice = "let both return the same structure of tensors of the same size, strides and type"
+    if true.spec != false.spec or true.tensors != false.tensors:
+        raise refusal(f"the branches of `cond` return {true.spec} and {false.spec}", advice)
+    if true.constants != false.constants:
+        raise refusal(
+            f"the branches of `cond` return the constants {true.constants} and {false.constants}",
+            "let both return a tensor in their place",
+        )
+    for position, (a, b) in enumerate(zip(true.recipes(), false.recipes(), strict=True)):
+        if a != b:
+            raise refusal(f"result {position} of the branches of `cond` is {a} and {b}", advice)
+    for position, (a, b) in enumerate(zip(true.results(), false.results(), strict=True)):
+        if a.meta["val"].device != b.meta["val"].device:
+            raise refusal(f"plain tensor {position} of the branches of `cond` is on two devices", advice)

@@ -1,0 +1,363 @@
+"""Sees what the dispatcher does not: real tensors that the function closes over, and writes to attributes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from aotdist.aliasing.metadata import assign_data
+from aotdist.aliasing.view_mode import ViewMode
+from aotdist.capture.code import is_users_class
+from aotdist.capture.leaked_tensors import text_of
+from aotdist.capture.source import Source
+from aotdist.errors import UnsupportedProgram
+from aotdist.program import PrimalIdx
+from aotdist.subclasses.protocol import is_real
+from aotdist.torch_seam.autograd import in_backward
+from aotdist.torch_seam.functional import FunctionalTensor, rebind
+from aotdist.torch_seam.modes import class_functions_are_on
+from aotdist.torch_seam.operators import HigherOrderOperator
+from aotdist.torch_seam.tensors import heard_of
+from aotdist.torch_seam.trees import pytree
+from aotdist.trace.classes import ask_classes
+from aotdist.trace.failures import accumulates_inside, refusal
+from aotdist.trace.numbers import python_numbers
+from aotdist.trace.operators import corrections
+from aotdist.trace.recorder import Recorder
+from aotdist.trace.stand_ins import Inputs
+from aotdist.trace.storages import Storages
+
+_GRAD: Any = torch.Tensor.grad
+_DATA: Any = torch.Tensor.data
+_REQUIRES_GRAD: Any = torch.Tensor.requires_grad
+_CHANGE_GRAD = {_GRAD.__set__: "assigned", _GRAD.__delete__: "deleted"}
+_BASE: Any = torch.Tensor._base
+_ASKS_AUTOGRAD = {getattr(torch.Tensor, name).__get__: name for name in ("is_leaf", "grad_fn", "_version")}
+_RETAINS_GRAD: Any = torch.Tensor.retains_grad
+_ASKS_INPUT: Mapping[Any, str] = {
+    _RETAINS_GRAD.__get__: "retains_grad",
+    torch.Tensor._is_view: "_is_view()",
+    torch.Tensor.is_inference: "is_inference()",
+    torch.is_inference: "is_inference()",
+}
+"""Questions that the stand-in of an input cannot answer, and how a printed call asks them."""
+_RUN_BACKWARD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
+_RESIZE_STORAGE = torch.ops.inductor.resize_storage_bytes_
+_LOOK_AT_STRIDES = frozenset({torch.Tensor.contiguous, torch.Tensor.is_contiguous, torch.Tensor.stride})
+
+
+class Lifting(TorchFunctionMode):
+    """Puts stand-ins in the place of real tensors that the function closes over.
+
+    Args:
+        recorder: knows which tensors need a stand-in.
+        inputs: the stand-ins.
+        stand_in: the stand-in of a tensor; it makes one when the tensor is met for the first time.
+        view_mode: is told of writes of storage and history, and of views that only this mode sees.
+        storages: gives what the program is shown for the storages of its tensors.
+        higher_order: runs operators that are handed functions.
+
+    Attributes:
+        ran_backward: whether the program asked autograd for gradients itself.
+        retained: inputs that it told to retain their gradients.
+        asked: see `Facts.asked`.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        inputs: Inputs,
+        stand_in: Callable[[torch.Tensor], torch.Tensor],
+        view_mode: ViewMode,
+        storages: Storages,
+        *,
+        higher_order: Callable[[HigherOrderOperator, tuple[Any, ...], Mapping[str, Any], Lifting], Any],
+    ) -> None:
+        super().__init__()
+        self._recorder = recorder
+        self._inputs = inputs
+        self._stand_in = stand_in
+        self._higher_order = higher_order
+        self._view_mode, self._log = view_mode, view_mode.log
+        self._storages = storages
+        self.ran_backward = False
+        self.retained: dict[PrimalIdx, None] = {}
+        self.asked: dict[tuple[PrimalIdx, str], bool | int] = {}
+        self._answers: Mapping[Any, Callable[..., Any]] = {
+            **{func: functools.partial(self._ask_input, func) for func in _ASKS_INPUT},
+            _BASE.__get__: self._base_of,
+        }
+        self._instead: Mapping[Any, Callable[..., Any]] = {
+            torch.Tensor.detach_: self._detach,
+            torch.detach_: self._detach,
+            torch.Tensor.requires_grad_: self._require_grad,
+            _REQUIRES_GRAD.__set__: self._require_grad,
+            _GRAD.__get__: self._gradient,
+            _DATA.__get__: view_mode.data_of,
+            _DATA.__set__: self._assign_data,
+            torch.Tensor.register_hook: self._hook_gradient,
+            torch.Tensor.register_post_accumulate_grad_hook: self._hook_accumulation,
+            torch.Tensor.retain_grad: self._retain_grad,
+            torch.Tensor.untyped_storage: self._storage,
+            torch.Tensor.storage: self._typed_storage,
+            _RESIZE_STORAGE: self._resize_storage,
+            _RESIZE_STORAGE.default: self._resize_storage,
+            torch.Tensor.__repr__: _described,
+            torch.Tensor.__format__: _formatted,
+            **corrections.functions(of_bits=recorder.of_bits, target=recorder.target),
+            **(python_numbers.INSTEAD if recorder.unbacked is not None else {}),
+        }
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self._view_mode.settle()
+        swapped_args, swapped_kwargs = _each(self.swap, args, kwargs)
+        if func in _ASKS_AUTOGRAD and _is_asked_by_the_program(inspect.currentframe()):
+            self._note_question(_ASKS_AUTOGRAD[func], swapped_args[0])
+        if func in self._answers and _is_asked_by_the_program(inspect.currentframe()):
+            return self._answers[func](*swapped_args, **swapped_kwargs)
+        if func == _GRAD.__get__:
+            self._refuse_optimizer(inspect.currentframe(), swapped_args[0])
+        if types and class_functions_are_on():
+            with self:  # what a class calls in turn is heard, too
+                return ask_classes(func, types, swapped_args, swapped_kwargs)
+        if func in _LOOK_AT_STRIDES and _is_asked_by_the_program(inspect.currentframe()):
+            self._recorder.asked_for_strides(swapped_args[0])
+        self.ran_backward = self.ran_backward or func in _RUN_BACKWARD
+        if func in _CHANGE_GRAD:
+            self._refuse_change_of_gradient(func, swapped_args[0])
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(func, swapped_args, swapped_kwargs, self)
+        instead = self._instead.get(func)
+        if instead is None and swapped_kwargs.get("requires_grad"):
+            made = func(*swapped_args, **{**swapped_kwargs, "requires_grad": False})
+            return self._require_grad(made)
+        if instead is None:
+            result = func(*swapped_args, **swapped_kwargs)
+            return heard_of(result) if func in _RUN_BACKWARD else result
+        return instead(*swapped_args, **swapped_kwargs)
+
+    def swap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the program works on in the place of `tensor`."""
+        if not self._recorder.is_foreign(tensor):
+            return tensor
+        (heard,) = heard_of([tensor])
+        return self._stand_in(tensor) if heard is tensor else heard
+
+    def _detach(self, tensor: torch.Tensor) -> torch.Tensor:
+        if torch.is_inference_mode_enabled():
+            return tensor  # autograd, which alone would do something, is out of the way
+        self._log.changes_history(tensor, torch.Tensor.detach_)
+        return tensor
+
+    def _require_grad(self, tensor: torch.Tensor, requires_grad: bool = True) -> torch.Tensor:
+        self._log.changes_history(tensor, torch.Tensor.requires_grad_, requires_grad)
+        return tensor
+
+    def _hook_gradient(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], Any]) -> Any:
+        """In eager, a hook of an input stays with the input when the call is over."""
+        idx = self._inputs.index_of(tensor)
+        if idx is None:
+            return tensor.register_hook(hook)
+        raise self._hooked(idx, "gradient")
+
+    def _hook_accumulation(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
+        """A hook of the program's own leaf never runs, as in eager; one of an input has to, and cannot."""
+        idx = self._inputs.index_of(tensor)
+        if idx is None:
+            return tensor.register_post_accumulate_grad_hook(hook)
+        raise self._hooked(idx, "accumulated gradient")
+
+    def _hooked(self, idx: PrimalIdx, what: str) -> UnsupportedProgram:
+        return refusal(
+            f"`{self._inputs.row()[idx].slot}` gets a hook for its {what} inside of the compiled function",
+            "register the hook before, outside of the compiled function: it is called then as in eager",
+        )
+
+    def _retain_grad(self, tensor: torch.Tensor) -> None:
+        """Inputs and results retain their gradients outside, where they may have a history."""
+        tensor.retain_grad()
+        idx = self._inputs.index_of(tensor)
+        if idx is not None:
+            self.retained[idx] = None
+
+    def _storage(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, FunctionalTensor):
+            return self._storages.of(tensor)
+        return tensor.untyped_storage()
+
+    def _typed_storage(self, tensor: torch.Tensor) -> Any:
+        return torch.TypedStorage(wrap_storage=self._storage(tensor), dtype=tensor.dtype)
+
+    def _resize_storage(self, variable: torch.Tensor, new_size: int) -> None:
+        """What Dynamo makes of `x.untyped_storage().resize_(n)`; it names its arguments so."""
+        self._storage(variable).resize_(new_size)
+
+    def _assign_data(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        def assign() -> None:
+            if isinstance(tensor, FunctionalTensor) and isinstance(source, FunctionalTensor):
+                _refuse_as_eager(tensor, source)
+                with torch.no_grad():
+                    rebind(tensor, source.detach())  # type: ignore[arg-type]
+            else:
+                assign_data(tensor, source)
+
+        self._log.move(tensor, assign_data, assign, source)
+
+    def _note_question(self, name: str, tensor: torch.Tensor) -> None:
+        idx = self._inputs.index_of(tensor)
+        if idx is not None:
+            answer = getattr(self._inputs.row()[idx].example, name)
+            self.asked[idx, name] = answer is not None if name == "grad_fn" else answer
+
+    def _ask_input(self, func: Callable[..., Any], tensor: torch.Tensor) -> bool:
+        """The tensor's answer; for an input, that of the call's tensor, unless the program changed it."""
+        idx = self._inputs.index_of(tensor)
+        if idx is None or func(tensor):
+            return func(tensor)
+        self.asked[idx, _ASKS_INPUT[func]] = answer = func(self._inputs.row()[idx].example)
+        return answer
+
+    def _base_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """`tensor._base`; for an input that is a view, and for views of it, the base is one more input."""
+        base = tensor._base
+        idx = self._inputs.index_of(tensor if base is None else base)
+        if idx is None:
+            return base
+        of_input = self._inputs.row()[idx].example._base
+        self.asked[idx, "_base"] = of_input is not None
+        return base if of_input is None else self._stand_in(of_input)
+
+    def _gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """`tensor.grad`; that of an input is one more input, read when the call begins."""
+        idx = self._inputs.index_of(tensor)
+        if idx is None:
+            return tensor.grad
+        stand_in = self._inputs.row()[idx]
+        if in_backward():
+            raise refusal(
+                f"`{stand_in.slot}.grad` is read in the backward of the compiled function",
+                fix="read it in the forward, or in a hook that is registered outside",
+            )
+        if tensor.grad is not None:
+            raise accumulates_inside(
+                f"`{stand_in.slot}` gets its `.grad` inside of the compiled module",
+                fix="compile a function that calls the module, the whole step, and not the module",
+            )
+        grad = stand_in.example.grad
+        self.asked[idx, "grad"] = grad is not None
+        return None if grad is None else self._stand_in(grad)
+
+    def _refuse_optimizer(self, frame: types.FrameType | None, tensor: torch.Tensor) -> None:
+        """Refuse a library's optimizer, whose state would not be found again at the next call."""
+        caller = None if frame is None else frame.f_back
+        asks = None if caller is None else caller.f_locals.get("self")
+        is_library = isinstance(asks, torch.optim.Optimizer) and not is_users_class(type(asks))
+        idx = self._inputs.index_of(tensor)
+        if idx is not None and is_library:
+            raise accumulates_inside(
+                f"a library's optimizer ({type(asks).__name__}) reads `{self._inputs.row()[idx].slot}.grad` "
+                "inside of the compiled module, and its state would not be found again",
+                fix="compile a function that calls the module, the whole step, and not the module",
+            )
+
+    def _refuse_change_of_gradient(self, func: Callable[..., Any], tensor: torch.Tensor) -> None:
+        idx = self._inputs.index_of(tensor)
+        if idx is not None:
+            slot = self._inputs.row()[idx].slot
+            raise accumulates_inside(
+                f"`{slot}.grad` is {_CHANGE_GRAD[func]} inside of the compiled module",
+                fix="compile the function that calls the module and does that: the whole step",
+            )
+
+
+def _is_asked_by_the_program(frame: types.FrameType | None) -> bool:
+    """Whether the caller is neither this library nor PyTorch, which looks at strides itself."""
+    caller = None if frame is None else frame.f_back
+    asks = "" if caller is None else caller.f_globals.get("__name__", "")
+    return asks.partition(".")[0] not in ("torch", "aotdist")
+
+
+class Recalling(TorchFunctionMode):
+    """Puts stand-ins in the place of tensors that a program closed over, when a later backward meets them.
+
+    A backward that recomputes a part of the forward (a checkpoint's) does. The tensors are recognised by the
+    places where they are read: those of the trace are not kept, and others may be there by now.
+
+    Args:
+        stand_ins: those of the trace.
+    """
+
+    def __init__(self, stand_ins: Mapping[PrimalIdx, torch.Tensor]) -> None:
+        super().__init__()
+        self._stand_ins = stand_ins
+        self._sources: Mapping[PrimalIdx, Source] = {}
+
+    def find_at(self, sources: Mapping[PrimalIdx, Source]) -> None:
+        """Where inputs are read that are no arguments."""
+        self._sources = sources
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        met, named = _each(self.swap, args, kwargs)
+        if types and class_functions_are_on():
+            with self:
+                return ask_classes(func, types, met, named)
+        return func(*met, **named)
+
+    def swap(self, tensor: torch.Tensor) -> torch.Tensor:
+        """What the program works on in the place of `tensor`."""
+        if not is_real(tensor):
+            return tensor
+        found = (idx for idx, source in self._sources.items() if source.read() is tensor)
+        return next((self._stand_ins[idx] for idx in found), tensor)
+
+
+def _described(tensor: torch.Tensor, **options: Any) -> str:
+    return text_of(tensor) if isinstance(tensor, FunctionalTensor) else tensor.__repr__(**options)
+
+
+def _formatted(tensor: torch.Tensor, spec: str) -> str:
+    if isinstance(tensor, FunctionalTensor):  # a number of digits is for a value, and refused
+        return object.__format__(tensor, spec) if spec else text_of(tensor)
+    return tensor.__format__(spec)
+
+
+def _each(
+    swap: Callable[[torch.Tensor], torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arguments with what `swap` gives for each tensor in them."""
+
+    def swapped(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return swap(value)
+        # For each function that the program calls: a pytree of all its arguments took 8% of a capture.
+        return value if type(value) in _NO_CONTAINERS else pytree.tree_map_only(torch.Tensor, swap, value)
+
+    return tuple(map(swapped, args)), {name: swapped(value) for name, value in (kwargs or {}).items()}
+
+
+_NO_CONTAINERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
+
+
+def _refuse_as_eager(tensor: torch.Tensor, source: torch.Tensor) -> None:
+    if tensor.requires_grad and not (source.is_floating_point() or source.is_complex()):
+        raise RuntimeError(
+            "data set to a tensor that requires gradients must be floating point or complex dtype"
+        )

@@ -1,0 +1,186 @@
+"""Inputs whose data a program wrote: which of them to copy new values into, and these values."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from aotdist.aliasing.memory import covers, may_repeat
+from aotdist.aliasing.version import version_of
+from aotdist.facts import BackwardWrite, DataWritten, InputFact, NodeOut, ResultWrite, Untouched
+from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
+from aotdist.subclasses.protocol import is_wrapper, leaves, plain_tensors
+from aotdist.torch_seam.autograd import is_leaf_with_grad
+from aotdist.torch_seam.functional import FunctionalTensor, data_writes, functional_storage_id
+from aotdist.torch_seam.tensors import storage_id
+from aotdist.trace.backward import Result
+from aotdist.trace.metadata import Metadata, detached_and_written, written_around
+from aotdist.trace.outputs import NodeOutputs
+from aotdist.trace.recorder import Recorder
+from aotdist.trace.stand_ins import StandIn
+from aotdist.trace.storages import Storages
+from aotdist.trace.strided import Strided
+
+
+def forward_writes(
+    row: Row[PrimalIdx, StandIn],
+    outputs: NodeOutputs,
+    metadata: Metadata,
+    storages: Storages,
+    strided: Strided,
+) -> tuple[Row[PrimalIdx, InputFact], tuple[tuple[PrimalIdx, int], ...]]:
+    """What the forward did to each input; the new values become node outputs, those with history first.
+
+    Returns:
+        the facts, and how many of the counted writes of each input will be repeated; see `Facts.rewinds`.
+    """
+    for idx, stand_in in row.enumerate():
+        if metadata.has_late_history(idx, stand_in):
+            outputs.add_history(idx, stand_in)
+    facts: list[InputFact] = [
+        Untouched(metadata.bumps(stand_in, written=False), stand_in.bumps_inside()) for stand_in in row
+    ]
+    repeated = metadata.repeated_bumps(row) + outputs.bumps
+    # Where there is no room for an input, before or after, nothing is written; see `Change.grown`.
+    written = [(idx, s) for idx, s in _written_by_name(row, metadata) if all(map(storages.holds, s.plains))]
+    for idx, stand_in in written:
+        if _is_written_around(stand_in, strided, history=metadata.has_new_history(idx, stand_in)):
+            raise written_around(stand_in)
+    for differentiable in (True, False):
+        for idx, stand_in in written:
+            # A leaf written under `no_grad` still requires grad, but its new value has no history.
+            if metadata.has_new_history(idx, stand_in) is differentiable:
+                if differentiable and is_leaf_with_grad(stand_in.example):
+                    raise detached_and_written(stand_in.slot)
+                slot = Slot("write", stand_in.slot.path)
+                tensor = metadata.as_before(idx, stand_in, history=differentiable)
+                value = outputs.add(slot, tensor, history=differentiable)
+                bumps = metadata.bumps(stand_in, written=True)
+                if differentiable:  # it is counted where it is written, after the region
+                    bumps -= repeated.pop(idx, 0)
+                facts[idx] = DataWritten(value, differentiable, bumps, stand_in.bumps_inside())
+    return Row(facts), tuple(sorted((idx, count) for idx, count in repeated.items() if count))
+
+
+def _is_written_around(stand_in: StandIn, strided: Strided, *, history: bool) -> bool:
+    """Whether a write to an input, with history or not, changes what autograd knows of memory around it.
+
+    A view of before, of more than the input, is one of what the input is a view of from then on.
+    """
+    requires_grad = stand_in.example.requires_grad
+    if not history and not requires_grad:
+        return False
+    return any(strided.looks_around(plain, history=not history) for plain in stand_in.plains)
+
+
+def _written_by_name(row: Row[PrimalIdx, StandIn], metadata: Metadata) -> list[tuple[PrimalIdx, StandIn]]:
+    """The inputs to copy new values into.
+
+    Of several that share memory, those that were written themselves: the others see it. And those that show
+    more than these, since what was done behind autograd's back, by `.data`, has no name.
+
+    A view of a DTensor may be a copy: written, it leaves the DTensor's data alone, and gives it a history.
+    """
+    written = [
+        (idx, s)
+        for idx, s in row.enumerate()
+        if (s.whole or not s.derived) and (any(s.writes()) or _is_written_as_a_copy(idx, s, metadata))
+    ]
+    named: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for plain in (plain for _, s in written if s.bumps() for plain in plain_tensors(s.example)):
+        named[storage_id(plain)].append(plain)
+    once: dict[int, list[torch.Tensor]] = defaultdict(list)
+    for plain in (plain for _, s in written for plain in plain_tensors(s.example) if not may_repeat(plain)):
+        once[storage_id(plain)].append(plain)
+    return [(idx, s) for idx, s in written if s.whole or s.bumps() or not _has_another_name(s, named, once)]
+
+
+def _is_written_as_a_copy(idx: PrimalIdx, stand_in: StandIn, metadata: Metadata) -> bool:
+    """Whether a wrapper got a history by a write that its data shows nothing of."""
+    written = is_wrapper(stand_in.tensor) and stand_in.bumps() > metadata.counted(idx)
+    return written and metadata.has_new_history(idx, stand_in)
+
+
+def _has_another_name(
+    stand_in: StandIn,
+    named: Mapping[int, Sequence[torch.Tensor]],
+    once: Mapping[int, Sequence[torch.Tensor]],
+) -> bool:
+    """Whether all that was written of an input is memory of others, which are written by name.
+
+    What shows elements twice cannot be copied into: then by others that show each `once`.
+    """
+    repeats = any(map(may_repeat, plain_tensors(stand_in.example)))
+    return _is_seen_through(stand_in, named) or (repeats and _is_seen_through(stand_in, once))
+
+
+def _is_seen_through(stand_in: StandIn, named: Mapping[int, Sequence[torch.Tensor]]) -> bool:
+    """Whether all that was written of an input is memory of tensors, here by storage, written by name."""
+    pairs = zip(stand_in.writes(), plain_tensors(stand_in.example), strict=True)
+    return all(
+        not count or any(covers(other, plain) for other in named.get(storage_id(plain), ()))
+        for count, plain in pairs
+    )
+
+
+def backward_writes(
+    recorder: Recorder,
+    row: Row[PrimalIdx, StandIn],
+    before: Sequence[tuple[tuple[int, ...], int]],
+    metadata: Metadata,
+    storages: Storages,
+) -> tuple[tuple[BackwardWrite, ...], list[Result]]:
+    """Inputs that the backward wrote, and their new values."""
+    writes: list[BackwardWrite] = []
+    results: list[Result] = []
+    # An input that the backward was the first to touch has no count from before: nothing was written then.
+    padded = [*before, *[((), 0)] * (len(row) - len(before))]
+    for idx, stand_in in row.enumerate():
+        counts, (counted, bumps) = stand_in.writes(), padded[idx]
+        if stand_in.whole and counts != counted:
+            raise written_around(stand_in, "by the backward")
+        if stand_in.derived or counts == (counted or (0,) * len(counts)):
+            continue
+        if not all(map(storages.has_room, stand_in.plains)):
+            continue
+        writes.append(BackwardWrite(idx, stand_in.bumps() - bumps))
+        plains = metadata.plains_as_before(idx, stand_in)
+        for (inner, _), plain in zip(leaves(stand_in.recipe), plains, strict=True):
+            results.append((Slot("backward_write", stand_in.slot.path, inner), recorder.value(plain)))
+    return tuple(writes), results
+
+
+def counts_of_results(
+    tensors: Sequence[torch.Tensor], row: Row[PrimalIdx, StandIn]
+) -> Row[NodeOutIdx, tuple[tuple[int, ...], int]]:
+    """How often each of the node's results was written, and its version; zeros for memory of inputs."""
+    of_inputs = {functional_storage_id(plain) for one in row for plain in one.plains}
+
+    def counts(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
+        plains = [plain for plain in plain_tensors(tensor) if isinstance(plain, FunctionalTensor)]
+        if any(functional_storage_id(plain) in of_inputs for plain in plains):
+            return (), 0
+        return tuple(map(data_writes, plains)), version_of(tensor)
+
+    return Row(map(counts, tensors))
+
+
+def result_writes(
+    recorder: Recorder,
+    node_outs: Row[NodeOutIdx, NodeOut],
+    tensors: Sequence[torch.Tensor],
+    before: Row[NodeOutIdx, tuple[tuple[int, ...], int]],
+    after: Row[NodeOutIdx, tuple[tuple[int, ...], int]],
+) -> tuple[tuple[ResultWrite, ...], list[Result]]:
+    """Results of the node's that the backward wrote, and their new values."""
+    writes: list[ResultWrite] = []
+    results: list[Result] = []
+    for idx, out in node_outs.enumerate():
+        (counts, version), (counted, counted_version) = after[idx], before[idx]
+        if counts != counted:
+            writes.append(ResultWrite(idx, version - counted_version))
+            for (inner, _), plain in zip(leaves(out.recipe), plain_tensors(tensors[idx]), strict=True):
+                results.append((Slot("backward_write", out.slot.path, inner), recorder.value(plain)))
+    return tuple(writes), results

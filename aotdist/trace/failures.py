@@ -1,0 +1,346 @@
+"""Errors that PyTorch raises while a program is traced, forward or backward, turned into errors of ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import torch
+
+from aotdist.aliasing.view_log import ViewLog
+from aotdist.aliasing.view_refusals import detached_since, reshaped_since
+from aotdist.capture.origins import Origins, raised_at
+from aotdist.errors import AotdistError, UnsupportedProgram
+from aotdist.program import Slot
+from aotdist.torch_seam.dynamo import is_compiling_a_frame
+from aotdist.torch_seam.functional import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from aotdist.torch_seam.groups import ObjectsExchangedError
+from aotdist.torch_seam.symbols import is_undecided
+from aotdist.trace.operators.fakes import CANNOT_VIEW
+
+
+def refusal(what: str, fix: str) -> UnsupportedProgram:
+    """An error that names the user's line that is being traced."""
+    return UnsupportedProgram(what, where=Origins().current() or None, stage="joint", fix=fix)
+
+
+_ASKS_FOR_DATA = (
+    "tracing tensor",
+    "data is not allocated yet",
+    ".numpy() is not supported",
+    "on a tensor with unallocated storage",
+    "FunctionalTensor.__format__",
+)
+"""How errors of PyTorch's say that a traced tensor has no data."""
+
+_FIX = (
+    "or move that part out of the compiled function, or use `Settings(is_compiling=True)` if the line is not "
+    "reached where `torch.compiler.is_compiling()` is true, or "
+    '`torch.compile(..., backend="aotdist")`, which compiles what comes before and after it'
+)
+_FIX_BEHIND_DYNAMO = (
+    "or move that part into a function with `@torch.compiler.disable`: what comes before and after it is "
+    "compiled then"
+)
+
+_SYMBOL = re.compile(r"\bz?uf?\d+\b|[Ss]ym(?:bol|py|Int|Float|Bool)|[Uu]nbacked|\b[Hh]int")
+"""How PyTorch speaks of numbers that depend on data."""
+
+_NOT_IN_A_TRACE = {
+    "Cannot access data pointer of Tensor": (
+        "a tensor's address is needed (`.data_ptr()`, `copy.deepcopy` of a tensor or a module) while "
+        "the program is captured",
+        "do so outside of the compiled function, or `clone()` inside of it",
+    ),
+    "self.shape_env must not be None": (
+        "a nested tensor is made (`torch.nested`)",
+        "compute with its values and offsets, or move it out of the compiled function",
+    ),
+}
+"""How PyTorch says that a traced tensor has no memory, or a trace no jagged sizes; what it means, a fix."""
+
+_NO_FAKE = re.compile(r"There was no fake impl registered for <CustomOpDef\((\S+)\)>")
+"""How PyTorch says of a user's operator that it can only be computed with data."""
+
+_LOST_HISTORY = "new_fn INTERNAL ASSERT FAILED"
+"""How autograd says that it would make a view's history again, and its base has none any more."""
+
+_NO_FORMULA = re.compile(r"derivative for \S+ is not implemented")
+"""How autograd says of some operators (`_foreach_copy_`) that they have no backward."""
+
+_DOES_NOT_FIT = re.compile(r"[Ff]unction (\S+) returned an (?:invalid gradient|incorrect number)")
+"""How autograd says of which function the gradients do not fit."""
+
+_DETACHED = "a saved tensor that has been detached in-place"
+"""How autograd says that what it saved has no history any more."""
+
+_SPENT = "Trying to backward through the graph a second time"
+"""How autograd says that it has freed what it saved."""
+
+_MIXED = "got mixed torch.Tensor and DTensor"
+"""How DTensor says of some (`split`) that their backward makes plain zeros."""
+
+
+@contextmanager
+def naming_outdated_views(log: ViewLog) -> Generator[None]:
+    """A failure of a view whose base was reshaped in place after it was made becomes an error of ours.
+
+    Autograd makes the history of such a view again. Tensors of a trace have no memory to go by, so it calls
+    the view's own operator, which may not fit the new shape.
+    """
+    try:
+        yield
+    except AotdistError:
+        raise
+    except RuntimeError as error:
+        if not any(change.reshapes() for change in log.changes) or CANNOT_VIEW not in str(error):
+            raise
+        raise reshaped_since(str(error), raised_at(error.__traceback__)) from error
+
+
+@contextmanager
+def naming_failures() -> Generator[None]:
+    """An error that says "no data here", or "no history there", becomes ours, with the user's line."""
+    try:
+        yield
+    except AotdistError:
+        raise
+    except (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+        RuntimeError,
+        TypeError,
+        AssertionError,
+    ) as error:
+        if is_undecided(error):
+            raise _chooses_by_data(error) from error
+        if _LOST_HISTORY in str(error):
+            raise detached_since(raised_at(error.__traceback__)) from error
+        if isinstance(error, ObjectsExchangedError):
+            raise UnsupportedProgram(
+                "the program exchanges Python objects with other ranks (`all_gather_object`; "
+                "`DTensor.from_local(run_check=True)` does so)",
+                where=raised_at(error.__traceback__),
+                stage="joint",
+                fix="do it outside of the compiled function, or leave `run_check` off",
+            ) from error
+        if known := next((known for text, known in _NOT_IN_A_TRACE.items() if text in str(error)), None):
+            what, fix = known
+            raise UnsupportedProgram(
+                what, where=raised_at(error.__traceback__), stage="joint", fix=fix
+            ) from error
+        if isinstance(error, UnsupportedOperatorException):
+            raise _needs_memory(str(error.func), error) from error
+        if found := _NO_FAKE.match(str(error)):
+            raise _needs_memory(found[1], error) from error
+        of_data = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
+        if not of_data and not any(text in str(error) for text in _ASKS_FOR_DATA):
+            raise
+        raise UnsupportedProgram(
+            _needs_data(error),
+            where=raised_at(error.__traceback__),
+            stage="joint",
+            fix=f"keep it a tensor (`torch.where` for a branch, a mask for a shape), {_elsewhere()}",
+        ) from error
+
+
+def _elsewhere() -> str:
+    """What else to do where a program needs data."""
+    return _FIX_BEHIND_DYNAMO if is_compiling_a_frame() else _FIX
+
+
+def is_of_the_program(error: Exception) -> bool:
+    """Whether an error would be raised whatever the numbers are that symbols stand for: it speaks of none."""
+    own = (RuntimeError, ValueError, LookupError, Warning)
+    return (
+        type(error) is not NotImplementedError and isinstance(error, own) and not _SYMBOL.search(str(error))
+    )
+
+
+def _chooses_by_data(error: Exception) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "what the program does depends on a number, or a size, that is read off a tensor",
+        where=raised_at(error.__traceback__),
+        stage="joint",
+        fix="choose by `torch.where` or `torch.cond`, say what always holds (`torch._check(count > 0)`), "
+        "keep the number itself (`.item()`; `float`, `int` and `bool` need its value at once), "
+        + _elsewhere(),
+    )
+
+
+def asks_for_data(refused: UnsupportedProgram) -> bool:
+    """Whether a program was refused because a number, or a size, depends on data."""
+    return isinstance(refused.__cause__, (DataDependentOutputException, DynamicOutputShapeException))
+
+
+def _needs_memory(operator: str, error: Exception) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"`{operator}` cannot be computed without data, and there is none while the program is captured",
+        where=raised_at(error.__traceback__),
+        stage="joint",
+        fix="say which sizes and dtypes its results have, if it is an operator of yours "
+        "(`torch.library.register_fake`), or move it out of the compiled function",
+    )
+
+
+def _needs_data(error: Exception) -> str:
+    match error:
+        case DynamicOutputShapeException():
+            return f"the shape of the result of `{error.func}` depends on data"
+        case DataDependentOutputException():
+            return f"`{error.func}` reads a tensor's data, which does not exist while the program is captured"
+        case _:
+            return "a tensor's value is needed (`.item()`, `.numpy()`, `if`) while the program is captured"
+
+
+@contextmanager
+def naming_failures_of_backward(*, of_assumed: bool) -> Generator[None]:
+    """In a backward: what autograd refuses becomes an error of ours, too.
+
+    Args:
+        of_assumed: whether the gradients that it starts from have the sizes, layouts and classes that a trace
+            assumes before it knows those of a call.
+    """
+    with _noting_when(), naming_failures():
+        try:
+            yield
+        except NotImplementedError as error:
+            raise _no_backward(error) from error
+        except AotdistError:
+            raise
+        except RuntimeError as error:
+            if _NO_FORMULA.match(str(error)):
+                raise _no_backward(error) from error
+            if of_assumed and _MIXED in str(error):
+                raise _some_parts(error) from error
+            if "modified by an inplace operation" in str(error):
+                raise _written_too_early(error) from error
+            if _DETACHED in str(error):
+                raise _detached_too_early(error) from error
+            if _SPENT in str(error):
+                raise _gone_through_before(error) from error
+            if found := _DOES_NOT_FIT.match(str(error)):
+                raise _does_not_fit(found[1], error) from error
+            raise
+
+
+@contextmanager
+def _noting_when() -> Generator[None]:
+    """Adds to an error of the user's code why it comes now, and not when `backward()` is called."""
+    try:
+        yield
+    except AotdistError:
+        raise
+    except Exception as error:
+        error.add_note(
+            "aotdist traces the backward when it compiles a call: hooks and user-defined backwards run then. "
+            "Register a hook that depends on where `backward()` is called outside of what is compiled."
+        )
+        raise
+
+
+def _no_backward(error: Exception) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"the program has no backward, as in eager ({error})",
+        stage="joint",
+        fix="call it under `torch.no_grad()`, or on tensors that do not require grad",
+    )
+
+
+def _does_not_fit(function: str, error: RuntimeError) -> UnsupportedProgram:
+    """An error for a gradient that does not fit: of a user's function, which is wrong, or of autograd's own.
+
+    The names of the latter end in a number; for them, a tensor was reshaped.
+    """
+    if not function.endswith("Backward"):
+        return reshaped_unseen(str(error))
+    return UnsupportedProgram(
+        f"the backward of an autograd function gives gradients that do not fit, in eager too ({error})",
+        stage="joint",
+        fix="return one for each input, and of its size; call it under `torch.no_grad()` if it needs none",
+    )
+
+
+def _some_parts(error: Exception) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "one operator (`split`) or autograd function gives several DTensors, and some get no gradient with "
+        "the others, for which autograd makes plain zeros; or the program returns one and computes with "
+        "another: "
+        f"there is a backward for all at once only ({error})",
+        stage="joint",
+        fix="make each by an operator of its own (`narrow`), return a clone of it, or call "
+        "`ctx.set_materialize_grads(False)` in the function",
+    )
+
+
+def _written_too_early(error: RuntimeError) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "the backward of the program fails, as in eager: a tensor that it needs was written in place after "
+        f"its use ({str(error).partition('Hint')[0].strip()})",
+        stage="joint",
+        fix="write a clone, or write before the use; call it under `torch.no_grad()` if it has no backward",
+    )
+
+
+def _detached_too_early(error: RuntimeError) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "a tensor is detached in place (`detach_`) that a write of it with history needs, which is done to "
+        f"the caller's tensor too ({error})",
+        stage="joint",
+        fix="detach a tensor of its own (`x = x.detach()`), or write under `torch.no_grad()`",
+    )
+
+
+def _gone_through_before(error: RuntimeError) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        "the program asks autograd for gradients itself, and returns a tensor whose graph was already freed "
+        f"by its own `autograd.grad` ({str(error).partition(' (')[0]})",
+        stage="joint",
+        fix="say `retain_graph=True` there, or return a detached tensor (`loss.detach()`)",
+    )
+
+
+def reshaped_unseen(how: str) -> UnsupportedProgram:
+    """An error for a gradient that has other sizes than autograd knows of; `how` says which."""
+    return UnsupportedProgram(
+        "the sizes of a tensor with history are changed in place under `no_grad`, or by `.data`, so that its "
+        f"gradient does not fit any more ({how})",
+        stage="joint",
+        fix="use the function that is not in place (`t` for `t_`), or change them with grad mode on",
+    )
+
+
+class AccumulatesInside(UnsupportedProgram):
+    """The program gives gradients to its inputs, or reads those as an optimizer does: it is a step."""
+
+
+def accumulates_inside(what: str, fix: str) -> AccumulatesInside:
+    """An error for a step that is compiled as a part of something else.
+
+    Args:
+        what: what it does with the gradient of which input.
+        fix: what to do instead.
+    """
+    return AccumulatesInside(what, where=Origins().current() or None, stage="joint", fix=fix)
+
+
+def written_without_others(slot: Slot) -> UnsupportedProgram:
+    """An error for a backward of some results that writes something that the backward of all does not."""
+    return refusal(
+        f"the backward (a hook, an autograd function) writes `{slot}` only where a gradient is None",
+        fix="write it whichever gradients are None",
+    )
+
+
+def retyped_unseen(slot: Slot, known: torch.dtype, given: torch.dtype) -> UnsupportedProgram:
+    """An error for a gradient of another dtype than the input has when the program's node takes it."""
+    return UnsupportedProgram(
+        f"the `.data` of `{slot}`, which gets a gradient, is given another dtype ({given} for {known})",
+        stage="joint",
+        fix=f"change `{slot}` before the call, or use its conversion (`{slot}.to({given})`) inside",
+    )

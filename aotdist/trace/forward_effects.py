@@ -1,0 +1,252 @@
+"""What the forward of a program did, read off its trace before a backward writes anything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from aotdist.aliasing.metadata import INVERSES
+from aotdist.aliasing.naming import NAMED
+from aotdist.aliasing.view_log import ViewLog
+from aotdist.errors import UnsupportedProgram
+from aotdist.facts import (
+    Action,
+    DataWritten,
+    Fresh,
+    InputFact,
+    IsInput,
+    MetadataWrite,
+    NodeOut,
+    ViewOfInput,
+    ViewOfIntermediate,
+    ViewOfOutput,
+)
+from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
+from aotdist.sizes import NumberStep, numbers_of_data
+from aotdist.subclasses.protocol import leaves, recipe_of, refuse_unknown_subclass, same_layout
+from aotdist.torch_seam.autograd import history_of, is_leaf_with_grad, nodes_behind
+from aotdist.torch_seam.functional import data_writes, functional_value, metadata_written, storage_changes
+from aotdist.trace.backward import End, Result, requires_grad_by_itself, value_results
+from aotdist.trace.capture_mode import Lifting
+from aotdist.trace.context import TraceContext
+from aotdist.trace.data_writes import forward_writes
+from aotdist.trace.metadata import Metadata, endings, forgotten, refuse, spent_results
+from aotdist.trace.outputs import NodeOutputs, classify
+from aotdist.trace.stand_ins import Inputs, StandIn
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardEffects:
+    """What the forward did.
+
+    Args:
+        outs: what the program returned.
+        outputs: what that is, and what the node returns for it.
+        metadata: the writes to sizes, strides, storage and history that are repeated outside.
+        writes: what happened to each input.
+        rewinds: see `Facts.rewinds`.
+        is_rewritten: whether inputs, or results once they are made, change shape or history.
+        node_outs: what the node returns.
+        results: the values of that.
+        lifting: the mode that it ran in: knows what the program asked, and told.
+        numbers: see `Facts.numbers`.
+    """
+
+    outs: Sequence[Any]
+    outputs: NodeOutputs
+    metadata: Metadata
+    writes: Row[PrimalIdx, InputFact]
+    rewinds: tuple[tuple[PrimalIdx, int], ...]
+    is_rewritten: bool
+    node_outs: Row[NodeOutIdx, NodeOut]
+    results: list[Result]
+    lifting: Lifting
+    numbers: tuple[tuple[str, NodeOutIdx | NumberStep], ...]
+
+    def ends(self) -> list[End]:
+        """The differentiable results."""
+        tensors = self.outputs.tensors
+        return [(idx, tensors[idx]) for idx, out in self.node_outs.enumerate() if out.differentiable]
+
+    def can_be_followed(self) -> bool:
+        """Whether gradients of what the caller holds can be: inputs at most show their elements otherwise."""
+        return not self.is_rewritten or self._only_reshapes()
+
+    def _only_reshapes(self) -> bool:
+        written = {idx for idx, fact in self.writes.enumerate() if isinstance(fact, DataWritten)}
+
+        def is_harmless(act: Action) -> bool:
+            if not isinstance(act, MetadataWrite):
+                return isinstance(act, int)
+            is_ending = act.number < 0
+            reshapes = act.op in INVERSES and act.grad
+            return is_ending or (
+                reshapes and isinstance(act.target, IsInput) and act.target.input not in written
+            )
+
+        return all(map(is_harmless, self.outputs.order))
+
+
+def read_forward(context: TraceContext, outs: Sequence[Any], lifting: Lifting) -> ForwardEffects:
+    """What the forward did; read before a backward writes anything.
+
+    Args:
+        context: the parties of the trace.
+        outs: what it returned.
+        lifting: the mode that it ran in.
+    """
+    recorder, inputs, log, storages = context.recorder, context.inputs, context.log, context.storages
+    passing = storages.passing()
+    metadata = Metadata.of(inputs, log, passing)
+    _mark_reshaped(context, metadata)
+    spent = spent_results(outs, inputs, log) if lifting.ran_backward else {}
+    outputs = classify(outs, inputs, log, metadata.written, passing, spent)
+    numbers = _tell_numbers(context, outputs)
+    row = inputs.row()
+    context.refuse_accumulation()
+    for idx, one in row.enumerate():
+        _refuse_write(one, reshaped=metadata.is_reshaped(idx))
+    _refuse_uncounted(context)
+    writes, rewinds = forward_writes(row, outputs, metadata, storages, recorder.strided)
+    node_outs = Row[NodeOutIdx, NodeOut](
+        NodeOut(
+            slot,
+            recipe_of(tensor),
+            context.options.training and idx in outputs.with_history,
+            outputs.versions.get(NodeOutIdx(idx)),
+        )
+        for idx, (slot, tensor) in enumerate(zip(outputs.slots, outputs.tensors, strict=True))
+    )
+    for node_out, tensor in zip(node_outs, outputs.tensors, strict=True):
+        refuse_unknown_subclass(tensor, node_out.slot.path)
+        if node_out.differentiable and tensor.is_leaf:
+            raise requires_grad_by_itself(node_out.slot)
+    refuse_uses_of_own_leaves(outs, outputs, inputs, log)
+    is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
+    outputs.order = (*outputs.order, *endings(outs, outputs.facts, spent, lifting.retained))
+    results = value_results(recorder, node_outs, outputs.tensors)
+    return ForwardEffects(
+        outs=outs,
+        outputs=outputs,
+        metadata=metadata,
+        writes=writes,
+        rewinds=rewinds,
+        is_rewritten=is_rewritten,
+        node_outs=node_outs,
+        results=results,
+        lifting=lifting,
+        numbers=numbers,
+    )
+
+
+def _tell_numbers(
+    context: TraceContext, outputs: NodeOutputs
+) -> tuple[tuple[str, NodeOutIdx | NumberStep], ...]:
+    """Let the graph return the numbers that depend on data and are needed outside of it.
+
+    In training that is all of them: which of them the backward needs is not known yet.
+
+    Raises:
+        UnsupportedProgram: one is needed before the graph runs.
+    """
+    unbacked = context.recorder.unbacked
+    if unbacked is None:
+        return ()
+    if numbers_of_data([outputs.facts[idx] for idx in outputs.early]):
+        raise UnsupportedProgram(
+            "a view of an input, at a place that depends on data, is made before the input is written",
+            stage="joint",
+            fix="make the view afterwards",
+        )
+    needed = unbacked.numbers
+    if not context.options.training:
+        recipes = [recipe_of(tensor) for tensor in outputs.tensors]
+        needed = numbers_of_data([outputs.facts, outputs.order, recipes])
+    found: list[tuple[str, NodeOutIdx | NumberStep]] = []
+    for name, told in context.recorder.told(needed):
+        is_step = isinstance(told, NumberStep)
+        found.append((name, told if is_step else outputs.add(Slot("output", name), told, history=False)))
+    unbacked.told = frozenset(name for name, _ in found)
+    return tuple(found)
+
+
+def _mark_reshaped(context: TraceContext, metadata: Metadata) -> None:
+    """Mark arguments that are reshaped in place: no view of one may be saved, as its history changes."""
+    for idx in metadata.changes:
+        stand_in = context.inputs.row()[idx]
+        for inner, _ in leaves(stand_in.recipe):
+            context.recorder.placeholder(Slot("primal", stand_in.slot.path, inner)).meta["reshaped"] = True
+
+
+def _refuse_uncounted(context: TraceContext) -> None:
+    """Refuse writes of views that autograd does not count, so that these keep their history in eager."""
+    log, inputs = context.log, context.inputs
+    for idx, tensor in inputs.views():
+        history = history_of(tensor)
+        if history is None or history.name() == NAMED:
+            continue
+        if any(log.views.is_or_shows(write.tensor, tensor) for write in log.uncounted):
+            raise UnsupportedProgram(
+                f"`{inputs.row()[idx].slot}` is a view that an operator of lists with wrappers writes: in "
+                "eager what it is a view of gets a history, and it keeps its own",
+                stage="joint",
+                fix="write it by itself (`x.mul_(2)` for `torch._foreach_mul_([x], 2)`), or take the view "
+                "inside",
+            )
+
+
+def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
+    if not reshaped and not same_layout(stand_in.recipe, recipe_of(stand_in.tensor)):
+        raise refuse(stand_in, "by an operator that lays the result out otherwise")
+    for (_, leaf), plain in zip(leaves(stand_in.recipe), stand_in.plains, strict=True):
+        # `out=` gives an empty tensor another size, and no counter tells.
+        resized = data_writes(plain) and functional_value(plain).size() != leaf.size
+        if storage_changes(plain) or (not reshaped and (resized or metadata_written(plain))):
+            raise refuse(stand_in, "in a way that is not repeated outside")
+
+
+# Leaves that a program makes itself: tensors that begin to require grad inside of it.
+#
+# `x.detach().requires_grad_()` is one, and so is what a class makes of data that requires grad. The autograd
+# node of the program is not their history: if the caller gets one, or a view of it, `requires_grad_` is
+# called outside, and gradients of views arrive at it as in eager. Gradients of other results would not.
+
+
+def refuse_uses_of_own_leaves(
+    outs: Sequence[Any], outputs: NodeOutputs, inputs: Inputs, log: ViewLog
+) -> None:
+    """Refuse results that are functions of such leaves, if these, or views of them, are returned, too.
+
+    Args:
+        outs: what the program returned.
+        outputs: the facts of `outs`.
+        inputs: the stand-ins.
+        log: the views.
+
+    Raises:
+        UnsupportedProgram: there is one; or a view of a leaf, itself a view, was made before a write.
+    """
+    leaves = {id(leaf): slot for slot, leaf in _own_leaves(outs, outputs, inputs, log)}
+    used = nodes_behind(outputs.tensors[idx] for idx in outputs.with_history) if leaves else ()
+    for leaf in (node.variable for node in used if hasattr(node, "variable")):
+        if id(leaf) in leaves:
+            raise requires_grad_by_itself(leaves[id(leaf)])
+
+
+def _own_leaves(
+    outs: Sequence[Any], outputs: NodeOutputs, inputs: Inputs, log: ViewLog
+) -> Iterator[tuple[Slot, torch.Tensor]]:
+    """The leaves among results and among bases of results, with the slot of the result."""
+    for position, (out, fact) in enumerate(zip(outs, outputs.facts, strict=True)):
+        if not isinstance(fact, (Fresh, ViewOfInput, ViewOfIntermediate, ViewOfOutput)):
+            continue
+        slot, is_outdated = Slot("output", f"out[{position}]"), False
+        for tensor in (out, *log.views.bases_by_operators(out)):
+            if is_leaf_with_grad(tensor) and inputs.index_of(tensor) is None:
+                if is_outdated and tensor._is_view():
+                    raise forgotten(slot)
+                yield slot, tensor
+            is_outdated = is_outdated or log.views.was_made_before_a_write(tensor)

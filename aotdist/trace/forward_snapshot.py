@@ -1,0 +1,127 @@
+"""What the backward writes: it reads that as it is when it runs, not as the forward left it.
+
+With `retain_graph=True` a backward runs twice, and the second run reads what the first one wrote.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from aotdist.facts import BackwardWrite, NodeOut, ResultWrite
+from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
+from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors
+from aotdist.torch_seam.functional import functional_value, is_functional_base, replace_functional_value
+from aotdist.torch_seam.operators import OpOverload, makes_views
+from aotdist.trace.recorder import Recorder
+from aotdist.trace.stand_ins import StandIn
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardEnd:
+    """What each input, and each result, holds once the forward is over.
+
+    Args:
+        nodes: for each input that has memory of its own, the nodes of its plain tensors.
+        values: for each input, the values of its plain tensors.
+        counters: for each input, its version counters.
+        results: for each result, the nodes of its plain tensors.
+    """
+
+    nodes: dict[PrimalIdx, list[Node]]
+    values: list[Sequence[torch.Tensor]]
+    counters: list[Sequence[int]]
+    results: Row[NodeOutIdx, list[Node]]
+
+    @classmethod
+    def of(
+        cls, recorder: Recorder, row: Row[PrimalIdx, StandIn], results: Sequence[torch.Tensor]
+    ) -> ForwardEnd:
+        """What they hold now."""
+        own = [(idx, one) for idx, one in row.enumerate() if not (one.derived or one.spans)]
+        beneath = (list(map(recorder.value, plain_tensors(result))) for result in results)
+        return cls(
+            {idx: [recorder.value(plain) for plain in one.plains] for idx, one in own},
+            [one.values() for one in row],
+            [one.counters() for one in row],
+            Row(beneath),
+        )
+
+    def restore(self, row: Row[PrimalIdx, StandIn]) -> None:
+        """Give the stand-ins the values and version counters of then; to those met since, their first ones.
+
+        After that the backward can be traced once more: to autograd, nothing that it saved has been written.
+        """
+        later = list(row)[len(self.values) :]
+        values = [*self.values, *(one.met for one in later)]
+        counters = [*self.counters, *((one.version, *one.versions) for one in later)]
+        for stand_in, held, counts in zip(row, values, counters, strict=True):
+            for plain, value in zip(stand_in.plains, held, strict=True):
+                if is_functional_base(plain) and functional_value(plain) is not value:
+                    replace_functional_value(plain, value)
+            stand_in.count_again_from(counts)
+
+    def read_late(
+        self,
+        recorder: Recorder,
+        row: Row[PrimalIdx, StandIn],
+        writes: Sequence[BackwardWrite],
+        node_outs: Row[NodeOutIdx, NodeOut],
+        result_writes: Sequence[ResultWrite],
+    ) -> None:
+        """Let the backward read what it writes from new arguments of the graph (role `buffer`)."""
+        for write in writes:
+            stand_in = row[write.input]
+            before = self.nodes.get(write.input, [])
+            if write.input >= len(self.values):  # the backward is the first to meet it
+                names = (Slot("primal", stand_in.slot.path, inner) for inner, _ in leaves(stand_in.recipe))
+                before = [recorder.placeholder(name) for name in names]
+            if before:
+                _read_late(recorder, stand_in.slot.path, stand_in.recipe, before)
+        for write in result_writes:
+            out = node_outs[write.out]
+            _read_late(recorder, out.slot.path, out.recipe, self.results[write.out])
+
+
+def is_read_again(written: Collection[Node], results: Sequence[tuple[Slot, Node | None]]) -> bool:
+    """Whether results of the backward are computed of values of the forward that it writes over.
+
+    A second backward would find the new values, which nobody keeps.
+    """
+    over, seen = set(written), set[Node]()
+    pending = [node for _, node in results if node is not None] if over else []
+    while pending:
+        node = pending.pop()
+        if node in seen or node.meta.get("phase") != "backward":
+            continue
+        seen.add(node)
+        if not over.isdisjoint(node.all_input_nodes):
+            return True
+        pending += node.all_input_nodes
+    return False
+
+
+def _read_late(recorder: Recorder, path: str, recipe: Recipe, before: Sequence[Node]) -> None:
+    for node, (inner, leaf) in zip(before, leaves(recipe), strict=True):
+        fake = recorder.fake_like(leaf, node.meta["val"].device)
+        held = recorder.value(recorder.argument(Slot("buffer", path, inner), fake))
+        first = next((n for n in node.graph.nodes if n.meta.get("phase") == "backward"), None)
+        if first is not None:
+            _read_instead(node, held, first)
+
+
+def _read_instead(node: Node, held: Node, first: Node) -> None:
+    """Let the backward (from `first` on) read `held` for `node`, and its views for those of `node`."""
+    for user in list(node.users):
+        if user.meta.get("phase") == "backward":
+            user.replace_input_with(node, held)
+        elif isinstance(user.target, OpOverload) and makes_views(user.target) and user.args[0] is node:
+            with node.graph.inserting_before(first):
+                view = node.graph.node_copy(user, lambda read: held if read is node else read)
+            view.meta["phase"] = "backward"
+            _read_instead(user, view, first)
+            if not view.users:
+                node.graph.erase_node(view)

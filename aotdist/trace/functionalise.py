@@ -1,0 +1,246 @@
+"""The functionalisation mode, with the corrections that bit-equality to eager needs.
+
+A functional operator promises the values of the in-place one that it replaces, but not its layout, nor the
+order in which it draws random numbers. Both show: sums run in another order, and dropout masks differ.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from aotdist.aliasing.memory import extent
+from aotdist.errors import AotdistError, UnsupportedProgram
+from aotdist.torch_seam.autograd import in_backward
+from aotdist.torch_seam.functional import (
+    FunctionalTensor,
+    FunctionalTensorMode,
+    functional,
+    functional_storage_id,
+    functional_value,
+    is_functional_base,
+    keep_bases_of_views,
+    replace_functional_value,
+    second_shell,
+)
+from aotdist.torch_seam.modes import set_aside
+from aotdist.torch_seam.operators import (
+    HigherOrderOperator,
+    OpOverload,
+    broken_up,
+    handle_in_mode,
+    has_effects,
+    is_left_whole_in_inference,
+    is_operator,
+    out_names,
+    written_by,
+)
+from aotdist.torch_seam.proxies import unknown_to_the_innermost_tracer
+from aotdist.torch_seam.tensors import heard_of, is_unheard
+from aotdist.torch_seam.trees import pytree
+from aotdist.trace.bits import is_read_otherwise, memory_to_read_as, with_bits_flipped
+from aotdist.trace.failures import refusal
+from aotdist.trace.operators import collectives, corrections
+from aotdist.trace.operators.fakes import as_in_eager
+from aotdist.trace.operators.functionalised import is_list_write
+from aotdist.trace.rebinding import Rebinding
+from aotdist.trace.strided import Strided
+
+_FILL_DIAGONAL = torch.ops.aten.fill_diagonal_.default
+
+
+class Functionalisation(FunctionalTensorMode):
+    """Turns writes into new values, of the layout of what is written."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._laid_out: dict[int, FunctionalTensor] = {}
+        self.strided = Strided(self)
+        self.rebinding = Rebinding(self.strided)
+        self.on_write: Callable[[FunctionalTensor], None] | None = None
+        """Called with every tensor before an operator writes it."""
+
+    def remember(self, tensor: FunctionalTensor) -> FunctionalTensor:
+        """Let `tensor` keep its layout through all writes, if it owns its memory and is not contiguous.
+
+        What is viewed keeps any layout (`_remember_viewed`): a write through a view may lay it out anew.
+        """
+        plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+        if not plain and is_functional_base(tensor):
+            self._keep_layout(tensor)
+        return tensor
+
+    def _keep_layout(self, tensor: FunctionalTensor) -> None:
+        """Remember another shell of it: the program's own may be given other memory."""
+        with self:
+            self._laid_out[functional_storage_id(tensor)] = second_shell(tensor)
+
+    @set_aside
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        try:
+            return self._dispatch(func, types, args, kwargs)
+        except Exception as error:
+            if isinstance(error, AotdistError) or (eagers := as_in_eager(error, func, args, kwargs)) is error:
+                raise
+            raise eagers from None
+
+    def _dispatch(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator by our rules, or by PyTorch's mode; what it writes keeps its layout."""
+        if any(map(is_unheard, args)):
+            with self:
+                return func(*heard_of(args), **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            return handle_in_mode(func, FunctionalTensorMode, self, *args, **kwargs)
+        beneath_wrappers = all(issubclass(cls, FunctionalTensor) for cls in types)
+        if beneath_wrappers and is_left_whole_in_inference(func):
+            with self:
+                return broken_up(func, *args, **kwargs)
+        moves = self.rebinding.does.get(func)
+        if moves is not None and isinstance(args[0], FunctionalTensor):
+            with self, torch.no_grad():
+                moves(*args, **kwargs)
+            return args[0]
+        if beneath_wrappers and is_operator(func) and out_names(func):
+            with self, torch.no_grad():
+                outs = self.rebinding.call_with_outs(func, args, kwargs)
+            if outs is not None:
+                return outs[0] if len(outs) == 1 else tuple(outs)
+        self._tell_of_writes(func, args, kwargs)
+        _make_views_again((args, kwargs))
+        written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
+        result = self._by_our_rules(func, args, kwargs) if beneath_wrappers else NotImplemented
+        if result is NotImplemented:
+            result = self._functionalise(func, types, args, kwargs)
+        for owner, before in written:
+            _restore_layout(owner, before)
+        if getattr(func, "is_view", False):
+            self._remember_viewed(args[0])
+        return self.remember(result) if isinstance(result, FunctionalTensor) else result
+
+    def _tell_of_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        if self.on_write is not None and is_operator(func):
+            for tensor in written_by(func, args, kwargs):
+                if isinstance(tensor, FunctionalTensor):
+                    self.on_write(tensor)
+
+    def _remember_viewed(self, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, FunctionalTensor) or not is_functional_base(tensor):
+            return
+        if functional_storage_id(tensor) not in self._laid_out:
+            self._keep_layout(tensor)
+
+    def _functionalise(
+        self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Let PyTorch's mode run an operator."""
+        if torch.is_inference_mode_enabled():
+            keep_bases_of_views(self, [*args, *kwargs.values()])
+        if getattr(func, "is_view", False) and isinstance(args[0], FunctionalTensor):
+            self.strided.note_owner(args[0])
+        try:
+            # PyTorch's mode does not know stand-ins that have a user's class as well.
+            own = [FunctionalTensor if issubclass(cls, FunctionalTensor) else cls for cls in types]
+            result = super().__torch_dispatch__(func, own, args, kwargs)
+        except AotdistError:
+            raise
+        except RuntimeError as error:
+            # torch 2.11 looks every argument up in the innermost tracer, and fails for want of it.
+            foreign = unknown_to_the_innermost_tracer([*args, *kwargs.values()])
+            if foreign is None:
+                raise
+            raise computed_elsewhere(foreign) from error
+        if is_operator(func) and (is_list_write(func) or isinstance(kwargs.get("out"), list)):
+            # Eager counts them where it takes the list apart, beneath all modes; of wrappers it counts none.
+            listed = written_by(func, args, kwargs)
+            plains = [t for t in listed if isinstance(t, FunctionalTensor) and not t.is_inference()]
+            torch.autograd.graph.increment_version(plains)
+        return result
+
+    def _by_our_rules(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that PyTorch's mode would run otherwise; `NotImplemented` for all others."""
+        ours = self.strided.instead(func, args, kwargs) or collectives.instead(func, args)
+        if ours is not None:
+            with self:
+                return ours()
+        if func is _FILL_DIAGONAL and args[0].storage_offset() != functional_value(args[0]).storage_offset():
+            self.strided.refuse_lost_offset(func, args[0])
+        if not is_operator(func):
+            return NotImplemented
+        if has_effects(func):
+            return self._for_its_effect(func, args, kwargs)
+        if rows := corrections.of("operator", func):
+            with self:
+                return corrections.corrected(rows, func, args, kwargs)
+        return NotImplemented
+
+    def _for_its_effect(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operator that prints or raises: the graph has it as it is, in order, and nothing drops it.
+
+        PyTorch's mode would thread a token through the graph to keep such operators in order.
+        """
+        given = pytree.tree_map_only(FunctionalTensor, functional_value, (args, kwargs))
+        result = func(*given[0], **given[1])
+        with self:
+            return pytree.tree_map_only(torch.Tensor, functional, result)
+
+    def _written(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Iterator[FunctionalTensor]:
+        """The tensors with a layout to keep that own the memory which the operator writes."""
+        if not is_operator(func):
+            return
+        if torch.Tag.inplace_view in func.tags:
+            self._remember_viewed(args[0])
+            return
+        for tensor in written_by(func, args, kwargs):
+            if isinstance(tensor, FunctionalTensor) and (storage := functional_storage_id(tensor)):
+                self.strided.refuse_write(func, tensor)
+                owner = self._laid_out.get(storage, tensor)
+                # One that was transposed in place is a view of what it was, which nobody holds.
+                is_own_view = owner is not tensor and owner.elem is tensor.elem
+                if is_own_view or is_functional_base(owner):
+                    yield owner
+
+
+def _make_views_again(given: Any) -> None:
+    """Compute views of what was written since: they have a history, also if `no_grad` is what reads them."""
+    if torch.is_grad_enabled() or in_backward():
+        return
+    with torch.enable_grad():
+        for one in pytree.tree_leaves(given):
+            if isinstance(one, FunctionalTensor):
+                functional_value(one)
+
+
+def computed_elsewhere(tensor: torch.Tensor) -> UnsupportedProgram:
+    """An error for a tensor that was recorded by another tracer than that of this trace."""
+    return refusal(
+        f"a tensor of size {list(tensor.size())} was computed by a tracer of the program's own "
+        "(`torch.func.linearize` has one)",
+        fix="use `torch.func.jvp` or `vjp`, or trace outside of the compiled function",
+    )
+
+
+def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:
+    """Give the new value of a written tensor the layout of the one before, if it came with another."""
+    value = functional_value(tensor)
+    if value.size() != before.size():
+        return
+    # Of a tensor with gaps, fakes claim that random operators keep them; the real ones do not.
+    lies_otherwise = value.stride() != before.stride() or extent(before) > before.numel()
+    if lies_otherwise or is_read_otherwise(value, before):
+        memory = memory_to_read_as(before, value)
+        if lies_otherwise:
+            memory = torch.ops.aten.copy.default(with_bits_flipped(before, before), memory)
+        replace_functional_value(tensor, with_bits_flipped(memory, before))

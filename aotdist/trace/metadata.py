@@ -1,0 +1,284 @@
+"""What a traced program did to its inputs' sizes, strides, storages and history, and last to results."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from aotdist.aliasing.metadata import Change, spend_history
+from aotdist.aliasing.naming import NAMED, named_history
+from aotdist.aliasing.view_log import ViewLog
+from aotdist.convention.metadata import takes_any_size
+from aotdist.errors import UnsupportedProgram
+from aotdist.facts import Fresh, IsInput, MetadataWrite, NotATensor, OutputFact, Place, ViewOfOutput
+from aotdist.program import OutIdx, PrimalIdx, Row, Slot
+from aotdist.subclasses.protocol import is_wrapper, plain_tensors
+from aotdist.torch_seam.autograd import history_of, retains_grad, sequence_nr, spent_history
+from aotdist.torch_seam.functional import memory_of
+from aotdist.trace.failures import reshaped_unseen
+from aotdist.trace.stand_ins import Inputs, StandIn
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """Writes to the metadata of inputs.
+
+    Args:
+        changes: what was done to each input, in order.
+        written: which of all changes, by number, are to be repeated outside.
+        switched_on: inputs that begin to require grad.
+    """
+
+    changes: Mapping[PrimalIdx, list[Change]]
+    written: frozenset[int]
+    switched_on: tuple[PrimalIdx, ...]
+
+    @classmethod
+    def of(cls, inputs: Inputs, log: ViewLog, passing: Container[int]) -> Metadata:
+        """What was done to `inputs`, but for changes that leave nothing behind.
+
+        Raises:
+            UnsupportedProgram: an input that shares memory with others was given other memory, or the
+                history of views of one is forgotten.
+        """
+        row = inputs.row()
+        switched_on = tuple(idx for idx, stand_in in row.enumerate() if is_switched_on(stand_in))
+        changes: dict[PrimalIdx, list[Change]] = defaultdict(list)
+        written: list[int] = []
+        for stand_in in row:
+            _refuse_forgotten(stand_in, log)
+        for number, change in enumerate(log.changes):
+            idx = inputs.index_of(change.tensor)
+            if idx is None or (idx in switched_on and not change.reshapes()):
+                continue
+            if change.moves() and not _stays_inside(change, row[idx]):
+                raise refuse(row[idx], "and shares memory with another")
+            example = row[idx].example
+            if idx in switched_on and change.op is torch.ops.aten.resize_.default:
+                raise refuse(row[idx], "and begins to require grad")
+            size = change.tensor.size()
+            resized = change.moves() and size != example.size() and not takes_any_size(example, size)
+            if example.requires_grad and resized:
+                raise refuse(row[idx], "in another size than its gradient is to have")
+            is_view = example._base is not None and history_of(example) is not None
+            if is_view and change.is_unseen(change.tensor.size()):
+                raise reshaped_unseen(f"of `{row[idx].slot}`, which is a view, eager makes another history")
+            changes[idx].append(change)
+            if number not in passing:
+                written.append(number)
+        return cls(changes, frozenset(written), switched_on)
+
+    def is_reshaped(self, idx: PrimalIdx) -> bool:
+        """Whether an input shows its elements in another way now."""
+        return any(change.reshapes() for change in self.changes.get(idx, ()))
+
+    def moved(self, row: Row[PrimalIdx, StandIn]) -> Iterator[tuple[PrimalIdx, int]]:
+        """The plain tensors, by position, of inputs that lie in another storage now."""
+        for idx, changes in self.changes.items():
+            if any(change.moves() or change.args for change in changes if change.reshapes()):
+                yield from ((idx, leaf) for leaf in range(len(row[idx].plains)))
+
+    def as_before(self, idx: PrimalIdx, stand_in: StandIn, *, history: bool) -> torch.Tensor:
+        """An input in its sizes and strides of before, with what it holds now."""
+        tensor = stand_in.tensor
+        with torch.set_grad_enabled(history):
+            for change in reversed(self.changes.get(idx, ())):
+                if history:
+                    tensor = change.before_to_autograd(tensor)
+                elif change.reshapes():
+                    tensor = change.before(tensor)
+        return tensor
+
+    def plains_as_before(self, idx: PrimalIdx, stand_in: StandIn) -> Sequence[torch.Tensor]:
+        """The plain tensors beneath it."""
+        return plain_tensors(self.as_before(idx, stand_in, history=False))
+
+    def has_new_history(self, idx: PrimalIdx, stand_in: StandIn) -> bool:
+        """Whether autograd saw a write to the input, before it lost its history if it did."""
+        tensor, grad_fn = stand_in.tensor, history_of(stand_in.tensor)
+        for change in self.changes.get(idx, ()):
+            if change.former is not None and (change.moves() or not change.reshapes()):
+                tensor, grad_fn = change.former, named_history(change.former)
+                break
+        untouched = None if stand_in.tensor is stand_in.leaf else NAMED
+        return tensor.requires_grad and (None if grad_fn is None else grad_fn.name()) != untouched
+
+    def has_late_history(self, idx: PrimalIdx, stand_in: StandIn) -> bool:
+        """Whether autograd saw a write to the input where it lies now, rather than where it lay.
+
+        Raises:
+            UnsupportedProgram: it did, and the input is a view, or a wrapper.
+        """
+        changes = self.changes.get(idx, [])
+        moves = [change for change in changes if change.moves()]
+        now = history_of(stand_in.tensor)
+        if not moves or now is None or not stand_in.tensor.requires_grad or "NotImplemented" in now.name():
+            return False
+        former = moves[-1].former
+        before = None if former is None else named_history(former)
+        now = _without_repeated(now, [change for change in changes if change.serial > moves[-1].serial])
+        if before is not None and now is not None and sequence_nr(before) == sequence_nr(now):
+            return False
+        if stand_in.example._base is not None or is_wrapper(stand_in.example):
+            raise refuse(stand_in, "before a write that takes part in the backward")
+        return True
+
+    def bumps(self, stand_in: StandIn, *, written: bool) -> int:
+        """By how much an input's version counter went up."""
+        if stand_in.derived:
+            return 0
+        if stand_in.tensor.is_inference():
+            return int(written)  # nobody counts for a stand-in then; the real tensor is written once
+        return stand_in.bumps()
+
+    def counted(self, idx: PrimalIdx) -> int:
+        """By how much these writes let the version counter of an input go up."""
+        return sum(change.bumps for change in self.changes.get(idx, ()))
+
+    def repeated_bumps(self, row: Row[PrimalIdx, StandIn]) -> Counter[PrimalIdx]:
+        """By how much those go up once more, when these writes are repeated; a view has that of its base."""
+        found: Counter[PrimalIdx] = Counter()
+        for idx in self.changes:
+            base = row[idx].base
+            counts = idx if base is None else base
+            if not (row[counts].derived or row[counts].tensor.is_inference()):
+                found[counts] += self.counted(idx)
+        return found
+
+    def gradient_ends(
+        self, row: Row[PrimalIdx, StandIn]
+    ) -> list[tuple[PrimalIdx, list[torch.Tensor | GradientEdge]]]:
+        """Where gradients arrive: at the leaf of each input, and where that had its end before `set_`."""
+        return [
+            (idx, [stand_in.leaf, *(c.edge for c in self.changes.get(idx, ()) if c.edge is not None)])
+            for idx, stand_in in self.taking_grad(row)
+        ]
+
+    def taking_grad(self, row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, StandIn]]:
+        """The inputs that get gradients; leaves that gave that up are leaves once more."""
+        for stand_in in row:
+            if stand_in.takes_grad and not stand_in.leaf.requires_grad:
+                stand_in.leaf.requires_grad_(True)
+        return [(idx, s) for idx, s in row.enumerate() if s.takes_grad or idx in self.switched_on]
+
+
+def refuse(stand_in: StandIn, how: str) -> UnsupportedProgram:
+    """An error for a write that cannot be repeated on the user's tensor."""
+    return UnsupportedProgram(
+        f"`{stand_in.slot}` has its size, strides or storage written in place, {how}",
+        stage="joint",
+        fix="return the changed tensor instead of writing the input's metadata",
+    )
+
+
+def detached_and_written(slot: Slot) -> UnsupportedProgram:
+    """An error for a leaf that gets a history: its gradients would arrive at what is no leaf any more."""
+    return UnsupportedProgram(
+        f"`{slot}` is a leaf that gives up its gradient in place, and is then written with history",
+        stage="joint",
+        fix="write a tensor of its own (`x = x.detach()`)",
+    )
+
+
+def _refuse_forgotten(stand_in: StandIn, log: ViewLog) -> None:
+    """Refuse views of a leaf, itself a view, from before a write: for autograd they are then its base's."""
+    example = stand_in.example
+    if example.is_leaf and example.requires_grad and example._base is not None and stand_in.bumps():
+        if log.views.has_outdated_views(stand_in.tensor):
+            raise forgotten(stand_in.slot)
+
+
+def forgotten(slot: Slot) -> UnsupportedProgram:
+    """An error for a leaf of which autograd forgets that others are views of it."""
+    return UnsupportedProgram(
+        f"`{slot}`, a leaf and a view of another, is written after views of it are made",
+        stage="joint",
+        fix="make the views after the write, or under `no_grad`",
+    )
+
+
+def _stays_inside(change: Change, stand_in: StandIn) -> bool:
+    """Whether an input is alone in its memory, or lies in the same memory as before, in another size."""
+    if not (stand_in.derived or stand_in.spans):
+        return True
+    pairs = zip(plain_tensors(change.tensor), stand_in.plains, strict=False)
+    return change.op is torch.ops.aten.resize_.default and all(memory_of(a) == memory_of(b) for a, b in pairs)
+
+
+def written_around(stand_in: StandIn, how: str = "with history") -> UnsupportedProgram:
+    """An error for a write to an input and around it, which is one of what the input is a view of."""
+    return UnsupportedProgram(
+        f"`{stand_in.slot}` is written {how}, and so is memory around it",
+        stage="joint",
+        fix="pass the tensor that shows all of that memory, and take the view inside",
+    )
+
+
+def _without_repeated(history: Any | None, changes: Sequence[Change]) -> Any | None:
+    """A history without the nodes of the last of these changes, which come again where those are repeated."""
+    for change in reversed(changes):
+        if history is not None and change.grad and change.reshapes() and not change.moves():
+            history = history.next_functions[0][0]
+    return history
+
+
+def is_switched_on(stand_in: StandIn) -> bool:
+    """Whether an input begins to require grad."""
+    after = stand_in.tensor
+    return after.requires_grad and not stand_in.example.requires_grad and after.is_leaf
+
+
+def spent_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> Mapping[int, str]:
+    """Results whose graph was freed, by identity, each with the message of the error of its backward.
+
+    Inputs, views, and bases of results are not among them: of those, the backward is traced, and refused.
+    """
+    tensors = [out for out in outs if isinstance(out, torch.Tensor)]
+    viewed = {id(base) for out in tensors for base in log.views.bases(out)}
+    alone = [
+        out
+        for out in tensors
+        if inputs.index_of(out) is None
+        and id(out) not in viewed
+        and not any(True for _ in log.views.bases(out))
+    ]
+    found = ((id(out), spent_history(out)) for out in alone)
+    return {key: said for key, said in found if said is not None}
+
+
+def endings(
+    outs: Sequence[Any],
+    facts: Sequence[OutputFact],
+    spent: Mapping[int, str],
+    retained: Iterable[PrimalIdx],
+) -> tuple[MetadataWrite, ...]:
+    """What is done to results and inputs once all results are made.
+
+    They are given `retain_grad`, if the program called it, or a history whose backward raises: the program
+    may have called `torch.autograd.grad`, which freed the graph of what it returns, and eager returns that
+    all the same.
+
+    Args:
+        outs: what the program returned.
+        facts: the fact of each of `outs`.
+        spent: see `spent_results`.
+        retained: inputs that retain their gradients.
+    """
+    made = [_retaining(IsInput(idx)) for idx in retained]
+    for position, (out, fact) in enumerate(zip(outs, facts, strict=True)):
+        place = ViewOfOutput(OutIdx(position), ())
+        if isinstance(fact, Fresh) and id(out) in spent:
+            made.append(MetadataWrite(place, spend_history, (spent[id(out)],), (), True, -1))
+        is_made = not isinstance(fact, (NotATensor, IsInput))
+        if is_made and retains_grad(out):
+            made.append(_retaining(place))
+    return tuple(made)
+
+
+def _retaining(place: Place) -> MetadataWrite:
+    return MetadataWrite(place, torch.Tensor.retain_grad, (), (), True, -1)

@@ -1,0 +1,191 @@
+"""Data guards: what is known of a value while a program is captured, and what is asked of it at each call.
+
+A tensor that is made of no argument, no random number and nothing that other ranks compute (`torch.arange(n)`
+and what follows from it) is the same at every call. A program may read it, to choose between two ways: the
+nodes that lead to it are run when it asks. Libraries do so with masks and positions of their own making.
+
+A value that follows from data which is there before a call may differ from call to call. The capture
+evaluates a condition on it, and the program holds for calls with the same answer: each call evaluates the
+condition before it runs (`DataGuard`), and where an answer differs, the program is compiled again. Two kinds
+of programs may ask. One is an optimizer of a whole step (`aotdist.trace.numbers.scalars`). The other is a
+library's module, about arguments, buffers and closed-over tensors that no gradient is taken of, and symbolic
+sizes: `nn.TransformerEncoder` tests whether its mask is the causal one, models of transformers whether theirs
+masks anything. Conditions in the user's own code are refused: it is better to decide them on the device, each
+time.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Container, Mapping, Sequence
+from types import BuiltinFunctionType, MappingProxyType
+from typing import Any
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+
+from aotdist.facts import DataGuard
+from aotdist.program import PrimalIdx
+from aotdist.sizes import Expression
+from aotdist.torch_seam.ambient import autocast_off
+from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.operators import is_operator
+
+_MADE_BY = ("aten", "prims")
+"""Namespaces whose operators compute from their arguments alone, but for those that draw random numbers."""
+_MOST_STEPS = 16
+"""Operators that a condition may take: they run at every call, before the program does."""
+
+
+class NotKnown(Exception):
+    """The value depends on something that is only there at a call."""
+
+
+def result_of(
+    target: Callable[..., Any],
+    args: Any,
+    kwargs: Any,
+    root: torch.nn.Module,
+    given: Mapping[Node, torch.Tensor | float] = MappingProxyType({}),
+) -> Any:
+    """What `target` returns for real.
+
+    Args:
+        target: an operator, or a function of numbers.
+        args: its positional arguments, with nodes in the place of tensors.
+        kwargs: its named ones.
+        root: the module that holds the graph's literal tensors.
+        given: nodes whose values are known beforehand.
+
+    Raises:
+        NotKnown: a node leads to an argument, to a random number, or out of the process.
+    """
+    values: dict[Node, Any] = dict(given)
+    with no_modes(), autocast_off(), torch.no_grad():
+        for node in leading_to((args, kwargs), given):
+            values[node] = _value(node, values, root)
+        real_args, real_kwargs = map_arg((args, kwargs), values.__getitem__)
+        return target(*real_args, **real_kwargs)
+
+
+def as_function(asked: Any, given: Sequence[Node], root: torch.nn.Module) -> GraphModule:
+    """A graph module that computes some nodes from others.
+
+    Args:
+        asked: the nodes to return, in any structure; apart from `given`, they follow from what is known.
+        given: the nodes that become arguments.
+        root: holds the constants of the graph.
+    """
+    graph, copies = Graph(), dict[Node, Node]()
+    for at, node in enumerate(given):
+        copies[node] = graph.placeholder(f"given_{at}")
+    for node in leading_to(asked, given):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+    graph.output(map_arg(asked, copies.__getitem__))
+    return GraphModule(root, graph)
+
+
+def leading_to(last: Any, given: Container[Node]) -> list[Node]:
+    """The nodes in `last` and all that they are computed from, in graph order, up to `given` nodes.
+
+    Raises:
+        NotKnown: a node leads to an argument, to a random number, or out of the process.
+    """
+    found: set[Node] = set()
+    waiting: list[Node] = []
+    map_arg(last, waiting.append)
+    while waiting:
+        node = waiting.pop()
+        if node not in found and node not in given:
+            _require_known(node)
+            found.add(node)
+            waiting += node.all_input_nodes
+    return sorted(found)
+
+
+def _require_known(node: Node) -> None:
+    if node.op != "get_attr" and not (node.op == "call_function" and _follows_from_arguments(node.target)):
+        raise NotKnown(node)
+
+
+def _follows_from_arguments(target: Any) -> bool:
+    if isinstance(target, BuiltinFunctionType):  # `operator.getitem`, or arithmetic of numbers
+        return True
+    is_computed = is_operator(target) and target.namespace in _MADE_BY
+    return is_computed and torch.Tag.nondeterministic_seeded not in target.tags
+
+
+def _value(node: Node, values: dict[Node, Any], root: torch.nn.Module) -> Any:
+    if node.op == "get_attr":
+        return operator.attrgetter(str(node.target))(root)
+    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
+    assert callable(node.target), "an operator"
+    return node.target(*args, **kwargs)
+
+
+class NeedsSizes(Exception):
+    """A condition takes too many operators from symbolic sizes: with static ones it may be known."""
+
+
+class DataGuards:
+    """The conditions that a program has branched on.
+
+    Attributes:
+        given: the conditions with their answers, in order.
+    """
+
+    def __init__(self) -> None:
+        self.given: list[DataGuard] = []
+        self._there: dict[Node, tuple[PrimalIdx, int]] = {}
+        self._sizes: dict[Node, Expression] = {}
+        self._reals: dict[Node, torch.Tensor | float] = {}
+
+    def note_data(self, node: Node, at: PrimalIdx, leaf: int, real: torch.Tensor) -> None:
+        """Note that the data of a plain tensor of an input exists before a call.
+
+        Args:
+            node: stands for the plain tensor.
+            at: the input.
+            leaf: which of its plain tensors.
+            real: the plain tensor.
+        """
+        self._there[node], self._reals[node] = (at, leaf), real
+
+    def note_size(self, node: Node, spelled: Expression, number: float) -> None:
+        """Note that a symbolic number is known before a call.
+
+        Args:
+            node: stands for it.
+            spelled: what it is in terms of symbols.
+            number: what it is in the call that is traced.
+        """
+        self._sizes[node], self._reals[node] = spelled, number
+
+    def answer(self, condition: Node, root: torch.nn.Module) -> bool:
+        """Whether a condition holds.
+
+        Args:
+            condition: a tensor of one boolean.
+            root: holds the constants of the graph.
+
+        Raises:
+            NotKnown: it depends on something that is not there before a call, or takes too many operators.
+        """
+        steps = leading_to(condition, self._reals)
+        if len(steps) > _MOST_STEPS:
+            raise NotKnown(condition)
+        holds: bool = result_of(bool, (condition,), {}, root, self._reals)
+        needed = {condition}.union(*(step.all_input_nodes for step in steps))
+        used = [node for node in self._there if node in needed]
+        sizes = [node for node in self._sizes if node in needed]
+        ask = as_function((condition,), [*used, *sizes], root)
+        of, numbers = (self._there[node] for node in used), (self._sizes[node] for node in sizes)
+        self.given.append(DataGuard(ask, (holds,), tuple(of), tuple(numbers)))
+        return holds
+
+    def forget(self) -> None:
+        """Drop the caller's tensors: the program has returned, and no more conditions are evaluated."""
+        self._there.clear()
+        self._sizes.clear()
+        self._reals.clear()

@@ -1,0 +1,171 @@
+"""What a program does in Python with numbers that depend on data, where Python or PyTorch needs a value.
+
+- `x[count.item()]` would index with a number: it becomes `select`, which takes a symbol.
+- `max` and `min` would compare: they become PyTorch's functions for symbolic numbers, or, of floats, what
+  Python computes, as functions of `math` do.
+- `float(t)` has to be a number at once, and so has what stands in a text: these are refused.
+- `torch._check` becomes a check that every call makes, with the program's own message.
+- `dist.all_to_all_single` becomes the functional collective, whose splits may be symbols.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from aotdist.capture.origins import is_called_by_the_user
+from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam.checks import hearing_of_checks_of_numbers
+from aotdist.torch_seam.groups import all_to_all_of_symbols
+from aotdist.torch_seam.patches import Patch
+from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, is_undecided
+from aotdist.trace.failures import refusal
+from aotdist.trace.numbers.functions import functions_recorded
+from aotdist.trace.numbers.unbacked import Unbacked
+from aotdist.trace.operators import collectives
+
+_GET_ITEM: Any = torch.Tensor.__getitem__
+_SET_ITEM: Any = torch.Tensor.__setitem__
+_TEXTS = ("__str__", "__repr__", "__format__")
+
+
+def _is_unbacked(number: Any) -> bool:
+    return isinstance(number, torch.SymInt) and depends_on_data(number)
+
+
+def _is_of_data(number: Any) -> bool:
+    return isinstance(number, SYMBOLIC) and depends_on_data(number)
+
+
+def _needs_value(what: str) -> UnsupportedProgram:
+    return refusal(
+        f"{what} needs the value of a number that is read off a tensor, while the program is captured",
+        fix="keep the number itself (`log.append(loss.item())`), compute with it by operators of Python and "
+        "functions of `math`, choose by `torch.where`, and make a text or another type of it outside of the "
+        "compiled function",
+    )
+
+
+def _converted(conversion: Callable[..., Any], name: str) -> Callable[[torch.Tensor], Any]:
+    @functools.wraps(conversion)
+    def converted(tensor: torch.Tensor) -> Any:
+        try:
+            return conversion(tensor)
+        except Exception as error:
+            if is_undecided(error):
+                raise _needs_value(f"`{name}(tensor)`") from None
+            raise
+
+    return converted
+
+
+def _to_list(tensor: torch.Tensor) -> Any:
+    """`tensor.tolist()`, which moves the tensor once rather than each of its elements."""
+    return _listed(tensor if tensor.device.type == "cpu" else tensor.detach().to("cpu"))
+
+
+def _listed(tensor: torch.Tensor) -> Any:
+    return tensor.item() if tensor.dim() == 0 else [_listed(part) for part in tensor]
+
+
+def _unbind(tensor: torch.Tensor, dim: int = 0) -> Any:
+    """`tensor.unbind(dim)`, which iteration, unpacking and `tolist` come to.
+
+    Raises:
+        UnsupportedProgram: how many parts there are depends on data.
+    """
+    if -tensor.dim() <= dim < tensor.dim() and _is_unbacked(tensor.shape[dim]):
+        raise refusal(
+            "a tensor is taken apart (`tolist`, `for`, `unbind`), and into how many parts depends on data",
+            fix="take as many elements as there are in any case, "
+            "`torch.bincount(i, minlength=num)[:num].tolist()`; or keep it a tensor",
+        )
+    return torch.unbind(tensor, dim)
+
+
+def _item(tensor: torch.Tensor, index: Any) -> torch.Tensor:
+    """`tensor[index]`, an unbacked integer in it by `select`."""
+    parts = index if isinstance(index, tuple) else (index,)
+    others = (bool, torch.Tensor, list, tuple)
+    if not any(map(_is_unbacked, parts)) or any(isinstance(part, others) for part in parts):
+        return _GET_ITEM(tensor, index)
+    dim, skipped = 0, tensor.dim() - sum(part is not None and part is not ... for part in parts)
+    for part in parts:  # as eager does it: one dimension after the other
+        if part is ...:
+            dim += skipped
+        elif part is None or isinstance(part, slice):
+            tensor = _GET_ITEM(tensor, (*[slice(None)] * dim, part))
+            dim += 1
+        else:
+            tensor = tensor.select(dim, part)
+    return tensor
+
+
+def _set_item(tensor: torch.Tensor, index: Any, value: Any) -> None:
+    """`tensor[index] = value`."""
+    if any(map(_is_unbacked, index if isinstance(index, tuple) else (index,))):
+        tensor, index = _item(tensor, index), ...
+    _SET_ITEM(tensor, index, value)
+
+
+INSTEAD: Mapping[Any, Callable[..., Any]] = {
+    _GET_ITEM: _item,
+    _SET_ITEM: _set_item,
+    torch.Tensor.tolist: _to_list,
+    **dict.fromkeys((torch.unbind, torch.Tensor.unbind), _unbind),
+    torch.Tensor.__float__: _converted(torch.Tensor.__float__, "float"),
+    torch.Tensor.__int__: _converted(torch.Tensor.__int__, "int"),
+}
+"""What runs instead of methods of tensors."""
+
+
+def _text(cls: type, name: str) -> Callable[..., str]:
+    """A method of symbolic numbers that refuses to let the user's code make a text of one."""
+    method = getattr(cls, name)
+
+    @functools.wraps(method)
+    def text(self: Any, *args: Any) -> str:
+        if _FOLLOWED.value is not None and depends_on_data(self) and is_called_by_the_user():
+            raise _needs_value("a text (`str`, `format`, an f-string)")
+        return method(self, *args)
+
+    return text
+
+
+def _power(base: Any, exponent: Any) -> Any:
+    """`base ** exponent`: PyTorch's would require that the base is not negative."""
+    unbacked = _FOLLOWED.value
+    if unbacked is None or not (_is_of_data(base) or _is_of_data(exponent)):
+        return _POWER(base, exponent)
+    return unbacked.apply(operator.pow, (base, exponent))
+
+
+_POWER = torch.SymFloat.__pow__
+_FOLLOWED = Patch[Unbacked](
+    "numbers_of_data_followed",
+    lambda: [
+        (torch.SymFloat, "__pow__", _power),
+        *(
+            (cls, name, _text(cls, name))
+            for cls in (torch.SymInt, torch.SymFloat, torch.SymBool)
+            for name in _TEXTS
+        ),
+    ],
+)
+
+
+@contextmanager
+def followed(unbacked: Unbacked) -> Generator[None]:
+    """Record what the program does inside with numbers that depend on data."""
+    with (
+        _FOLLOWED.applied(unbacked),
+        functions_recorded(unbacked),
+        hearing_of_checks_of_numbers(unbacked.require),
+        all_to_all_of_symbols(collectives.all_to_all_single),
+    ):
+        yield

@@ -1,0 +1,392 @@
+"""Python numbers that follow from tensors: `step.item()`, and what a program computes of it in Python.
+
+An optimizer computes a few numbers in Python before it hands them to operators: `lr / (1 - beta ** step)`.
+Tensors would give other bits, so it stays Python: reading a tensor is a node, and each operation on what was
+read is a node that calls that very operation at run time.
+
+While a program runs inside of `Scalars.followed`, a number that is read is a `TracedFloat` or a `TracedInt`.
+PyTorch takes these for numbers (they are `SymFloat`s and `SymInt`s). Beneath its Python interface it is given
+another number in their place, a *token*, which the recorder recognises among the arguments of operators. If a
+token reaches no operator, PyTorch computed with it on the way, and the program is refused. So it is if Python
+needs a number of its own (`float(t)`), as a key, or in a text.
+
+A program may branch on such a number (`if rho > 5`) if it follows from tensors whose values `Scalars` was
+given. The trace is then for calls with the same answers, see `Scalars.guard`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Node
+from torch.overrides import TorchFunctionMode
+
+from aotdist.errors import UnsupportedProgram
+from aotdist.facts import DataGuard
+from aotdist.torch_seam.modes import torch_functions_off
+from aotdist.torch_seam.trees import pytree
+from aotdist.trace.failures import refusal
+from aotdist.trace.numbers import data_guards
+from aotdist.trace.numbers.functions import functions_recorded
+
+_READ = torch.ops.aten._local_scalar_dense.default
+_KINDS: Mapping[torch.dtype, type] = {
+    torch.float64: float,
+    torch.float32: float,
+    torch.bfloat16: float,
+    torch.float16: float,
+    torch.int64: int,
+    torch.int32: int,
+}
+"""The Python type of an element of a tensor."""
+_TOKENS_FROM = 1 << 44
+"""Tokens are whole numbers from here on: below 2**53, so that floats hold them exactly, and no real sizes."""
+_MAKE_TENSORS = (torch.tensor, torch.as_tensor)
+_READERS = (torch.Tensor.item, torch.Tensor.tolist)
+"""Methods that return the number which they read, so that a token may become a traced number again."""
+_CONVERSIONS: Mapping[Any, str] = {
+    torch.Tensor.__float__: "float",
+    torch.Tensor.__int__: "int",
+    torch.Tensor.__complex__: "complex",
+}
+"""Conversions whose result has to be a number of Python's own, and their names."""
+
+CreateNode: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Node]
+
+
+class Scalars:
+    """The Python numbers of one trace.
+
+    Attributes:
+        values: nodes whose values are known before a call, with the tensors that hold them now.
+        reads: whether what is read off any tensor is followed, or only numbers that are there already.
+
+    Args:
+        values: pairs of a stand-in and the tensor that holds its value, which is known before a call.
+        node_of: gives the node that computes a stand-in.
+    """
+
+    def __init__(
+        self, values: Sequence[tuple[torch.Tensor, torch.Tensor]], node_of: Callable[[torch.Tensor], Node]
+    ) -> None:
+        self.values = {node_of(stand_in): real for stand_in, real in values}
+        self._asked: list[tuple[Node, bool]] = []
+        self._tokens: dict[float, TracedNumber] = {}
+        self._arrived: set[float] = set()
+        self._read: list[float] = []
+        self._made: dict[Any, TracedNumber] = {}
+        self._numbers = itertools.count(_TOKENS_FROM)
+        self._create: CreateNode | None = None
+        self._root = torch.nn.Module()
+        self.reads = True
+
+    @contextlib.contextmanager
+    def followed(self) -> Generator[None]:
+        """Trace the numbers that are read inside."""
+        token = _CURRENT.set(self)
+        try:
+            with functions_recorded(self), _Tokens(self):
+                yield
+        finally:
+            _CURRENT.reset(token)
+
+    def read(
+        self, arguments: tuple[Any, ...], tensor: torch.Tensor, create: CreateNode, root: torch.nn.Module
+    ) -> float | None:
+        """A token for the number in a tensor; None if Python has no number for it that could be traced.
+
+        Of a condition it is the answer, if that is there before a call: the program chooses by it.
+
+        Args:
+            arguments: of the operator that reads it.
+            tensor: the tensor.
+            create: makes a node.
+            root: holds the constants of the graph.
+        """
+        self._create, self._root = create, root
+        if not self.reads:
+            return None
+        if tensor.dtype is torch.bool:
+            with contextlib.suppress(data_guards.NotKnown):
+                holds = self._result_of(_READ, arguments)
+                self._asked.append((self._number(_READ, arguments, bool).made_by, holds))
+                return holds
+        kind = _KINDS.get(tensor.dtype)
+        if kind is None:
+            return None
+        self._read.append(self.token(self._number(_READ, arguments, kind)))
+        return self._read[-1]
+
+    def is_traced(self, number: Any) -> bool:
+        """Whether it is one of the numbers."""
+        return isinstance(number, _Number)
+
+    def apply(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        """The number that `function` computes from numbers, some of them traced: traced itself."""
+        ones = [
+            argument.kind(1) if isinstance(argument, TracedNumber) else argument for argument in arguments
+        ]
+        kind = type(function(*ones))
+        if kind is int and any(isinstance(one, float) for one in ones):
+            kind = float  # which of them `max` and `min` return is not known
+        given = (
+            argument.made_by if isinstance(argument, TracedNumber) else argument for argument in arguments
+        )
+        return self._number(function, tuple(given), kind)
+
+    def _number(self, function: Callable[..., Any], arguments: tuple[Any, ...], kind: type) -> TracedNumber:
+        """The traced number that `function` computes; the same object for the same arguments."""
+        key = (function, tuple((type(argument), argument) for argument in arguments))
+        if key not in self._made:
+            assert self._create is not None, "the first number of all was read"
+            node = self._create(function, arguments, {})
+            node.meta["val"] = kind(1)
+            self._made[key] = _CLASSES[kind](self, node)
+        return self._made[key]
+
+    def token(self, number: TracedNumber) -> float:
+        """A new token for `number`."""
+        token = number.kind(next(self._numbers))
+        self._tokens[token] = number
+        return token
+
+    def behind(self, token: Any) -> TracedNumber | None:
+        """The number that `token` stands for, if it is a token."""
+        return self._tokens.get(token) if type(token) in (float, int) else None
+
+    def tokens_among(self, arguments: Any) -> list[float]:
+        """The tokens in the arguments of an operator."""
+        return [leaf for leaf in pytree.tree_leaves(arguments) if self.behind(leaf) is not None]
+
+    def arrive(self, tokens: Iterable[float]) -> None:
+        """Note that an operator which takes the numbers behind `tokens` was recorded."""
+        self._arrived.update(tokens)
+
+    def call(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        tokens: Sequence[float],
+    ) -> Any:
+        """Call a function of PyTorch's.
+
+        Args:
+            function: the function.
+            args: its positional arguments.
+            kwargs: its named ones.
+            tokens: the tokens among these.
+
+        Raises:
+            UnsupportedProgram: it computes with a token, or with one that it reads, without an operator.
+        """
+        self._read.clear()
+        result = function(*args, **kwargs)
+        number = self.behind(result)
+        if number is not None and function in _READERS:
+            return number
+        if not self._arrived.issuperset([*tokens, *self._read]):
+            if function in _CONVERSIONS:
+                raise _wants_number(_CONVERSIONS[function])
+            raise needs_value(getattr(function, "__name__", str(function)))
+        return result
+
+    def answer(self, number: TracedNumber) -> bool:
+        """Whether `number` is true now; the program branches on it.
+
+        Raises:
+            UnsupportedProgram: its value is not known before the call.
+        """
+        try:
+            holds = self._result_of(bool, (number.made_by,))
+        except data_guards.NotKnown:
+            raise refusal(
+                "the program chooses by a number that it computes in the same call",
+                fix="use `torch.where`, or `max` and `min`",
+            ) from None
+        self._asked.append((number.made_by, holds))
+        return holds
+
+    def guard(self) -> DataGuard | None:
+        """What the program branched on, to be asked of the tensors that `values` are for; None if nothing."""
+        if not self._asked:
+            return None
+        nodes, holds = zip(*self._asked, strict=True)
+        return DataGuard(data_guards.as_function(nodes, list(self.values), self._root), holds)
+
+    def _result_of(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
+        with torch_functions_off():
+            return data_guards.result_of(function, arguments, {}, self._root, self.values)
+
+
+def needs_value(function: str) -> UnsupportedProgram:
+    """An error for a function that computes with a number of the trace, or makes a size of it."""
+    return refusal(
+        f"`{function}` needs the value of a number that differs from call to call (a learning rate, or what "
+        "follows from a step count)",
+        fix="pass it as a tensor, or compute with it in Python before",
+    )
+
+
+def _wants_number(conversion: str) -> UnsupportedProgram:
+    return refusal(
+        f"`{conversion}(tensor)` has to be a number of Python's at once, and it differs from call to call",
+        fix="read it by `tensor.item()`, and compute with it by operators of Python, and by the functions of "
+        "`math`",
+    )
+
+
+_CURRENT: ContextVar[Scalars | None] = ContextVar("aotdist_scalars", default=None)
+
+
+def current_scalars() -> Scalars | None:
+    """The numbers of the trace that runs, where they are followed."""
+    return _CURRENT.get()
+
+
+@contextlib.contextmanager
+def numbers_read() -> Generator[None]:
+    """Numbers that are read off any tensor in this context are followed, where a trace follows some."""
+    scalars = _CURRENT.get()
+    before = scalars is not None and scalars.reads
+    if scalars is not None:
+        scalars.reads = True
+    try:
+        yield
+    finally:
+        if scalars is not None:
+            scalars.reads = before
+
+
+class TracedNumber:
+    """A number of the trace.
+
+    Args:
+        scalars: all of that trace.
+        made_by: the node that computes it.
+    """
+
+    kind: type = bool
+
+    def __init__(self, scalars: Scalars, made_by: Node) -> None:
+        self.scalars = scalars
+        self.made_by = made_by
+
+    def __bool__(self) -> bool:
+        return self.scalars.answer(self)
+
+    def __repr__(self) -> str:
+        return f"a number that is only known at a call ({self.made_by.name})"
+
+
+class _Number(TracedNumber):
+    """A number that Python computes with."""
+
+    @property
+    def node(self) -> Any:
+        """The attribute by which PyTorch would ask a symbolic number for its value.
+
+        Raises:
+            UnsupportedProgram: always.
+        """
+        raise refusal(
+            "the program needs the value of a number that is only known at a call (a learning rate, or what "
+            "follows from a step count)",
+            fix="compute with it by operators of Python, and by the functions of `math`",
+        )
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        """The type that it has in eager, for `isinstance`."""
+        return self.kind
+
+    def __bool__(self) -> bool:
+        return bool(self.scalars.apply(operator.ne, (self, 0)))
+
+    def __float__(self) -> float:
+        return self.node
+
+    def __int__(self) -> int:
+        return self.node
+
+    def __index__(self) -> int:
+        return self.node
+
+    def _asked(self, *_: Any, **__: Any) -> Any:
+        return self.node
+
+    __hash__ = __str__ = __format__ = __array_ufunc__ = _asked
+    __floor__ = __ceil__ = __trunc__ = __round__ = _asked
+    numerator = denominator = property(_asked)
+
+    def __divmod__(self, other: Any) -> Any:
+        return self // other, self % other
+
+    def __rdivmod__(self, other: Any) -> Any:
+        return other // self, other % self
+
+
+class TracedFloat(_Number, torch.SymFloat):
+    """A `float` of the trace."""
+
+    kind = float
+
+
+class TracedInt(_Number, torch.SymInt):
+    """An `int` of the trace."""
+
+    kind = int
+
+
+_CLASSES: Mapping[type, type[TracedNumber]] = {bool: TracedNumber, float: TracedFloat, int: TracedInt}
+
+
+def _operator(function: Callable[..., Any], *, reflected: bool = False) -> Callable[..., Any]:
+    def method(self: _Number, *others: Any) -> Any:
+        if not all(isinstance(other, (int, float, _Number)) for other in others):
+            return NotImplemented
+        return self.scalars.apply(function, (*others, self) if reflected else (self, *others))
+
+    return method
+
+
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
+    setattr(_Number, f"__{_name}__", _operator(getattr(operator, _name)))
+    setattr(_Number, f"__r{_name}__", _operator(getattr(operator, _name), reflected=True))
+for _name in ("neg", "pos", "abs", "lt", "le", "gt", "ge", "eq", "ne"):
+    setattr(_Number, f"__{_name}__", _operator(getattr(operator, _name)))
+
+
+class _Tokens(TorchFunctionMode):
+    """Hands tokens to PyTorch in the place of numbers of the trace."""
+
+    def __init__(self, scalars: Scalars) -> None:
+        super().__init__()
+        self._scalars = scalars
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        tokens: list[float] = []
+
+        def token(number: Any) -> float:
+            tokens.append(self._scalars.token(number))
+            return tokens[-1]
+
+        kwargs = dict(kwargs or {})
+        if func in _MAKE_TENSORS and isinstance(args[0], _Number):
+            # The token would be the tensor's data.
+            default = torch.get_default_dtype() if args[0].kind is float else torch.int64
+            func, kwargs = torch.scalar_tensor, {"dtype": default, **kwargs}
+        given, named = pytree.tree_map_only(_Number, token, (args, kwargs))
+        return self._scalars.call(func, given, named, tokens)

@@ -1,0 +1,245 @@
+"""Waypoints: tensors in the caller's hands that gradients of other results pass inside of the program.
+
+In eager each such tensor has its place in autograd's graph, where the caller can watch what passes. Here the
+program is one node, so the trace notes where gradients pass: for each waypoint, the summands of its gradient
+and their sum. From there on the sum is a new argument of the graph, so the recorded graph is cut at every
+waypoint; `aotdist.partition.gates.linked` closes the cuts again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch
+
+from aotdist.facts import NO_PASSAGES, HeldPlace, Passages, Waypoint
+from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
+from aotdist.subclasses.protocol import leaves, plain_tensors, rebuild, recipe_of
+from aotdist.torch_seam.autograd import sequence_nr
+from aotdist.trace.recorder import Recorder
+
+Node: TypeAlias = Any
+"""A node of autograd's graph."""
+Edge: TypeAlias = tuple[Node, int]
+"""One of the results of such a node."""
+
+
+@dataclass(frozen=True, slots=True)
+class HeldTensor:
+    """A differentiable tensor that the caller will hold.
+
+    Args:
+        path: its name.
+        place: where the caller holds it.
+        value: the node output that it is, if it is one.
+        tensor: the traced tensor.
+    """
+
+    path: str
+    place: HeldPlace
+    value: NodeOutIdx | None
+    tensor: torch.Tensor
+
+    def edge(self) -> Edge:
+        """The edge at which its gradients arrive."""
+        return self.tensor.grad_fn, self.tensor.output_nr
+
+
+@dataclass
+class _Passing:
+    """The gradients that passed a waypoint in the trace."""
+
+    held: HeldTensor
+    pieces: list[torch.Tensor] = field(default_factory=list)
+    senders: list[Edge] = field(default_factory=list)
+    """The nodes that sent these pieces, and which of the gradients that each sends."""
+    total: torch.Tensor | None = None
+
+
+class Waypoints:
+    """Finds the waypoints of a program before its backward is traced, and watches them meanwhile.
+
+    Args:
+        held: the tensors that the caller will hold.
+        ends: the differentiable node outputs, at which the backward starts.
+    """
+
+    def __init__(self, held: Sequence[HeldTensor], ends: Sequence[tuple[NodeOutIdx, torch.Tensor]]) -> None:
+        watched = [one for one in held if not one.tensor._backward_hooks]
+        by_edge = {one.edge(): one for one in reversed(watched)} if len(held) > 1 else {}
+        bits = {edge: 1 << position for position, edge in enumerate(by_edge)}
+        self._nodes, reached = _walk([tensor.grad_fn for _, tensor in ends] if by_edge else [], bits)
+        passed = 0
+        for _, tensor in ends:
+            passed |= reached.get(tensor.grad_fn, 0)
+        edges = [edge for edge, bit in bits.items() if passed & bit]
+        edges.sort(key=lambda edge: sequence_nr(edge[0]))
+        self._passing = {edge: _Passing(by_edge[edge]) for edge in edges}
+        self._levels = {
+            idx: max(
+                (k + 1 for k, edge in enumerate(edges) if reached[tensor.grad_fn] & bits[edge]), default=0
+            )
+            for idx, tensor in ends
+            if edges
+        }
+
+    @contextmanager
+    def watched(self, recorder: Recorder) -> Generator[None]:
+        """While autograd runs inside, note what passes each waypoint, and cut the graph there."""
+        handles = [node.register_hook(hook) for node, hook in self._piece_hooks()]
+        for passing in self._passing.values():
+            handles.append(passing.held.tensor.register_hook(_cutting(passing, recorder)))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _piece_hooks(self) -> Iterator[tuple[Node, Any]]:
+        if not self._passing:
+            return
+        for node in self._nodes:
+            sources = [self._passing.get((source, nr)) for source, nr in node.next_functions]
+            if any(source is not None for source in sources):
+                yield node, _noting(node, sources)
+
+    @contextmanager
+    def cut_for(self, given: Mapping[NodeOutIdx, torch.Tensor]) -> Generator[None]:
+        """While autograd runs inside, what is `given` passes each waypoint, or nothing, whatever arrives."""
+
+        def instead(number: int, total: torch.Tensor | None) -> Any:
+            def replaced(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+                return (*grads[:number], total, *grads[number + 1 :])
+
+            return replaced
+
+        handles = [
+            node.register_prehook(instead(number, given.get(passing.held.value)))  # type: ignore[arg-type]
+            for (node, number), passing in self._passing.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    @contextmanager
+    def noting(self, pieces: Sequence[tuple[int, int]]) -> Generator[dict[PrimalIdx, torch.Tensor]]:
+        """A dictionary that is filled with pieces, by their number, while autograd runs inside."""
+        passing, found = list(self._passing.values()), dict[PrimalIdx, torch.Tensor]()
+
+        def note(at: int, number: int) -> Any:
+            def noted(grad_inputs: Sequence[torch.Tensor | None], grad_outputs: Any) -> None:
+                grad = grad_inputs[number]
+                if grad is not None:
+                    found[PrimalIdx(at)] = grad
+
+            return noted
+
+        senders = (passing[position].senders[k] for position, k in pieces)
+        handles = [node.register_hook(note(at, number)) for at, (node, number) in enumerate(senders)]
+        try:
+            yield found
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def wanted(self, pieces: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """The waypoints that pieces are sent to."""
+        passing = list(self._passing.values())
+        return [passing[position].held.tensor for position in dict.fromkeys(at for at, _ in pieces)]
+
+    def passages(self, num_values: int) -> Passages:
+        """The facts about these waypoints.
+
+        Args:
+            num_values: how many outputs the node has.
+        """
+        if not self._passing:
+            return NO_PASSAGES
+        levels = Row[NodeOutIdx, int](self._levels.get(NodeOutIdx(k), 0) for k in range(num_values))
+        return Passages(tuple(map(_fact, self._passing.values())), levels)
+
+    def results(self, recorder: Recorder) -> list[tuple[Slot, torch.fx.Node | None]]:
+        """Results of the recorded graph: of each waypoint the sum and its summands."""
+        found: list[tuple[Slot, torch.fx.Node | None]] = []
+        for passing in self._passing.values():
+            fact = _fact(passing)
+            if passing.total is not None:
+                found += zip(_total_slots(passing), _values(recorder, passing.total), strict=True)
+            for position, piece in enumerate(passing.pieces):
+                found += zip(fact.piece_slots(position), _values(recorder, piece), strict=True)
+        return found
+
+
+def _fact(passing: _Passing) -> Waypoint:
+    held = passing.held
+    total = None if passing.total is None else recipe_of(passing.total)
+    return Waypoint(held.path, held.place, held.value, total, tuple(map(recipe_of, passing.pieces)))
+
+
+def _total_slots(passing: _Passing) -> list[Slot]:
+    return [Slot("total", passing.held.path, inner) for inner, _ in leaves(recipe_of(passing.total))]  # type: ignore[arg-type]
+
+
+def _values(recorder: Recorder, tensor: torch.Tensor) -> list[torch.fx.Node]:
+    return [recorder.value(plain) for plain in plain_tensors(tensor)]
+
+
+def _walk(ends: Iterable[Node], bits: Mapping[Edge, int]) -> tuple[list[Node], dict[Node, int]]:
+    """The nodes behind `ends`, in topological order, and for each the edges that it leads to.
+
+    Args:
+        ends: where to begin.
+        bits: the edges, and a bit for each, so that the set to which a node leads is one number.
+    """
+    reached: dict[Node, int] = {}
+    pending: list[tuple[Node, bool]] = [(node, False) for node in ends]
+    while pending:
+        node, is_over = pending.pop()
+        if node in reached:
+            continue
+        following = [(source, nr) for source, nr in node.next_functions if source is not None]
+        if is_over:
+            found = 0
+            for edge in following:
+                found |= reached[edge[0]] | bits.get(edge, 0)
+            reached[node] = found
+        else:
+            pending.append((node, True))
+            pending += [(source, False) for source, _ in following if source not in reached]
+    return list(reached), reached
+
+
+def _noting(node: Node, sources: Sequence[_Passing | None]) -> Any:
+    """A hook of a node that notes the gradients which it sends to waypoints."""
+
+    def note(grad_inputs: Sequence[torch.Tensor | None], grad_outputs: Any) -> None:
+        for number, (source, grad) in enumerate(zip(sources, grad_inputs, strict=True)):
+            if source is not None and grad is not None:
+                source.pieces.append(grad)
+                source.senders.append((node, number))
+
+    return note
+
+
+def _cutting(passing: _Passing, recorder: Recorder) -> Any:
+    """A hook of a tensor that notes its gradient, and puts a new argument of the graph in its place."""
+
+    def cut(total: torch.Tensor | None) -> torch.Tensor | None:
+        if total is None:  # of lists, some items' gradients may stay away (`torch._foreach_mul`)
+            return None
+        passing.total = total
+        recipe = recipe_of(total)
+        plains = [
+            recorder.argument(slot, recorder.fake_like(leaf, plain.device))
+            for slot, (_, leaf), plain in zip(
+                _total_slots(passing), leaves(recipe), plain_tensors(total), strict=True
+            )
+        ]
+        return rebuild(recipe, plains)
+
+    return cut

@@ -1,0 +1,299 @@
+"""What PyTorch gets wrong, or otherwise than in eager, in a trace, and what is called instead: one table.
+
+A correction acts at one level: on a *function* as the program calls it, on an *operator* before it is made
+functional, on a *node* before it is recorded, or on what *fakes* claim of results, on any device or on a CPU.
+It is called as `instead(what it corrects, *arguments)`, and returns `NotImplemented` where PyTorch is right.
+
+`tests/trace/test_corrections.py` has a program for each row, by its name, which goes wrong without it: a row
+that the release at hand no longer needs fails there.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+import torch
+
+from aotdist.trace.operators import attention, fakes, formulas, functions_of_data, padded_batches
+from aotdist.trace.operators import functionalised as operators
+
+Level: TypeAlias = Literal["function", "operator", "node", "fake", "fake on a CPU"]
+Instead: TypeAlias = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Correction:
+    """A row of the table.
+
+    Args:
+        name: what tells it from others.
+        level: where it acts.
+        instead: what is called for which functions or operators.
+        why: what these do in a trace.
+        kinds: what is called for each kind of operator, told by a function.
+        of_bits: whether it is needed only where results are to have eager's bits.
+        release: the last release of PyTorch that was seen to need it.
+    """
+
+    name: str
+    level: Level
+    instead: Mapping[Any, Instead]
+    why: str
+    kinds: tuple[tuple[Callable[[Any], bool], Instead], ...] = ()
+    of_bits: bool = False
+    release: str = "2.14"
+
+
+def _conjugate_written(func: Any, tensor: torch.Tensor) -> torch.Tensor:
+    return func(tensor.resolve_conj()) if tensor.is_conj() else NotImplemented
+
+
+def _assert_with_text(_func: Any, condition: torch.Tensor) -> Any:
+    return torch.ops.aten._assert_async.msg(
+        condition, "Expected Tensor with single nonzero value, but got zero"
+    )
+
+
+CORRECTIONS: tuple[Correction, ...] = (
+    Correction(
+        "formulas by data",
+        "function",
+        formulas.INSTEAD,
+        "gradients are computed by formulas that ask for no data, and that round otherwise",
+        of_bits=True,
+    ),
+    Correction(
+        "singular values alone",
+        "function",
+        functions_of_data.VALUES,
+        "vectors are computed along with the values that are asked for, by another algorithm",
+    ),
+    Correction(
+        "decompositions without vectors",
+        "operator",
+        functions_of_data.DECOMPOSITIONS,
+        "vectors are computed along with the values that are asked for, by another algorithm",
+    ),
+    Correction(
+        "sparse gradients beside padding",
+        "function",
+        functions_of_data.EMBEDDINGS,
+        "the sparse gradient beside a padding index asks how many indices are none",
+    ),
+    Correction(
+        "checks of data",
+        "function",
+        functions_of_data.CHECKS,
+        "data are asked whether they are in order, in C++",
+    ),
+    Correction(
+        "answers to checks",
+        "operator",
+        functions_of_data.ANSWERS,
+        "data are asked whether they are in order, in C++",
+    ),
+    Correction(
+        "checks of variances",
+        "function",
+        functions_of_data.VARIANCES,
+        "variances are asked whether they are negative",
+    ),
+    Correction(
+        "mean of a CTC loss",
+        "function",
+        functions_of_data.LOSSES,
+        "lengths that are Python numbers are written into a tensor that has no memory",
+    ),
+    Correction(
+        "results of unknown sizes",
+        "operator",
+        functions_of_data.OPERATORS,
+        "there is no fake result, since its size depends on data, or it takes numbers for sizes only",
+    ),
+    Correction(
+        "interpolation",
+        "function",
+        functions_of_data.INTERPOLATION,
+        "sizes that are symbols are asked for their numbers, in C++",
+    ),
+    Correction(
+        "interpolated sizes",
+        "fake",
+        functions_of_data.RESIZED,
+        "sizes that are symbols are asked for their numbers, in C++",
+    ),
+    Correction(
+        "packed sequences",
+        "function",
+        padded_batches.SEQUENCES,
+        "lengths that are Python numbers are read from a tensor that has no memory",
+    ),
+    Correction(
+        "padded encoders",
+        "function",
+        padded_batches.ENCODERS,
+        "a mask is asked where its padding is, and a batch becomes a nested tensor",
+    ),
+    Correction(
+        "fused steps",
+        "operator",
+        operators.STEPS,
+        "functionalisation fails for empty lists",
+    ),
+    Correction(
+        "batch norms of GPUs",
+        "operator",
+        operators.NORMS,
+        "running statistics are written, and the schema does not say so",
+    ),
+    Correction(
+        "masks in the order of memory",
+        "operator",
+        operators.DRAWS,
+        "the functional operator draws in the order of a contiguous tensor",
+    ),
+    Correction(
+        "lists that share memory",
+        "operator",
+        {},
+        "what one write of a list changes, the next does not see",
+        kinds=((operators.is_list_write, operators.one_by_one),),
+    ),
+    Correction(
+        "polygamma",
+        "operator",
+        operators.POLYGAMMA,
+        "the functional twin takes its arguments the other way round",
+    ),
+    Correction(
+        "numbers in a batch",
+        "operator",
+        operators.NUMBERS,
+        "`vmap` gives a number the dtype that it has beside a batch of single elements, and its product with "
+        "zeros that have no memory is looked up on the device `meta`",
+    ),
+    Correction(
+        "squeezed symbols",
+        "operator",
+        operators.SQUEEZE,
+        "the fake kernel recurses until the process dies",
+    ),
+    Correction(
+        "writes with symbols",
+        "operator",
+        {},
+        "in-place operators are run on meta tensors to find wrong shapes, and fail for symbols",
+        kinds=((operators.has_twin, operators.with_twin),),
+    ),
+    Correction(
+        "refused operators",
+        "operator",
+        operators.REFUSED,
+        "results are not what the fake kernel says",
+    ),
+    Correction(
+        "parts of conjugates",
+        "node",
+        {torch.ops.aten.view_as_real.default: _conjugate_written},
+        "a written base has lost its bit when its views are made again, and gets it back after that",
+    ),
+    Correction(
+        "assertions without a message",
+        "node",
+        {torch.ops.aten._assert_async.default: _assert_with_text},
+        "graphs drop the overload that takes no message",
+    ),
+    Correction(
+        "grouped products",
+        "fake",
+        fakes.GROUPED,
+        "only bf16 is taken, and rows have no gaps behind them",
+    ),
+    Correction(
+        "backward of bags",
+        "fake",
+        fakes.BAGS,
+        "an empty map from indices to bags is taken as it is",
+    ),
+    Correction(
+        "settled sizes",
+        "fake",
+        fakes.SETTLED,
+        "numbers are made of symbolic sizes",
+    ),
+    Correction(
+        "refused views",
+        "fake",
+        fakes.VIEWS,
+        "what cannot be a view is refused with a `ValueError`",
+    ),
+    Correction(
+        "offsets of scattered parts",
+        "fake",
+        fakes.OFFSETS,
+        "the cache of fakes forgets offsets of what is no view",
+    ),
+    Correction(
+        "layouts of batch norms",
+        "fake on a CPU",
+        fakes.NORMALISED,
+        "whatever is permuted is claimed to stay so",
+    ),
+)
+
+
+def functions(*, of_bits: bool, target: str | None) -> dict[Any, Instead]:
+    """What is called for which functions, with their own arguments.
+
+    Args:
+        of_bits: whether results are to have eager's bits.
+        target: the generation of the GPUs that a trace on the CPU is for, if it is for any.
+    """
+    rows = (row for row in CORRECTIONS if row.level == "function" and (of_bits or not row.of_bits))
+    found: dict[Any, Instead] = {
+        function: functools.partial(_or_itself, instead, function)
+        for row in rows
+        for function, instead in row.instead.items()
+    }
+    return found if target is None else {**found, **attention.instead(target)}
+
+
+def _or_itself(instead: Instead, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = instead(function, *args, **kwargs)
+    return function(*args, **kwargs) if result is NotImplemented else result
+
+
+@functools.cache
+def of(level: Level, operator: Any) -> tuple[Instead, ...]:
+    """The corrections of an operator at one level."""
+    rows = [row for row in CORRECTIONS if row.level == level]
+    own = (row.instead[operator] for row in rows if operator in row.instead)
+    return (*own, *(instead for row in rows for is_kind, instead in row.kinds if is_kind(operator)))
+
+
+def corrected(corrections: tuple[Instead, ...], operator: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What the first of the corrections that applies returns; `NotImplemented` if none does."""
+    for instead in corrections:
+        result = instead(operator, *args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    return NotImplemented
+
+
+def fake_result(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, on_gpu: bool) -> Any:
+    """What an operator gives for fakes: of the sizes and strides that its kernel gives.
+
+    Args:
+        operator: the operator.
+        args: its positional arguments.
+        kwargs: the others.
+        on_gpu: whether the trace is for a GPU, though it is on the CPU.
+    """
+    rows = of("fake", operator) if on_gpu else (*of("fake", operator), *of("fake on a CPU", operator))
+    result = corrected(rows, operator, args, kwargs)
+    if result is NotImplemented:
+        result = operator(*args, **kwargs)
+    return fakes.as_on_gpu(operator, args, kwargs, result) if on_gpu else result

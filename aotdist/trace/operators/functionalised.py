@@ -1,0 +1,222 @@
+"""Operators that PyTorch's functionalisation refuses, or runs otherwise than eager does.
+
+- *Fused optimizer steps* (`_fused_adamw_`) fail for their empty lists. Their functional variants return new
+  tensors, which are written where the step would have written them.
+- *Batch norms of GPUs* (cuDNN's, MIOpen's, and what `SyncBatchNorm` gathers statistics with) write running
+  statistics without saying so in their schemas. Each has a twin here that returns the new ones.
+- *Writes with symbolic sizes* are run on meta tensors first, to find wrong shapes, and many fail there:
+  `clamp_`, and all that promote 16-bit floats. They are done by the functional twin.
+- *Random masks* are drawn in the order of memory, which a functional operator does not keep.
+- *Lists of tensors* are written one after the other, so each may show what was written before.
+
+Each correction is called with the functionalisation mode on, as `instead(operator, *arguments)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from aotdist.aliasing.memory import by_stride
+from aotdist.sizes import is_symbolic
+from aotdist.torch_seam.functional import (
+    FunctionalTensor,
+    functional_storage_id,
+    functional_value,
+    replace_functional_value,
+)
+from aotdist.torch_seam.operators import (
+    OpOverload,
+    argument_names,
+    functional_twin,
+    schema_of,
+    with_defaults,
+    writes_arguments,
+    written_arguments,
+)
+from aotdist.torch_seam.symbols import are_equal
+from aotdist.trace.failures import refusal
+
+_ATEN = torch.ops.aten
+_LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
+_SCALED = ("grad_scale", "found_inf")
+_RUNNING = ("running_mean", "running_var")
+_BROKEN_UP = _ATEN._native_batch_norm_legit_functional.default
+"""What compilers know how to break up; its results are those of MIOpen's twin."""
+
+
+def _step(func: OpOverload, *args: Any, **kwargs: Any) -> None:
+    """Do an optimizer's fused step by its functional variant, and write the results."""
+    results = _TWIN_OF_STEP[func](*args, **kwargs)
+    for (position, name), new in zip(written_arguments(func), results, strict=True):
+        # Gradients are written only where they are unscaled on the way.
+        if name != "grads" or any(kwargs.get(scaled) is not None for scaled in _SCALED):
+            for target, value in zip(args[position], new, strict=True):
+                target.copy_(value)
+
+
+def _steps() -> list[OpOverload]:
+    packets = (getattr(torch.ops.aten, f"_fused_{name}_") for name in ("adam", "adamw", "sgd", "adagrad"))
+    return [getattr(packet, overload) for packet in packets for overload in packet.overloads()]
+
+
+_TWIN_OF_STEP = {step: twin for step in _steps() if (twin := functional_twin(step)) is not None}
+STEPS: Mapping[Any, Callable[..., Any]] = dict.fromkeys(_TWIN_OF_STEP, _step)
+"""What is called for fused steps."""
+
+
+def _norm_twin(op: OpOverload) -> OpOverload:
+    """The operator with two more results: the new running mean, and the new running variance."""
+    names = argument_names(op)
+    at = [names.index(name) for name in _RUNNING]
+
+    def run(*args: Any) -> tuple[Tensor, ...]:
+        given = list(args)
+        for position in at:
+            given[position] = args[position].clone()
+        return (*op(*given), *(given[position] for position in at))
+
+    name = f"{op.name().removeprefix('aten::')}_functional"
+    arguments, _, results = schema_of(op).partition("(")[2].rpartition(") -> (")
+    _LIBRARY.define(f"{name}({arguments}) -> ({results.removesuffix(')')}, Tensor, Tensor)")
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"aotdist::{name}", run, lib=_LIBRARY)
+    return getattr(torch.ops.aotdist, name).default
+
+
+_TWIN_OF_NORM: Mapping[OpOverload, OpOverload] = {
+    op: _norm_twin(op)
+    for op in (
+        _ATEN.cudnn_batch_norm.default,
+        _ATEN.miopen_batch_norm.default,
+        _ATEN.batch_norm_gather_stats.default,
+        _ATEN.batch_norm_gather_stats_with_counts.default,
+    )
+}
+
+
+def _norm(func: OpOverload, *args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+    """A batch norm, with what it writes as results that are written."""
+    given = {**dict(zip(argument_names(func), args, strict=False)), **kwargs}  # there are no defaults
+    running = [given[name] for name in _RUNNING]
+    if not given.get("training", True) or running[0] is None:
+        return NotImplemented
+    *results, mean, variance = _TWIN_OF_NORM[func](*given.values())
+    for statistic, new in zip(running, (mean, variance), strict=True):
+        statistic.copy_(new)
+    return tuple(results)
+
+
+NORMS: Mapping[Any, Callable[..., Any]] = dict.fromkeys(_TWIN_OF_NORM, _norm)
+"""What is called for batch norms of GPUs."""
+
+
+def _as_cudnn(*args: Any) -> tuple[Tensor, ...]:
+    """The same, and the space that cuDNN's backward would ask for."""
+    out, mean, deviation, *new = _BROKEN_UP(*args)
+    return out, mean, deviation, out.new_empty((0,), dtype=torch.uint8), *new
+
+
+MADE_OF: Mapping[OpOverload, Callable[..., Any]] = {
+    _TWIN_OF_NORM[_ATEN.cudnn_batch_norm.default]: _as_cudnn,
+    _TWIN_OF_NORM[_ATEN.miopen_batch_norm.default]: _BROKEN_UP,
+}
+"""What compilers make of a batch norm; its backward is in PyTorch's own table."""
+
+
+def is_list_write(func: Any) -> bool:
+    """Whether an operator writes lists of tensors."""
+    return func.name().startswith("aten::_foreach_") and writes_arguments(func)
+
+
+def one_by_one(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Write one tensor of a list after the other, where some of the tensors share memory."""
+    items = [item for arg in args if isinstance(arg, list) for item in arg]
+    memory = [functional_storage_id(item) for item in items if isinstance(item, FunctionalTensor)]
+    if len(args[0]) == 1 or len(set(memory)) == len(memory):
+        return NotImplemented
+    for position in range(len(args[0])):
+        func(*([arg[position : position + 1] if isinstance(arg, list) else arg for arg in args]), **kwargs)
+    return None
+
+
+def has_twin(func: Any) -> bool:
+    """Whether an operator writes its first argument, and has a functional twin."""
+    return functional_twin(func) is not None
+
+
+def with_twin(func: OpOverload, *args: Any, **kwargs: Any) -> Tensor:
+    """Let the first argument, of a symbolic size, hold what the functional twin computes."""
+    target, twin = args[0], functional_twin(func)
+    shapes = [value.shape for value in args if isinstance(value, FunctionalTensor)]
+    if twin is None or not isinstance(target, FunctionalTensor) or not any(map(is_symbolic, shapes)):
+        return NotImplemented
+    value = twin(*with_defaults(func, args, kwargs), **kwargs)
+    if not are_equal(value.size(), target.size()):
+        raise RuntimeError(f"`{twin}` gives {list(value.size())}, to be written into {list(target.size())}")
+    replace_functional_value(target, functional_value(value))
+    return target
+
+
+def _draw(func: OpOverload, tensor: Tensor, *probability: Any, **kwargs: Any) -> Tensor:
+    """Draw in the order of the tensor's memory, as eager does and the functional twin does not."""
+    order = by_stride(tensor.size(), tensor.stride())
+    if tensor.is_contiguous() or order == list(range(tensor.dim())):
+        return NotImplemented
+    given = [p.expand(tensor.shape).permute(order) if isinstance(p, Tensor) else p for p in probability]
+    func(tensor.permute(order), *given, **kwargs)
+    return tensor
+
+
+DRAWS: Mapping[Any, Callable[..., Any]] = {
+    _ATEN.bernoulli_.float: _draw,
+    _ATEN.bernoulli_.Tensor: _draw,
+}
+"""What is called for random masks."""
+
+
+def _polygamma(_func: OpOverload, tensor: Tensor, order: int) -> Tensor:
+    return tensor.copy_(torch.polygamma(order, tensor))
+
+
+def _of_number(_func: OpOverload, number: Any, **options: Any) -> Tensor:
+    if isinstance(number, Tensor):
+        return NotImplemented
+    return torch.full((), number, **{name: options[name] for name in ("dtype", "device") if name in options})
+
+
+def _squeeze(_func: OpOverload, tensor: Tensor, dim: int) -> Tensor:
+    return _ATEN.squeeze_.dims(tensor, [dim]) if is_symbolic(tensor.shape) else NotImplemented
+
+
+POLYGAMMA: Mapping[Any, Callable[..., Any]] = {_ATEN.polygamma_.default: _polygamma}
+NUMBERS: Mapping[Any, Callable[..., Any]] = {_ATEN._to_copy.default: _of_number}
+SQUEEZE: Mapping[Any, Callable[..., Any]] = {_ATEN.squeeze_.dim: _squeeze}
+
+
+def _refuse_sparse(_func: OpOverload, *_args: Any, **_kwargs: Any) -> NoReturn:
+    raise refusal(
+        "the program makes a sparse tensor",
+        fix="make it outside of the compiled function, or work on its indices and values",
+    )
+
+
+def _observe(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    tensor, _, _, running_min, *_, channels, per_channel, _ = with_defaults(func, args, kwargs)
+    if per_channel and running_min.numel() != tensor.size(channels):
+        raise refusal(
+            "an observer of `torch.ao.quantization` is called for the first time: it resizes buffers",
+            fix="run the model once before it is compiled",
+        )
+    return NotImplemented
+
+
+REFUSED: Mapping[Any, Callable[..., Any]] = {
+    _ATEN._to_sparse.default: _refuse_sparse,
+    _ATEN._to_sparse.sparse_dim: _refuse_sparse,
+    _ATEN._fused_moving_avg_obs_fq_helper.default: _observe,
+}
+"""Operators whose results are not what their fake kernels say."""

@@ -1,0 +1,190 @@
+"""Which random numbers an operation of the traced program draws.
+
+A checkpointed region runs again in the backward, with the generator put back to where it stood: it must
+meet the numbers that it met in the forward, not new ones. No generator moves while only fakes are
+computed, so here one is moved a little at every draw that is recorded: the real one of a GPU, a copy of that
+of the CPU, which other threads may draw from meanwhile. An operation that finds it where an equal one found
+it before is that draw again, and gets its result. Whatever else the program does to the generator
+(`manual_seed`, `fork_rng`) would be lost in the graph, and is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload
+from aotdist.torch_seam.random import default_generator_is, generator_id, times_seeded_elsewhere
+from aotdist.torch_seam.symbols import hint
+from aotdist.torch_seam.trees import pytree
+from aotdist.torch_seam.undo import to_undo
+from aotdist.trace.failures import refusal
+
+
+class Draws:
+    """Remembers the draws of one trace; a context manager that leaves the generators as they were."""
+
+    def __init__(self) -> None:
+        self._made: dict[Hashable, Any] = {}
+        self._repeated: set[int] = set()
+        self._users: set[int] = set()
+        self._generators: dict[torch.device, _Generator] = {}
+        self._scope = ExitStack()
+
+    def __enter__(self) -> Draws:
+        copied, self._default = torch.Generator("cpu"), _Seeded(torch.default_generator)
+        to_undo(self._restore)
+        with no_modes():
+            copied.set_state(self._default.before)
+        self._generators[torch.device("cpu")] = _Generator(copied)
+        self._scope.enter_context(default_generator_is(copied))
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._scope.close()
+        self._restore()
+
+    def _restore(self) -> None:
+        self._default.restore()
+        for generator in self._generators.values():
+            generator.restore()
+
+    def allow(self, generators: Iterable[torch.Generator]) -> None:
+        """Let the program draw from these generators of the user's."""
+        self._users.update(map(generator_id, generators))
+
+    def draw(
+        self, func: OpOverload | HigherOrderOperator, args: Any, kwargs: Any, record: Callable[[], Any]
+    ) -> Any:
+        """The result of a random operation: that of an equal one from the same state, or what `record` makes.
+
+        Raises:
+            UnsupportedProgram: the program set the state of the generator, or draws from one of its own.
+        """
+        given = kwargs.get("generator")
+        if given is not None and generator_id(given) != generator_id(torch.default_generator):
+            self._refuse_unknown(given)
+            return record()
+        generator = self._generator(args, kwargs)
+        key = (func, generator.state(), *map(_describe, pytree.tree_leaves((args, kwargs))))
+        if key in self._made:
+            generator.move()
+            self._repeated.update(map(id, pytree.tree_leaves(self._made[key])))
+            return self._made[key]
+        generator.check()
+        result = self._made[key] = record()
+        generator.advance()
+        return result
+
+    def are_repeated(self, value: torch.Tensor) -> bool:
+        """Whether `value` was drawn, and a repeated draw has it for its result."""
+        return id(value) in self._repeated
+
+    def _refuse_unknown(self, generator: torch.Generator) -> None:
+        if generator_id(generator) not in self._users:
+            raise refusal(
+                "the program draws from a random generator that it makes itself",
+                fix="make the generator outside, where the function can read it",
+            )
+
+    def check(self) -> None:
+        """Raise if the program left a generator elsewhere than its draws do.
+
+        Raises:
+            UnsupportedProgram: the program set the state of a generator.
+        """
+        self._default.check()
+        for generator in self._generators.values():
+            generator.check()
+
+    def _generator(self, args: Any, kwargs: Any) -> _Generator:
+        tensors = [leaf for leaf in pytree.tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        device = torch.device(kwargs.get("device") or (tensors[0].device if tensors else "cpu"))
+        if device.type != "cuda" or not torch.cuda.is_available():
+            device = torch.device("cpu")
+        elif not device.index and str(device) == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device not in self._generators:
+            self._generators[device] = _Generator(torch.cuda.default_generators[device.index])
+        return self._generators[device]
+
+
+class _Generator:
+    """A generator, and where it should stand if nobody but us moves it."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator = generator
+        with no_modes():
+            self._before = generator.get_state()
+        self._expected = self.state()
+
+    def state(self) -> bytes:
+        """Where the generator stands."""
+        with no_modes():
+            return self._generator.get_state().numpy().tobytes()
+
+    def check(self) -> None:
+        """Raise unless the generator stands where our last step left it."""
+        if self.state() != self._expected:
+            raise _sets_state()
+
+    def advance(self) -> None:
+        """Move one step for a new draw: that is where the graph leaves the generator."""
+        self.move()
+        self._expected = self.state()
+
+    def move(self) -> None:
+        """Move one step; the numbers are of no importance, only that the state is another."""
+        with no_modes():
+            torch.empty(1, device=self._generator.device).uniform_(generator=self._generator)
+
+    def restore(self) -> None:
+        """Put the generator back to where it stood at first."""
+        with no_modes():
+            self._generator.set_state(self._before)
+
+
+class _Seeded:
+    """A generator that all threads draw from, and its seed: only another seed tells that it was set.
+
+    Where another thread has seeded it, nothing is known of this one.
+    """
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self._generator, self._seed = generator, generator.initial_seed()
+        self._elsewhere = times_seeded_elsewhere()
+        with no_modes():
+            self.before = generator.get_state()
+
+    def check(self) -> None:
+        """Raise if the generator was seeded by a method of its own, not by a function of `torch.random`."""
+        if self._is_seeded():
+            raise _sets_state()
+
+    def _is_seeded(self) -> bool:
+        return self._generator.initial_seed() != self._seed and self._elsewhere == times_seeded_elsewhere()
+
+    def restore(self) -> None:
+        """Undo that."""
+        if self._is_seeded():
+            with no_modes():
+                self._generator.set_state(self.before)
+
+
+def _sets_state() -> UnsupportedProgram:
+    return refusal(
+        "the program sets the state of the random generator (`manual_seed`, `fork_rng`)",
+        fix="set it outside of the compiled function",
+    )
+
+
+def _describe(leaf: Any) -> Hashable:
+    """An argument of a random operation, in so far as it decides what is drawn."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.dtype, leaf.device, *map(hint, (*leaf.size(), *leaf.stride()))
+    return type(leaf), str(leaf)

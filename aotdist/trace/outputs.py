@@ -1,0 +1,480 @@
+"""What each output is: fresh, an input, or a view of which tensor by which steps.
+
+And what each write of metadata that shows outside is done to, and with which arguments.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from aotdist.aliasing.metadata import Change, give_history
+from aotdist.aliasing.version import version_of
+from aotdist.aliasing.view_log import ViewLog, look_inside
+from aotdist.aliasing.views import share_memory
+from aotdist.capture.capture import Returned
+from aotdist.errors import UnsupportedProgram
+from aotdist.facts import (
+    Action,
+    Around,
+    Fresh,
+    FunctionView,
+    Inside,
+    IsInput,
+    Keep,
+    Kept,
+    MetadataWrite,
+    NotATensor,
+    OutputFact,
+    Place,
+    Step,
+    ViewOfInput,
+    ViewOfIntermediate,
+    ViewOfOutput,
+    ViewStep,
+    as_inference,
+    as_written,
+    data_of,
+)
+from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
+from aotdist.subclasses.protocol import is_wrapper, plain_tensors, wrapper_rule
+from aotdist.torch_seam.autograd import creation_meta, is_leaf_with_grad
+from aotdist.trace.metadata import is_switched_on
+from aotdist.trace.stand_ins import Inputs, StandIn
+
+
+class NodeOutputs:
+    """Collects the tensors that the autograd node has to return, each once."""
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self.tensors: list[torch.Tensor] = []
+        self.facts: list[OutputFact] = []
+        self.order: tuple[Action, ...] = ()
+        self.early: tuple[OutIdx, ...] = ()
+        self.with_history: set[NodeOutIdx] = set()
+        self.bumps: Counter[PrimalIdx] = Counter()
+        self.versions: dict[NodeOutIdx, int] = {}
+        self._known: dict[int, NodeOutIdx] = {}
+
+    def add(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
+        """The position of `tensor` among the node's outputs; it is appended if it is not one of them yet.
+
+        Args:
+            slot: its name, if it is new.
+            tensor: what to return.
+            history: whether a gradient can come back through this use of it. Through `y.detach()` none comes
+                back to its base `y`, although `y` may require grad.
+        """
+        idx = self._known.get(id(tensor))
+        if idx is None:
+            idx = self._known[id(tensor)] = NodeOutIdx(len(self.tensors))
+            self.slots.append(slot)
+            self.tensors.append(tensor)
+        if history:
+            self.with_history.add(idx)
+        return idx
+
+    def add_history(self, idx: PrimalIdx, stand_in: StandIn) -> None:
+        """Give an input that was moved to other memory the history that it has there."""
+        slot = Slot("output", f"{stand_in.slot.path}.moved")
+        value = Fresh(self.add(slot, stand_in.tensor, history=True))
+        self.order = (*self.order, MetadataWrite(IsInput(idx), give_history, (value,), (), True, -1))
+        self.bumps[idx] += 1
+
+
+def classify(
+    outs: Sequence[Any],
+    inputs: Inputs,
+    log: ViewLog,
+    written: Container[int],
+    passing: Container[int],
+    spent: Container[int],
+) -> NodeOutputs:
+    """The fact of every output, and the tensors that the node must return for them.
+
+    Args:
+        outs: flat results of the traced function.
+        inputs: the stand-ins that it was given.
+        log: the views that the program made, and its writes of metadata.
+        written: numbers of the writes of metadata that are repeated on inputs outside.
+        passing: numbers of those that leave nothing behind.
+        spent: identities of results whose saved tensors autograd has freed, so that they have no backward.
+    """
+    return _Classifier(outs, inputs, log, written, passing, spent).classified()
+
+
+_LATER = 1 << 62
+"""After all views and changes."""
+
+
+class _Classifier:
+    def __init__(
+        self,
+        outs: Sequence[Any],
+        inputs: Inputs,
+        log: ViewLog,
+        written: Container[int],
+        passing: Container[int],
+        spent: Container[int],
+    ) -> None:
+        self._outs, self._inputs, self._log, self._written = outs, inputs, log, written
+        self._passing, self._spent = passing, spent
+        self._node = NodeOutputs()
+        look_inside(log, outs, [stand_in.opened for stand_in in inputs.row()])
+        self._first: dict[int, OutIdx] = {}
+        for position, out in enumerate(outs):
+            if isinstance(out, torch.Tensor):
+                self._first.setdefault(id(out), OutIdx(position))
+        self._own_leaves = self._find_own_leaves()
+        self._replayed: set[int] = set()
+        self._kept: list[tuple[int, Keep]] = []
+        self._as_inference: dict[int, ViewStep] = {}
+        self._counted: dict[NodeOutIdx, torch.Tensor] = {}
+        self._repeated: Counter[int] = Counter()
+        while self._finds_more_to_replay():
+            pass
+
+    def classified(self) -> NodeOutputs:
+        node = self._node
+        for position, out in enumerate(self._outs):
+            node.facts.append(self._output(OutIdx(position), out))
+        made: list[tuple[int, Action]] = [
+            (self._time(out), OutIdx(position)) for position, out in enumerate(self._outs)
+        ]
+        for number, change in enumerate(self._log.changes):
+            target = self._target(number, change)
+            if target is not None:
+                self._count_bumps(change, target)
+                made.append((change.serial, self._write(number, change, target)))
+        for idx, tensor in self._counted.items():
+            node.versions[idx] = version_of(tensor) - self._repeated[id(tensor)]
+        node.early = tuple(idx for idx in map(OutIdx, range(len(self._outs))) if self._is_early(idx))
+        node.order = tuple(item for _, item in sorted([*self._kept, *made], key=lambda pair: pair[0]))
+        return node
+
+    def _finds_more_to_replay(self) -> bool:
+        """Look for intermediates that are returned as they were made, and whose changes are repeated outside.
+
+        They are those that were moved to other memory, and those of which a returned view was made before a
+        change.
+        """
+        before = len(self._replayed)
+        for tensor, time in self._seen_outside():
+            root = self._log.root(tensor, self._first)
+            steps, changes = root.all_steps(), self._lasting_changes_of(root.base)
+            seen = steps[0].serial if steps else time
+            if any(change.moves() or change.serial > seen for change in changes):
+                self._replayed.add(id(root.base))
+        return len(self._replayed) > before
+
+    def _lasting_changes_of(self, tensor: torch.Tensor) -> list[Change]:
+        changes = enumerate(self._log.changes)
+        return [c for number, c in changes if c.tensor is tensor and number not in self._passing]
+
+    def _seen_outside(self) -> list[tuple[torch.Tensor, int]]:
+        """Tensors that are looked at outside, and when."""
+        seen = [(out, _LATER) for out in self._outs if isinstance(out, torch.Tensor)]
+        for number, change in enumerate(self._log.changes):
+            if self._is_done_outside(number, change):
+                seen += [(arg, change.serial) for arg in change.args if isinstance(arg, torch.Tensor)]
+        return seen
+
+    def _is_done_outside(self, number: int, change: Change) -> bool:
+        key = id(change.tensor)
+        if self._inputs.index_of(change.tensor) is not None:
+            return number in self._written
+        if number in self._passing:
+            return False
+        if change.op is torch.Tensor.requires_grad_ and key in self._own_leaves:
+            return True
+        return key in self._replayed or (key in self._first and change.moves())
+
+    def _find_own_leaves(self) -> set[int]:
+        """The leaves that begin to require grad in the program, among results and what these are views of.
+
+        Each is made outside, once, and begins to require grad there; the autograd node knows nothing of it.
+        """
+        outs = [out for out in self._outs if isinstance(out, torch.Tensor)]
+        passed = {id(one): one for out in outs for one in (out, *self._log.views.bases(out))}
+        own = {key: one for key, one in passed.items() if self._begins_to_require_grad(one)}
+        for leaf in own.values():
+            self._log.views.share(leaf)
+        return set(own)
+
+    def _begins_to_require_grad(self, tensor: torch.Tensor) -> bool:
+        changes = self._log.changes_of(tensor) if self._inputs.index_of(tensor) is None else ()
+        return any(c.op is torch.Tensor.requires_grad_ for c in changes) and is_leaf_with_grad(tensor)
+
+    def _has_history(self, out: torch.Tensor) -> bool:
+        """Whether gradients of an output may reach inputs.
+
+        They may end at a leaf of the program's own instead, or where autograd has freed what it saved.
+        """
+        ends = any(id(one) in self._own_leaves for one in (out, *self._log.views.bases(out)))
+        return out.requires_grad and not ends and id(out) not in self._spent
+
+    def _target(self, number: int, change: Change) -> Place | None:
+        if not self._is_done_outside(number, change):
+            return None
+        as_input = self._inputs.index_of(change.tensor)
+        if as_input is not None:
+            return IsInput(as_input)
+        if id(change.tensor) in self._first:
+            return ViewOfOutput(self._first[id(change.tensor)], ())
+        if id(change.tensor) in self._own_leaves and self._log.views.made(change.tensor) >= 0:
+            return self._made_again(Slot("output", f"leaf[{number}]"), change.tensor)
+        return Fresh(self._value(Slot("output", "changed"), change.tensor, history=False))
+
+    def _count_bumps(self, change: Change, target: Place) -> None:
+        """Count a change that is repeated outside; a view shares its base's counter, unless it is `.data`."""
+        root = self._log.root(change.tensor, ())
+        if any(step.op is data_of for step in root.steps):
+            return
+        self._repeated[id(root.base)] += change.bumps
+        of_input = self._inputs.index_of(root.base)
+        if of_input is not None and isinstance(target, ViewOfOutput):
+            self._node.bumps[of_input] += change.bumps
+
+    def _write(self, number: int, change: Change, target: Place) -> MetadataWrite:
+        args = tuple(
+            self._source(number, change.serial, arg) if isinstance(arg, torch.Tensor) else arg
+            for arg in change.args
+        )
+        data = None
+        if change.grown is not None:
+            data = self._node.add(Slot("output", f"grown[{number}]"), change.grown, history=False)
+        # What begins to require grad does so before the call, and is reshaped as if it did not yet.
+        idx = self._inputs.index_of(change.tensor)
+        begins = idx is not None and is_switched_on(self._inputs.row()[idx])
+        return MetadataWrite(target, change.op, args, change.kwargs, change.grad and not begins, number, data)
+
+    def _source(self, number: int, now: int, tensor: torch.Tensor) -> Place:
+        """Where to find, outside, a tensor whose storage another tensor takes over."""
+        root = self._log.root(tensor, ())
+        steps, changes = root.all_steps(), self._log.changes_of(root.base)
+        place = self._place(number, root.base, steps)
+        if not steps or all(not steps[0].serial < change.serial < now for change in changes):
+            return place
+        self._kept.append((steps[0].serial, Keep(len(self._kept), place)))
+        return Kept(len(self._kept) - 1)
+
+    def _place(self, number: int, base: torch.Tensor, steps: tuple[ViewStep, ...]) -> Place:
+        as_input = self._inputs.index_of(base)
+        if as_input is not None:
+            return ViewOfInput(as_input, steps) if steps else IsInput(as_input)
+        value = self._value(Slot("output", f"source[{number}]"), base, history=False)
+        return ViewOfIntermediate(value, steps) if steps else Fresh(value)
+
+    def _time(self, out: Any) -> int:
+        """When to make an output: when it was made, or before its base was changed, if it was since."""
+        if not isinstance(out, torch.Tensor):
+            return -1
+        made = self._log.views.made(out)
+        root = self._log.root(out, ())
+        steps = root.all_steps()
+        changes = self._log.changes_of(root.base)
+        since = [change.serial for change in changes if steps and steps[0].serial < change.serial < made]
+        if not since:
+            return made
+        for step in steps:
+            forbidden = step.pick is not None or (out.requires_grad and not step.grad)
+            if forbidden and step.serial > since[0]:
+                raise UnsupportedProgram(
+                    f"`{step.op}` is applied to a view whose base was reshaped in place after it was made",
+                    stage="joint",
+                    fix="make the view afterwards, or reshape without writing (`t` for `t_`)",
+                )
+        return steps[0].serial
+
+    def _output(self, position: OutIdx, out: Any) -> OutputFact:
+        if not isinstance(out, torch.Tensor):
+            return NotATensor(out)
+        as_input = self._inputs.index_of(out)
+        if as_input is not None:
+            return IsInput(as_input)
+        if self._first[id(out)] != position:
+            return ViewOfOutput(self._first[id(out)], ())
+        root = self._log.root(out, self._first)
+        slot = Slot("output", f"out[{position}]")
+        if root.base is out:
+            self._refuse_unknown_alias(slot, out)
+            value = self._value(slot, out, history=self._has_history(out))
+            steps = self._made_in_inference_mode(slot, out)
+            return ViewOfIntermediate(value, steps) if steps else Fresh(value)
+        self._refuse_outdated_copy(slot, out, root.base)
+        self._refuse_view_of_replaced(slot, out, root.base)
+        made = self._made_again(slot, out)
+        # In there, `view(dtype)` is no view.
+        if isinstance(made, ViewOfInput) and not root.base.is_inference():
+            made = replace(made, steps=(*made.steps, *self._made_in_inference_mode(slot, out)))
+        return replace(made, steps=(*made.steps, *self._written_apart(made.steps, out)))
+
+    def _made_again(self, slot: Slot, out: torch.Tensor) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
+        """How to make a view outside."""
+        of_input = any(self._inputs.index_of(base) is not None for base in self._log.views.bases(out))
+        root = self._log.root(out, self._first, through_node=not of_input)
+        has_history = self._has_history(out)
+        if not root.made:
+            base = self._log.root(out, ()).base
+            of_output = base is not root.base and self._inputs.index_of(base) is None
+            if has_history and of_output and is_leaf_with_grad(out):
+                # Made under `no_grad`, of a view that is an output: it requires grad if their base does.
+                self._value(Slot(slot.role, f"{slot.path}.base"), base, history=True)
+            return self._view(slot, root.base, root.steps, history=has_history)
+        # What is taken out of an input is taken out of the input itself, outside of all functions.
+        depths = [depth for depth, step in enumerate(root.steps, 1) if isinstance(step.op, Inside)]
+        steps: tuple[Step, ...] = root.steps[: max(depths, default=0)]
+        inside = root.steps[len(steps) :]
+        for number, made in enumerate(root.made):
+            own = slot if made.tensor is out else Slot("output", f"{slot.path}.made[{number}]")
+            value = self._node.add(own, self._log.as_made(made.tensor), history=True)
+            steps = (*steps, FunctionView(inside, value, creation_meta(made.tensor)))
+            inside = made.after
+        steps = (*steps, *inside)
+        # The base of what a function returned gets its gradient through the function alone. But what is made
+        # under `no_grad` has no gradient, and requires one if its base does.
+        return self._view(slot, root.base, steps, history=has_history and out.is_leaf)
+
+    def _refuse_unknown_alias(self, slot: Slot, out: torch.Tensor) -> None:
+        """Refuse a wrapper around several tensors, some in memory of an input that is written.
+
+        Neither it nor a view of it can be made again from one base. Without writes it is given the input's
+        own memory; but a write is done only after the graph has run.
+        """
+        if not is_wrapper(out):
+            return
+        for stand_in in self._inputs.row():
+            if any(stand_in.writes()) and share_memory(stand_in.tensor, out):
+                raise UnsupportedProgram(
+                    f"`{slot.path}` lies in the memory of `{stand_in.slot}`, which is written, and is "
+                    "no view of it to autograd",
+                    stage="joint",
+                    fix=f"clone `{slot.path}`, or return `{stand_in.slot}` itself",
+                )
+
+    def _refuse_outdated_copy(self, slot: Slot, out: torch.Tensor, base: torch.Tensor) -> None:
+        """Refuse a view of a DTensor along a sharded dimension, if it or its base was written since.
+
+        Such a view is a copy that autograd takes for a view. It is made again outside, from its base, which
+        must still hold what was copied.
+        """
+        if not is_wrapper(out) or not wrapper_rule(type(out)).views_may_be_copies:
+            return
+        if self._log.views.is_outdated(out) and not share_memory(base, out):
+            raise UnsupportedProgram(
+                f"`{slot.path}` is a view of a {type(out).__name__} that was redistributed for it: a copy, "
+                "and one of the two was written after it was made",
+                stage="joint",
+                fix="clone the view, or redistribute before taking it",
+            )
+
+    def _refuse_view_of_replaced(self, slot: Slot, out: torch.Tensor, base: torch.Tensor) -> None:
+        """Refuse a view of a wrapper inside of which a tensor was replaced.
+
+        The view shows the replacement; outside, what is replaced in an input is replaced last, and nothing is
+        replaced in views.
+        """
+        if any(map(self._log.views.holds_others, (out, *self._log.views.bases(out)))):
+            raise UnsupportedProgram(
+                f"`{slot.path}` is a view of a {type(base).__name__}, and a tensor inside of it was replaced",
+                stage="joint",
+                fix=f"replace it in a clone, and return that as `{slot.path}`",
+            )
+        idx = self._inputs.index_of(base)
+        if idx is None or not is_wrapper(out):
+            return
+        stand_in = self._inputs.row()[idx]
+        at_first = stand_in.opened.plains()
+        others = [plain for plain in plain_tensors(out) if not _shown_by(at_first, plain)]
+        # What was replaced again is not among the results.
+        replaces = any(isinstance(other, Returned) and other.replaced for other in self._outs)
+        results = [other for other in self._outs if isinstance(other, torch.Tensor) and other is not out]
+        if others and (replaces or any(_shown_by(results, plain) for plain in others)):
+            raise UnsupportedProgram(
+                f"`{slot.path}` is a view of `{stand_in.slot}`, taken after a tensor inside of it was "
+                "replaced",
+                stage="joint",
+                fix=f"take the view before, or clone `{slot.path}`",
+            )
+
+    def _is_early(self, position: OutIdx) -> bool:
+        """Whether an output is to be made before its base is written, since that changes its history."""
+        out, fact = self._outs[position], self._node.facts[position]
+        if not isinstance(fact, ViewOfInput) or not self._has_history(out):
+            return False
+        steps = [step for step in fact.steps if isinstance(step, ViewStep)]
+        base = self._log.root(out, ()).base
+        is_outdated = self._log.views.is_outdated(out) and not self._log.changes_of(base)
+        if len(steps) < len(fact.steps) or not is_outdated:
+            return False
+        if self._log.views.was_made_before_a_write(out):
+            return True
+        # Autograd forbids some that come after it if they are made before: under `no_grad`, or of several.
+        several, viewed = any(step.pick is not None for step in steps), self._inputs.row()[fact.base]
+        if several and viewed.example._base is not None:
+            raise UnsupportedProgram(
+                f"of several views, `out[{position}]` is one of a view of `{viewed.slot}`, itself a view of "
+                "another tensor, that was made before a write",
+                stage="joint",
+                fix="make the view after the write",
+            )
+        return not several and all(step.grad for step in steps)
+
+    def _view(
+        self, slot: Slot, base: torch.Tensor, steps: tuple[Step, ...], *, history: bool
+    ) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
+        of_base = Slot(slot.role, f"{slot.path}.base")
+        of_input = self._inputs.index_of(base)
+        if of_input is not None:
+            return ViewOfInput(of_input, steps)
+        if id(base) in self._first:
+            if id(base) in self._replayed:  # it may have lost its history since
+                self._value(of_base, base, history=history)
+            return ViewOfOutput(self._first[id(base)], steps)
+        self._refuse_unknown_alias(slot, base)
+        steps = (*self._made_in_inference_mode(slot, base), *steps)
+        return ViewOfIntermediate(self._value(of_base, base, history=history), steps)
+
+    def _written_apart(self, steps: Sequence[Step], view: torch.Tensor) -> Iterator[ViewStep]:
+        """The step that counts the writes of a view which has a version counter of its own."""
+        changes = [c for number, c in enumerate(self._log.changes) if self._is_done_outside(number, c)]
+        version = version_of(view) - sum(change.bumps for change in changes if change.tensor is view)
+        made = [one for step in steps for one in (step.steps if isinstance(step, FunctionView) else (step,))]
+        is_apart = any(
+            step.op is data_of or isinstance(step.op, Around) or (position and isinstance(step.op, Inside))
+            for position, step in enumerate(made)
+        )
+        if version and is_apart:
+            yield ViewStep(as_written, (version,), grad=made[-1].grad, serial=made[-1].serial)
+
+    def _made_in_inference_mode(self, slot: Slot, base: torch.Tensor) -> tuple[ViewStep, ...]:
+        """The step that makes an inference tensor of a result, if the program made it in inference mode."""
+        if not base.is_inference() or torch.is_inference_mode_enabled():
+            return ()
+        if id(base) in self._replayed:
+            raise UnsupportedProgram(
+                f"`{slot.path}` is made in `torch.inference_mode()`, and its size or storage is written in "
+                "place",
+                stage="joint",
+                fix="use the function that is not in place (`t` for `t_`)",
+            )
+        if id(base) not in self._as_inference:
+            self._as_inference[id(base)] = self._log.views.shared_step(as_inference)
+        return (self._as_inference[id(base)],)
+
+    def _value(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
+        """The node output for a tensor: as it was made, if its changes are repeated outside."""
+        as_made = self._log.as_made(tensor) if id(tensor) in self._replayed else tensor
+        idx = self._node.add(slot, as_made, history=history)
+        if not tensor.is_inference():
+            self._counted[idx] = tensor
+        return idx
+
+
+def _shown_by(tensors: Sequence[torch.Tensor], plain: torch.Tensor) -> bool:
+    return any(share_memory(tensor, plain) for tensor in tensors)

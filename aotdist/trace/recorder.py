@@ -1,0 +1,533 @@
+"""The recorder: plain-tensor operations become FX nodes; arguments may be added at any moment.
+
+Below the user's function stand, from top to bottom, functionalisation (writes become new values),
+proxies (values become nodes) and fake tensors (no data is touched). A tangent, or a tensor that the
+function merely closes over, is met in the middle of the trace, so `argument` can be called at any
+time: its placeholder is inserted after those that are already there.
+
+Every node is stamped with where it comes from, see `aotdist.program.Graph`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import operator
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from aotdist.capture.arguments import NO_FAKES, UserFakes
+from aotdist.capture.origins import Origins, current_module, current_tags, is_asked_by_the_user
+from aotdist.convention.random_numbers import Stream
+from aotdist.convention.rng import SLOTS as RNG_SLOTS
+from aotdist.errors import InternalError, UnsupportedProgram
+from aotdist.program import LATE_ROLES, Graph, PrimalIdx, Role, Slot
+from aotdist.sizes import NumberStep
+from aotdist.subclasses.protocol import Plain, is_real, plain_tensors, tracing_wrappers
+from aotdist.torch_seam.ambient import autocast_off, own_autocast_cache
+from aotdist.torch_seam.autograd import next_sequence_nr, running_node, saved_tensor_hooks_off
+from aotdist.torch_seam.control_flow import calling_to_be_traced
+from aotdist.torch_seam.dynamo import compiled_as_written
+from aotdist.torch_seam.functional import (
+    FakeTensorMode,
+    FunctionalTensor,
+    fake_of_its_own,
+    functional,
+    functional_storage_id,
+    functional_value,
+    is_fake,
+    is_functional_base,
+    quiet_fakes,
+    second_shell,
+)
+from aotdist.torch_seam.groups import no_objects_exchanged
+from aotdist.torch_seam.inductor import TracingContext, tracing
+from aotdist.torch_seam.modes import dispatch_keys_kept, no_modes
+from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload
+from aotdist.torch_seam.patches import hand_on
+from aotdist.torch_seam.proxies import PythonKeyTracer, decomposing, graph_module, node_of, track
+from aotdist.torch_seam.symbols import depends_on_data, expression, hint, number_kind, shape_env
+from aotdist.torch_seam.tensors import unwrapped
+from aotdist.torch_seam.trees import pytree
+from aotdist.trace.functionalise import Functionalisation, computed_elsewhere
+from aotdist.trace.numbers.data_guards import DataGuards
+from aotdist.trace.numbers.unbacked import Unbacked
+from aotdist.trace.operators.attention import chosen_for
+from aotdist.trace.operators.random import Draws
+from aotdist.trace.proxy_mode import ProxyMode
+
+Phase = Literal["forward", "backward"]
+
+
+class _Tracer(PythonKeyTracer):
+    """FX's tracer for proxies, which stamps every node that it makes."""
+
+    def __init__(self, stamp: Callable[[], dict[str, Any]]) -> None:
+        super().__init__()
+        self.root = torch.nn.Module()
+        # Literal tensors (`x[0] = 3.0`) become attributes of `root`; FX's own entry point sets this up.
+        self.tensor_attrs: dict[Any, str] = {}
+        self.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
+        self._stamp = stamp
+
+    def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        node = super().create_node(*args, **kwargs)
+        node.meta.update(self._stamp())
+        return node
+
+
+class SymbolsInside(Exception):
+    """A body has symbolic sizes: the program is traced again, with numbers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Writers:
+    """What a backward writes.
+
+    Args:
+        nodes: which memory, by its storage, and by which autograd node, by its number. Hooks run between
+            nodes: of what they write the number is None.
+        of_forward: what the forward computed and is written over, with its storage.
+    """
+
+    nodes: set[tuple[int, int | None]]
+    of_forward: dict[torch.fx.Node, int]
+
+
+class Recorder:
+    """Records what is done to its arguments. Use as a context manager, then call `graph`.
+
+    Args:
+        decompositions: operators to record as simpler ones; empty keeps the program's own.
+        within: the recorder of the enclosing program, whose tensors are to this one what real tensors are.
+        functional_rng: draw random numbers from a seed and an offset, which become the last arguments.
+        backward_autocast: what the backward is recorded in.
+        symbolic: whether sizes may be symbolic.
+        of_data: whether sizes and numbers may depend on data.
+        fakes: the user's fake tensors, which are treated like real ones. Their mode then decides whether
+            sizes may be symbolic.
+        finds_out: let the program choose by data of its inputs, see `aotdist.trace.numbers.data_guards`.
+        of_bits: what is recorded runs operator by operator, and is to have eager's bits.
+        target: the generation of the GPUs that a trace on the CPU is for, if it is for any.
+    """
+
+    def __init__(
+        self,
+        decompositions: Mapping[OpOverload, Callable[..., Any]],
+        within: Recorder | None = None,
+        *,
+        functional_rng: bool = False,
+        backward_autocast: Callable[[], AbstractContextManager[Any]] = autocast_off,
+        symbolic: bool = False,
+        of_data: bool = False,
+        fakes: UserFakes = NO_FAKES,
+        finds_out: bool = False,
+        of_bits: bool = False,
+        target: str | None = None,
+    ) -> None:
+        self.of_bits, self.target = of_bits, target
+        if within is not None:
+            self.shape_env, self.fake_mode = None, within.fake_mode
+        elif fakes.mode is not None:
+            self.shape_env, self.fake_mode = fakes.mode.shape_env, fakes.mode
+        else:
+            asked = is_asked_by_the_user if of_data else None
+            self.shape_env = shape_env(of_data=asked) if symbolic or of_data else None
+            self.fake_mode = FakeTensorMode(static_shapes=not symbolic, shape_env=self.shape_env)
+        self._fakes: UserFakes = fakes if within is None else within._fakes
+        self._within = within
+        self.phase: Phase = "forward"
+        self._tracer = _Tracer(self._stamp)
+        self._decompositions = decompositions
+        self.draws = Draws()
+        self.data_guards = DataGuards()
+        self._finds_out = finds_out
+        self._functionalisation = Functionalisation()
+        self.strided = self._functionalisation.strided
+        self.backward_autocast = backward_autocast
+        self._stream = stream = Stream(self._rng_state) if functional_rng else None
+        symbolic = self.fake_mode.shape_env is not None
+        self.of_data = of_data or (within is not None and within.of_data)
+        self.unbacked: Unbacked | None = None
+        if of_data and self.shape_env is not None:
+            self.unbacked = Unbacked(self.shape_env, self._tracer.graph, self._stamp, self.size)
+        self._proxy_mode = ProxyMode(
+            self._tracer,
+            decompositions,
+            self._stamp,
+            self.draws,
+            self.data_guards,
+            stream,
+            self.size,
+            self.unbacked,
+            symbolic=symbolic,
+            on_gpu=target is not None,
+            refuses_data=within is not None and within.of_data,
+        )
+        self._rng: list[torch.fx.Node] = []
+        self._serials = itertools.count()
+        self._origins = Origins()
+        self._first_seq_nr = next_sequence_nr()
+        self._forward_origins: dict[int, tuple[str, str]] = {}
+        self._arguments: dict[Slot, torch.fx.Node] = {}
+        self._first: torch.fx.GraphModule | None = None
+        self._goes_on = False
+        self._exit = contextlib.ExitStack()
+
+    def __enter__(self) -> Recorder:
+        for mode in (
+            dispatch_keys_kept(),
+            quiet_fakes(),
+            own_autocast_cache(),
+            saved_tensor_hooks_off(),
+            chosen_for(self.target),
+            calling_to_be_traced(),
+            compiled_as_written(),
+            _anomaly_mode_off(),
+            self.draws,
+            tracing_wrappers(),
+            no_objects_exchanged(),
+            tracing(TracingContext(self.fake_mode)),
+            self.fake_mode,
+            decomposing(self._decompositions),
+            self._proxy_mode,
+            self._functionalisation,
+        ):
+            self._exit.enter_context(mode)
+        hand_on(self._functionalisation)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._exit.__exit__(*exc)
+
+    def nested(self) -> Recorder:
+        """A recorder for a function that the program hands to an operator."""
+        return Recorder(
+            self._decompositions,
+            self,
+            functional_rng=self._stream is not None,
+            backward_autocast=self.backward_autocast,
+            of_bits=self.of_bits,
+            target=self.target,
+        )
+
+    @contextlib.contextmanager
+    def resumed(self) -> Generator[None]:
+        """Record here again, while a nested recorder is at work."""
+        with no_modes(), self.fake_mode, self._proxy_mode, self._functionalisation:
+            yield
+
+    def is_foreign(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` has to become an argument before the program can work on it."""
+        if self.is_given(tensor):
+            return True
+        if self._within is None:
+            return False
+        plains = map(unwrapped, plain_tensors(tensor))
+        return any(isinstance(p, FunctionalTensor) and self._node_of(p) is None for p in plains)
+
+    def is_given(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor` comes from outside of the trace: it is real, or a fake of the user's."""
+        return is_real(tensor) or id(tensor) in self._fakes.identities
+
+    def fake(self, example: torch.Tensor) -> torch.Tensor:
+        """A fake of a plain tensor, real or another recorder's; its storage is not touched."""
+        if isinstance(example, FunctionalTensor) or is_fake(example):
+            return self.fake_like(Plain(example.size(), example.stride(), example.dtype), example.device)
+        with torch.no_grad(), no_modes():
+            return fake_of_its_own(self.fake_mode, example.detach())
+
+    def fake_like(self, plain: Plain, device: torch.device) -> torch.Tensor:
+        """A new fake with the metadata of a recipe's leaf."""
+        with no_modes(), self.fake_mode:
+            return torch.empty_strided(plain.size, plain.stride, dtype=plain.dtype, device=device)
+
+    def second(self, tensor: FunctionalTensor, fake: torch.Tensor) -> FunctionalTensor:
+        """Another tensor with the value of `tensor`; in the same memory, if `tensor` is a view."""
+        return functional(fake) if is_functional_base(tensor) else second_shell(tensor)
+
+    def argument(self, slot: Slot, fake: torch.Tensor, *, overwritten: bool = False) -> FunctionalTensor:
+        """A new argument of the graph that stands for `fake`.
+
+        Args:
+            slot: its name.
+            fake: what it is like.
+            overwritten: its memory is written by another name, so that backward cannot keep it.
+        """
+        node = self._placeholder(slot, fake)
+        node.meta["overwritten"] = overwritten
+        track(fake, node, self._tracer)
+        return self._functionalisation.remember(functional(fake))
+
+    def note_data(
+        self, at: PrimalIdx, arguments: Sequence[FunctionalTensor], reals: Sequence[torch.Tensor]
+    ) -> None:
+        """Note that an input's data exists before a call: with `finds_out`, the program may choose by it.
+
+        Args:
+            at: the input.
+            arguments: the graph's arguments for its plain tensors.
+            reals: the plain tensors.
+        """
+        if self._finds_out:
+            for leaf, (argument, real) in enumerate(zip(arguments, reals, strict=True)):
+                self.data_guards.note_data(self.value(argument), at, leaf, real)
+
+    def _rng_state(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Seed and offset, which become arguments when they are first asked for."""
+        if self._within is not None:
+            raise UnsupportedProgram(
+                "a function that is handed to an operator (a branch of `cond`) draws random numbers, which "
+                "`functional_rng` asks to be functions of arguments",
+                where=self._origins.current() or None,
+                stage="joint",
+                fix="draw them outside of it, or compile without `functional_rng`",
+            )
+        assert self._stream is not None, "only a stream asks for its state"
+        if not self._rng:
+            like = Plain(torch.Size(), (), torch.int64)
+            for slot in RNG_SLOTS:
+                fake = self.fake_like(like, self._stream.device)
+                self._rng.append(self._placeholder(slot, fake))
+                track(fake, self._rng[-1], self._tracer)
+        seed, offset = (node.meta["val"] for node in self._rng)
+        if seed.device != self._stream.device:
+            raise UnsupportedProgram(
+                f"random numbers are drawn on {seed.device} and on {self._stream.device}, and "
+                "`functional_rng` asks for one stream",
+                where=self._origins.current() or None,
+                stage="joint",
+                fix="draw them all on one device, or compile without `functional_rng`",
+            )
+        return seed, offset
+
+    def size(self, number: Any) -> Any:
+        """The argument of the graph that stands for a symbolic number; a certain number is itself."""
+        spelled = expression(number)
+        if number.node.expr.is_number:
+            return hint(number)
+        if self.unbacked is not None and depends_on_data(number):
+            return self.unbacked.node_of(number)
+        if self._within is not None:
+            raise SymbolsInside("a function handed to an operator (a branch of `cond`) has some")
+        slot = Slot("size", spelled)
+        if slot not in self._arguments:
+            self.data_guards.note_size(self._placeholder(slot, number), spelled, hint(number))
+        return self._arguments[slot]
+
+    def told(self, numbers: Mapping[str, Any]) -> list[tuple[str, torch.Tensor | NumberStep]]:
+        """What numbers that depend on data follow from, in order, without what the forward tells.
+
+        Each is a tensor for the graph to return, which holds the number, or how Python computes it.
+
+        Args:
+            numbers: by the names of the symbols.
+        """
+        if self.unbacked is None:
+            return []
+        steps, told = self.unbacked.steps, self.unbacked.told
+        asked, numbers = numbers.keys(), {**numbers, **self.unbacked.numbers}
+        names = [name for name in self.unbacked.needed_for(asked) if name not in told]
+        return [(name, steps.get(name) or self._holding(name, numbers[name])) for name in names]
+
+    def _holding(self, name: str, number: Any) -> torch.Tensor:
+        assert self.unbacked is not None, "there is a number"
+        if (read := self.unbacked.read_outside(name)) is not None:
+            return functional(read)
+        dtype = torch.int64 if number_kind(number) is int else torch.float64
+        return torch.scalar_tensor(number, dtype=dtype, device="cpu")
+
+    def check_numbers(self) -> None:
+        """Record the checks of numbers that depend on data."""
+        if self.unbacked is not None:
+            with no_modes():
+                self.unbacked.check()
+
+    def sizes(self) -> list[Any]:
+        """The symbolic numbers that the graph takes so far."""
+        return [node.meta["val"] for slot, node in self._arguments.items() if slot.role == "size"]
+
+    def _placeholder(self, slot: Slot, val: Any) -> torch.fx.Node:
+        """A new argument, after those that are there already."""
+        graph = self._tracer.graph
+        last = next(reversed(self._arguments.values()), None)
+        with graph.inserting_before(None) if last is None else graph.inserting_after(last):
+            node = self._tracer.create_node("placeholder", _identifier(slot), (), {})
+        node.meta["val"] = val
+        self._arguments[slot] = node
+        return node
+
+    def placeholder(self, slot: Slot) -> torch.fx.Node:
+        """The argument of that name."""
+        return self._arguments[slot]
+
+    def lies_in_more(self, tensor: FunctionalTensor) -> None:
+        """Note that the storage of `tensor` is larger than the tensor."""
+        self._functionalisation.rebinding.in_more.add(functional_storage_id(tensor))
+
+    def _stamp(self) -> dict[str, Any]:
+        seq_nr, function = running_node()
+        # The program itself may call for a backward: `autograd.grad`.
+        if self.phase == "backward" or seq_nr in self._forward_origins:
+            source, module = self._forward_origins.get(seq_nr, ("", "")) if seq_nr is not None else ("", "")
+        else:
+            seq_nr, function = next_sequence_nr() - 1, ""
+            source, module = self._origins.current(), current_module()
+            # The first operation that an autograd node covers is the one the user wrote.
+            self._forward_origins.setdefault(seq_nr, (source, module))
+        stamp: dict[str, Any] = {"phase": self.phase, "source": source, "module": module, **current_tags()}
+        stamp["serial"] = next(self._serials)
+        stamp["grad"] = torch.is_grad_enabled()
+        if function:
+            stamp["function"] = function
+        if seq_nr is not None:
+            stamp["seq_nr"] = seq_nr - self._first_seq_nr
+        return stamp
+
+    def asked_for_strides(self, tensor: torch.Tensor) -> None:
+        """Note that the program's backward looks at the strides of a tensor, which tangents may decide."""
+        if self.phase != "backward":
+            return
+        for plain in plain_tensors(tensor):
+            if isinstance(plain, FunctionalTensor):
+                self.value(plain).meta["strides_asked"] = True
+
+    def value(self, tensor: torch.Tensor) -> torch.fx.Node:
+        """The node that computes the current value of a traced plain tensor.
+
+        Raises:
+            InternalError: the tensor is no functional one.
+            UnsupportedProgram: something else recorded the operations that made it.
+        """
+        if not isinstance(tensor, FunctionalTensor):
+            raise InternalError(f"a {type(tensor).__name__} reached the graph's results", stage="joint")
+        node = self._node_of(tensor)
+        if node is None:
+            raise computed_elsewhere(tensor)
+        return node
+
+    def _node_of(self, tensor: FunctionalTensor) -> torch.fx.Node | None:
+        return node_of(functional_value(tensor), self._tracer)
+
+    def attribute(self, name: str, module: torch.fx.GraphModule) -> torch.fx.Node:
+        """A node for a graph that operators of this graph take."""
+        root = self._tracer.root
+        unique = next(n for k in itertools.count() if not hasattr(root, n := f"{name}_{k}"))
+        root.register_module(unique, module)
+        return self._tracer.create_node("get_attr", unique, (), {})
+
+    def call(
+        self, op: HigherOrderOperator, args: tuple[Any, ...], like: Sequence[torch.Tensor], *, draws: bool
+    ) -> list[FunctionalTensor]:
+        """Record a call of `op` that returns a tuple of new tensors.
+
+        Args:
+            op: a higher-order operator.
+            args: its arguments: nodes of this graph, and containers of them.
+            like: fakes with the metadata of its results.
+            draws: whether it draws random numbers.
+        """
+        given = [node.meta.get("val") for node in pytree.tree_leaves(args) if isinstance(node, torch.fx.Node)]
+        if draws:
+            fakes = self.draws.draw(op, given, {}, lambda: self._call(op, args, like, draws=True))
+        else:
+            fakes = self._call(op, args, like, draws=False)
+        return [functional(fake) for fake in fakes]
+
+    def _call(
+        self, op: HigherOrderOperator, args: tuple[Any, ...], like: Sequence[torch.Tensor], *, draws: bool
+    ) -> list[torch.Tensor]:
+        fakes = [self.fake_like(Plain(f.size(), f.stride(), f.dtype), f.device) for f in like]
+        node = self._tracer.create_node("call_function", op, args, {})
+        node.meta.update(val=tuple(fakes), draws=draws)
+        for position, fake in enumerate(fakes):
+            pick = self._tracer.create_node("call_function", operator.getitem, (node, position), {})
+            pick.meta["val"] = fake
+            track(fake, pick, self._tracer)
+        return fakes
+
+    def num_nodes(self) -> int:
+        """How many nodes are recorded by now."""
+        return len(self._tracer.graph.nodes)
+
+    @contextlib.contextmanager
+    def noting_writers(self) -> Generator[Writers]:
+        """Note what is written inside, and by which autograd nodes."""
+        found = Writers(set(), {})
+
+        def note(tensor: FunctionalTensor) -> None:
+            storage = functional_storage_id(tensor)
+            found.nodes.add((storage, running_node()[0]))
+            value = self._node_of(tensor)
+            if value is None or self.draws.are_repeated(functional_value(tensor)):
+                return
+            if value.meta.get("phase") == "forward":
+                found.of_forward[value] = storage
+
+        self._functionalisation.on_write = note
+        try:
+            yield found
+        finally:
+            self._functionalisation.on_write = None
+
+    @contextlib.contextmanager
+    def on_trial(self) -> Generator[None]:
+        """Erase what is recorded inside when the context is left: it is only to be looked at."""
+        nodes = self._tracer.graph.nodes
+        before = set(nodes)
+        yield
+        for node in reversed([node for node in nodes if node not in before]):
+            if node.op == "call_function" and not node.users:
+                self._tracer.graph.erase_node(node)
+
+    def graph(
+        self, results: Sequence[tuple[Slot, torch.fx.Node | None]], symbols: Iterable[Any] = ()
+    ) -> Graph:
+        """The recorded graph with `results` as its outputs.
+
+        It takes every symbol, used or not: a pass may add an operator that needs it.
+        """
+        for symbol in symbols:
+            self.size(symbol)
+        graph, now = self._tracer.graph, dict[torch.fx.Node, torch.fx.Node]()
+        if self._goes_on:
+            graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
+            graph.graph_copy(self._tracer.graph, now)
+        graph.output(tuple(now.get(node, node) if node is not None else None for _, node in results))
+        slots = sorted(self._arguments, key=lambda slot: _SEGMENTS.index(slot.role))
+        for slot in reversed(slots):
+            node = self._arguments[slot]
+            next(iter(graph.nodes)).prepend(now.get(node, node))
+        gm = graph_module(self._tracer.root, graph)
+        self._first = gm if self._first is None else self._first
+        return Graph(gm, tuple(slots), tuple(slot for slot, _ in results))
+
+    def go_on(self) -> None:
+        """Allow more to be recorded after `graph`: the graph that was handed out becomes a copy."""
+        if self._goes_on or self._first is None:
+            return
+        recorded, handed_out = self._tracer.graph, torch.fx.Graph(tracer_cls=PythonKeyTracer)
+        handed_out.output(handed_out.graph_copy(recorded, {}))
+        self._first.graph = handed_out
+        recorded.erase_node(recorded.output_node())
+        self._goes_on = True
+
+
+def _anomaly_mode_off() -> contextlib.AbstractContextManager[Any]:
+    """It would look for NaNs among numbers that nobody has. It is all threads', and touched only if on."""
+    return (
+        torch.autograd.set_detect_anomaly(False) if torch.is_anomaly_enabled() else contextlib.nullcontext()
+    )
+
+
+_SEGMENTS: tuple[Role, ...] = ("primal", "size", "tangent", "total", "buffer", "rng")
+"""The order of a joint graph's arguments."""
+
+
+def _identifier(slot: Slot) -> str:
+    text = "".join(c if c.isalnum() else "_" for c in str(slot)).strip("_") or "arg"
+    return f"{slot.role}_{text}" if slot.role in LATE_ROLES or not text[0].isalpha() else text

@@ -1,0 +1,384 @@
+"""The traced stand-ins of a program's inputs.
+
+A plain input becomes `FunctionalTensor(Fake)`. A wrapper is taken apart, its plain tensors become
+functional, and it is put together around them: `DTensor(FunctionalTensor(Fake))`. The user's
+function, autograd and the wrapper's own dispatch run above, exactly as in eager, and writes are
+decided only among plain tensors.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from aotdist.aliasing.naming import with_history_of
+from aotdist.aliasing.version import version_of
+from aotdist.aliasing.views import Opened
+from aotdist.capture.origins import Origins
+from aotdist.capture.source import UNNAMED
+from aotdist.convention.bases import BasePlan
+from aotdist.errors import UnsupportedProgram
+from aotdist.program import PrimalIdx, Row, Slot
+from aotdist.sizes import is_symbolic
+from aotdist.subclasses.protocol import (
+    Plain,
+    Recipe,
+    is_real,
+    is_wrapper,
+    leaves,
+    plain_tensors,
+    rebuild,
+    recipe_of,
+    refuse_unknown_subclass,
+)
+from aotdist.torch_seam.autograd import creation_meta, nodes_behind, set_creation_meta
+from aotdist.torch_seam.functional import (
+    FunctionalTensor,
+    data_writes,
+    functional_value,
+    given_attributes,
+    part_of,
+    second_shell,
+)
+from aotdist.torch_seam.modes import class_functions_off
+from aotdist.torch_seam.tensors import as_parameter, set_versions
+from aotdist.torch_seam.transforms import beneath_transforms
+from aotdist.trace.classes import show_as_example
+from aotdist.trace.numbers.symbols import Symbols
+from aotdist.trace.recorder import Recorder
+from aotdist.trace.views_again import is_reshaped, view_again
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """What the traced function sees in place of one real tensor.
+
+    Args:
+        slot: the input's name.
+        example: the real tensor.
+        recipe: how it is put together.
+        leaf: what gradients are taken with respect to.
+        opened: what the function is given, and what lies inside of it before it runs.
+        plains: other shells of the functional tensors beneath `tensor`; they stay in the memory that it had,
+            if the program moves it to other memory.
+        derived: whether it is a base without history, or a view of another stand-in: writes to it, and
+            gradients for it, are those of the other inputs.
+        whole: whether it is a span of a whole storage, of which more may be written than any input shows.
+        spans: the spans that its plain tensors lie in, together with others.
+        base: which stand-in it is a view of, if it is made as one.
+        version: the version counter of `tensor` before the program ran.
+        versions: the version counters of the tensors inside of it, in order.
+        met: the values of its plain tensors then.
+    """
+
+    slot: Slot
+    example: torch.Tensor
+    recipe: Recipe
+    leaf: torch.Tensor
+    opened: Opened
+    plains: tuple[FunctionalTensor, ...]
+    derived: bool = False
+    whole: bool = False
+    spans: frozenset[PrimalIdx] = frozenset()
+    base: PrimalIdx | None = None
+    version: int = 0
+    versions: tuple[int, ...] = ()
+    met: tuple[torch.Tensor, ...] = ()
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """What the function is given: `leaf` itself, or a non-leaf copy of it when the example is no leaf.
+
+        Only a non-leaf may be written while it requires grad.
+        """
+        return self.opened.tensor
+
+    @property
+    def takes_grad(self) -> bool:
+        """Whether the input is differentiated for."""
+        return self.example.requires_grad and not self.derived
+
+    def bumps(self) -> int:
+        """How many writes of the input autograd counted, by this name or through a view of it."""
+        return 1 if self.tensor.is_inference() else version_of(self.tensor) - self.version
+
+    def bumps_inside(self) -> tuple[tuple[str, int], ...]:
+        """The same for the tensors inside of it, by path, where there are any."""
+        pairs = zip(self.opened.inside, self.versions, strict=True)
+        counts = ((path, version_of(inner) - before) for (path, inner), before in pairs)
+        return tuple((path, count) for path, count in counts if count)
+
+    def writes(self) -> tuple[int, ...]:
+        """How often each plain tensor of the input was written, also through what shares its memory."""
+        return tuple(data_writes(plain) for plain in self.plains)
+
+    def counts(self) -> tuple[tuple[int, ...], int]:
+        """Both: `writes` and `bumps`."""
+        return self.writes(), self.bumps()
+
+    def values(self) -> tuple[torch.Tensor, ...]:
+        """What each plain tensor holds."""
+        return tuple(map(functional_value, self.plains))
+
+    def counters(self) -> tuple[int, ...]:
+        """The version counters, of `tensor` and of what lies inside of it."""
+        return tuple(map(version_of, self._counted()))
+
+    def count_again_from(self, counters: Sequence[int]) -> None:
+        """Set the version counters."""
+        pairs = [(t, n) for t, n in zip(self._counted(), counters, strict=True) if not t.is_inference()]
+        set_versions(tuple(tensor for tensor, _ in pairs), tuple(number for _, number in pairs))
+
+    def _counted(self) -> list[torch.Tensor]:
+        return [self.tensor, *(inner for _, inner in self.opened.inside)]
+
+
+class Inputs:
+    """Makes and remembers stand-ins; a tensor met twice has one."""
+
+    def __init__(self, recorder: Recorder, symbols: Symbols, bases: BasePlan) -> None:
+        self._recorder = recorder
+        self._symbols = symbols
+        self._bases = bases
+        self._aliases = bases.aliases()
+        self._views = bases.views()
+        self._stand_ins: list[StandIn] = []
+        self._by_example: dict[int, torch.Tensor] = {}
+        self._by_tensor: dict[int, PrimalIdx] = {}
+        self._of_views: list[PrimalIdx] = []
+
+    def add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:
+        """What the traced function is given in place of `example`."""
+        with _mode_of(example), class_functions_off(), beneath_transforms():
+            return self._add(slot, example)
+
+    def _add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:
+        refuse_unknown_subclass(example, slot.path)
+        _refuse_layout(example, slot)
+        at = PrimalIdx(len(self._stand_ins))
+        stand_in = _counted_from_here(self._made(at, slot, example))
+        self._note_storages(at, stand_in)
+        self._by_tensor[id(stand_in.tensor)] = at
+        self._by_example[id(example)] = stand_in.tensor
+        self._stand_ins.append(stand_in)
+        if example._is_view() and not stand_in.tensor._is_view():
+            self._of_views.append(at)
+        return stand_in.tensor
+
+    def _made(self, at: PrimalIdx, slot: Slot, example: torch.Tensor) -> StandIn:
+        """A new stand-in, around arguments of the graph: of its own, in spans, or a view of another."""
+        is_span = self._bases.is_span(at)
+        recipe = recipe_of(example)
+        if not is_span and at not in self._views and not any(primal == at for primal, _ in self._aliases):
+            recipe = self._symbols.recipe(at, slot, example, recipe)
+        pairs = zip(leaves(recipe), plain_tensors(example), strict=True)
+        fakes = [self._fake(leaf, plain) for (_, leaf), plain in pairs]
+        functionals = [
+            self._recorder.argument(Slot("primal", slot.path, inner), fake, overwritten=is_span)
+            for (inner, _), fake in zip(leaves(recipe), fakes, strict=True)
+        ]
+        if is_real(example) and not example.requires_grad:
+            self._recorder.note_data(at, functionals, plain_tensors(example))
+        base = self._views.get(at)
+        if base is not None:
+            return replace(self._view_again(slot, example, recipe, self._stand_ins[base]), base=base)
+        functionals = self._through_spans(at, functionals, example)
+        stand_in = self._of_its_own(slot, example, recipe, functionals, fakes)
+        spans = frozenset(place.span for (primal, _), place in self._aliases.items() if primal == at)
+        return replace(stand_in, derived=is_span, whole=self._bases.is_whole(at), spans=spans)
+
+    def _note_storages(self, at: PrimalIdx, stand_in: StandIn) -> None:
+        """Note which storages hold more than the input, and which are an input's."""
+        is_own = is_real(stand_in.example) and not self._bases.is_span(at)
+        for plain, real in zip(stand_in.plains, plain_tensors(stand_in.example), strict=True):
+            if not is_symbolic(tuple(real.shape)) and real.untyped_storage().nbytes() > real.nbytes:
+                self._recorder.lies_in_more(plain)
+            if is_own:
+                self._recorder.strided.note_input(plain, stand_in.example, real)
+
+    def _fake(self, leaf: Plain, plain: torch.Tensor) -> torch.Tensor:
+        if is_symbolic(leaf):
+            return self._recorder.fake_like(leaf, plain.device)
+        return self._recorder.fake(plain)
+
+    def _of_its_own(
+        self,
+        slot: Slot,
+        example: torch.Tensor,
+        recipe: Recipe,
+        functionals: Sequence[FunctionalTensor],
+        fakes: Sequence[torch.Tensor],
+    ) -> StandIn:
+        leaf = rebuild(recipe, functionals)
+        tensor = leaf
+        if isinstance(example, torch.nn.Parameter):
+            leaf = as_parameter(leaf)
+        if example.requires_grad:
+            leaf.requires_grad_(True)
+            if not example.is_leaf:
+                plains = tuple(map(self._recorder.second, functionals, fakes))
+                functionals = plains
+                tensor = with_history_of(leaf, lambda: rebuild(recipe, plains))
+        return StandIn(slot, example, recipe, leaf, Opened.of(tensor), tuple(map(second_shell, functionals)))
+
+    def _through_spans(
+        self, at: PrimalIdx, functionals: Sequence[FunctionalTensor], example: torch.Tensor
+    ) -> list[FunctionalTensor]:
+        """Views of spans in the place of the plain tensors that lie in one."""
+        found: list[FunctionalTensor] = []
+        for leaf, (own, real) in enumerate(zip(functionals, plain_tensors(example), strict=True)):
+            place = self._aliases.get((at, leaf))
+            if place is None:
+                found.append(own)
+            else:
+                (memory,) = self._stand_ins[place.span].plains
+                member = place.member
+                part = part_of(memory, member.dtype, member.size, member.stride, member.offset)
+                offset, is_whole = int(real.storage_offset()), self._bases.is_whole(place.span)
+                self._recorder.strided.lies_in(memory, part, offset, is_whole=is_whole)
+                found.append(part)
+        return found
+
+    def _view_again(self, slot: Slot, example: torch.Tensor, recipe: Recipe, base: StandIn) -> StandIn:
+        with torch.enable_grad():
+            view = view_again(example, base.tensor)
+        if view is None:
+            raise _refuse_kind(example, slot)
+        if is_wrapper(example) and is_reshaped(example, view):
+            raise _refuse_reshaped(example, slot)
+        set_creation_meta(view, creation_meta(example))
+        plains = tuple(second_shell(plain) for plain in plain_tensors(view))  # type: ignore[arg-type]
+        return StandIn(slot, example, recipe, view, Opened.of(view), plains, derived=True)
+
+    def show_attributes(self) -> None:
+        """Let the user's code see the attributes of the examples, and the methods of their classes.
+
+        Of a tensor that is met later, it holds the example itself.
+        """
+        for stand_in in self._stand_ins:
+            show_as_example(stand_in.tensor, stand_in.example, stand_in.slot.path)
+
+    def forget_attributes(self) -> None:
+        """Drop the attributes of stand-ins, whose values are the caller's."""
+        for tensor in (one.tensor for one in self._stand_ins):
+            if isinstance(tensor, FunctionalTensor):
+                for name in given_attributes(tensor):
+                    del vars(tensor)[name]
+
+    def row(self) -> Row[PrimalIdx, StandIn]:
+        """Every stand-in so far."""
+        return Row(self._stand_ins)
+
+    def views(self) -> list[tuple[PrimalIdx, torch.Tensor]]:
+        """The stand-ins for views that are no views themselves."""
+        return [(idx, self._stand_ins[idx].tensor) for idx in self._of_views]
+
+    def made_again(self) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
+        """The stand-ins that are views of another one to autograd, each with what makes it."""
+        for stand_in in (one for one in self._stand_ins if one.base is not None):
+            yield stand_in.tensor, functools.partial(_again, stand_in.example)
+
+    def index_of(self, tensor: torch.Tensor) -> PrimalIdx | None:
+        """Which input the traced `tensor` is, if it is one."""
+        return self._by_tensor.get(id(tensor))
+
+    def name_of(self, tensor: torch.Tensor) -> str | None:
+        """The name of the input that the traced `tensor` is, if it is one."""
+        at = self.index_of(tensor)
+        return None if at is None else str(self._stand_ins[at].slot)
+
+    def of_example(self, example: torch.Tensor) -> torch.Tensor | None:
+        """The stand-in for a real tensor, if the program has met that."""
+        return self._by_example.get(id(example))
+
+    @contextmanager
+    def current(self) -> Generator[None]:
+        """Let `current_inputs` return these inside."""
+        token = _CURRENT.set(self)
+        try:
+            yield
+        finally:
+            _CURRENT.reset(token)
+
+    def behind(self, tensors: Iterable[torch.Tensor]) -> list[StandIn]:
+        """The inputs at which the history of `tensors` begins."""
+        leaves = [node.variable for node in nodes_behind(tensors) if hasattr(node, "variable")]
+        known = set(map(id, leaves))
+        return [one for one in self._stand_ins if one.takes_grad and id(one.leaf) in known]
+
+
+def _counted_from_here(stand_in: StandIn) -> StandIn:
+    """The stand-in with its example's version counter, and with the counts from which writes are counted."""
+    tensor, example = stand_in.tensor, stand_in.example
+    if not (example.is_inference() or tensor.is_inference()):
+        set_versions((tensor,), (version_of(example),))
+    version, *versions = stand_in.counters()
+    return replace(stand_in, version=version, versions=tuple(versions), met=stand_in.values())
+
+
+def _again(example: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """The view of the stand-in `base` that an input is, where there is a way to make it."""
+    view = view_again(example, base)
+    assert view is not None, "it has been made before"
+    return view
+
+
+_CURRENT: ContextVar[Inputs] = ContextVar("aotdist_inputs")
+
+
+def current_inputs() -> Inputs:
+    """The inputs of the running trace."""
+    return _CURRENT.get()
+
+
+def _mode_of(example: torch.Tensor) -> AbstractContextManager[Any]:
+    """The mode to make a stand-in in: of a normal tensor it is a normal one, in inference mode, too."""
+    if torch.is_inference_mode_enabled() and not example.is_inference():
+        return torch.inference_mode(False)
+    return nullcontext()
+
+
+def _refuse_kind(example: torch.Tensor, slot: Slot) -> UnsupportedProgram:
+    assert example._base is not None, "a view"
+    return UnsupportedProgram(
+        f"`{slot.path}` is a view of a {example._base.dtype} tensor, as {example.dtype}, that is no choice "
+        "of its rows, columns and so on; it, or another view of that tensor, is written with history",
+        stage="joint",
+        fix=f"pass what `{slot.path}` is a view of, and take the view inside of the function",
+    )
+
+
+def _refuse_reshaped(example: torch.Tensor, slot: Slot) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"`{slot.path}` is a view of a {type(example).__name__} with history, and its size or strides were "
+        "written in place before the call; it, or another view of that tensor, is written",
+        stage="joint",
+        fix=f"reshape `{slot.path}` out of place: `unsqueeze` in the place of `unsqueeze_`",
+    )
+
+
+def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:
+    """Refuse tensors that are not dense; one of a library's, which nobody named, by the line that met it."""
+    kinds = {"nested": example.is_nested, "quantised": example.is_quantized}
+    kind = next((kind for kind, is_one in kinds.items() if is_one), None)
+    if kind is None and example.layout is torch.strided:
+        return
+    found = f"is a {kind} tensor" if kind else f"has layout {example.layout}"
+    if slot.path.startswith(UNNAMED):
+        raise UnsupportedProgram(
+            f"a tensor that is met here {found}",
+            where=Origins().current() or None,
+            stage="joint",
+            fix="compute with its values and offsets, or move it out of the compiled function",
+        )
+    raise UnsupportedProgram(
+        f"`{slot.path}` {found}",
+        stage="capture",
+        fix="pass a dense tensor: a padded one, the numbers of a quantised one, or values and indices",
+    )

@@ -1,0 +1,278 @@
+"""Views that count from the storage: `as_strided`, and `unfold` where it leaves elements out or repeats them.
+
+Functionalisation writes through `as_strided` only if no other view precedes it, and through `unfold` only if
+each element is shown once. So both are made as `as_strided` of the tensor that owns the memory.
+
+A trace has only that part of an input's storage which the input shows. A program may read around it as long
+as nothing is written; otherwise it is traced again over a base, the whole storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from aotdist.aliasing.memory import extent, shows
+from aotdist.torch_seam.functional import (
+    FunctionalTensor,
+    FunctionalTensorMode,
+    data_writes,
+    functional_storage_id,
+    functional_value,
+    is_functional_base,
+    part_of,
+    rebind,
+    second_shell,
+)
+from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.undo import PassesPrograms
+from aotdist.trace.failures import refusal
+
+_AS_STRIDED = torch.ops.aten.as_strided.default
+_AS_STRIDED_ = torch.ops.aten.as_strided_.default
+_UNFOLD = torch.ops.aten.unfold.default
+
+
+class LooksAround(PassesPrograms):
+    """The program reaches memory around an input, and writes: the whole storage has to be its base.
+
+    Not an `Exception`: it ends the trace, whatever the program catches.
+
+    Args:
+        example: the input.
+    """
+
+    def __init__(self, example: torch.Tensor) -> None:
+        super().__init__()
+        self.example = example
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    size: Sequence[int]
+    stride: Sequence[int]
+    offset: int | None = None
+    is_inside: bool = False
+    """Whether all that it shows the tensor that it is called on shows, too, gaps or not."""
+
+
+class Strided:
+    """Makes views that count from the storage, of the tensors that own memory.
+
+    Args:
+        mode: the functionalisation mode.
+    """
+
+    def __init__(self, mode: FunctionalTensorMode) -> None:
+        self._mode = mode
+        self._owners: dict[int, tuple[FunctionalTensor, int]] = {}
+        """By storage: the tensor that all others in it are views of, and at which byte it begins."""
+        self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._whole: set[int] = set()
+        self._looked_around: set[int] = set()
+        self._made_around: dict[int, bool] = {}
+
+    def lies_in(self, span: FunctionalTensor, part: FunctionalTensor, offset: int, *, is_whole: bool) -> None:
+        """Note that `part`, which is a view of `span`, stands for a tensor that starts at `offset`.
+
+        Args:
+            span: the memory that inputs share.
+            part: an input in it.
+            offset: where the input starts in its storage, in elements.
+            is_whole: whether the span is the whole storage.
+        """
+        key = functional_storage_id(span)
+        self._owners[key] = span, (offset - int(part.storage_offset())) * part.element_size()
+        if is_whole:
+            self._whole.add(key)
+
+    def note_input(self, plain: FunctionalTensor, example: torch.Tensor, real: torch.Tensor) -> None:
+        """Note that a plain tensor stands for `real`, which is one of those beneath the input `example`."""
+        self._inputs[functional_storage_id(plain)] = example, real
+
+    def forget_inputs(self) -> None:
+        """Drop the references to the call's tensors."""
+        self._inputs.clear()
+
+    def looks_around(self, plain: FunctionalTensor, *, history: bool) -> bool:
+        """Whether views were made that show more than an input does.
+
+        Args:
+            plain: a plain tensor of the input.
+            history: leave out those that were made under `no_grad`.
+        """
+        key = functional_storage_id(plain)
+        return self._made_around.get(key, False) if history else key in self._made_around
+
+    def note_owner(self, tensor: FunctionalTensor) -> None:
+        """Note that a tensor of which a view is made owns its memory, if it does."""
+        key = functional_storage_id(tensor)
+        if key not in self._owners and is_functional_base(tensor):
+            with self._mode:
+                self._owners[key] = second_shell(tensor), 0
+
+    def instead(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Callable[[], torch.Tensor] | None:
+        """What makes a view; None for views that PyTorch's mode makes right."""
+        place = _place(func, args, kwargs)
+        if place is None:
+            return None
+        tensor: FunctionalTensor = args[0]
+        make = self._of_base(func, tensor, place) if is_functional_base(tensor) else self._part(tensor, place)
+        if make is None:
+            self._look_around(func, tensor)
+            return None
+        if func is _AS_STRIDED and is_functional_base(tensor):
+            return None
+        if func is not _AS_STRIDED_:
+            return make
+
+        def make_in_place() -> torch.Tensor:
+            # With PyTorch's own operator, no tensor would show all of the memory any more.
+            self.note_owner(tensor)
+            rebind(tensor, make())
+            return tensor
+
+        return make_in_place
+
+    def resized(
+        self, tensor: FunctionalTensor, size: Sequence[int], stride: Sequence[int]
+    ) -> Callable[[], FunctionalTensor] | None:
+        """What makes `tensor` in another size, at the offset that it has; None if there is no room for it."""
+        part = None if is_functional_base(tensor) else self._part(tensor, _Place(size, stride))
+        key = functional_storage_id(tensor)
+        if part is None and key in self._inputs and key not in self._whole:
+            raise LooksAround(self._inputs[key][0])
+        return part
+
+    def follow(self, view: FunctionalTensor, base: FunctionalTensor) -> bool:
+        """Move `view` to the memory that its base has now; False if that is not possible."""
+        memory, _ = self._owners.get(functional_storage_id(base), (None, 0))
+        if memory is None or memory.dtype not in (view.dtype, torch.uint8):
+            return False
+        offset = int(view.storage_offset()) * view.element_size() // memory.element_size()
+        with self._mode:
+            rebind(view, part_of(memory, view.dtype, view.size(), view.stride(), offset))
+        return True
+
+    def _of_base(
+        self, func: OpOverload, tensor: FunctionalTensor, place: _Place
+    ) -> Callable[[], FunctionalTensor]:
+        value = functional_value(tensor)
+        if place.offset is not None and tensor.storage_offset() != value.storage_offset():
+            self.refuse_lost_offset(func, tensor)
+        if not shows(value, place.size, place.stride, place.offset):
+            self._look_around(func, tensor)
+        return lambda: tensor.as_strided(place.size, place.stride, place.offset)  # type: ignore[return-value]
+
+    def _part(self, tensor: FunctionalTensor, place: _Place) -> Callable[[], FunctionalTensor] | None:
+        """What makes a view of the memory's owner; None if there is no owner, or it is too short."""
+        memory, start = self._owners.get(functional_storage_id(tensor), (None, 0))
+        if (
+            memory is None
+            or not (is_functional_base(memory) and _is_whole(memory))
+            or memory.dtype not in (tensor.dtype, torch.uint8)
+        ):
+            return None
+        count = tensor.element_size()
+        if place.offset is None:
+            first = int(tensor.storage_offset()) * count
+        else:
+            first = place.offset * count - start
+        last = first + _extent(place) * count
+        if first < 0 or last > memory.numel() * memory.element_size():
+            return None
+        self._note_around(tensor, replace(place, offset=(first + start) // count))
+        offset = first // memory.element_size()
+        return lambda: part_of(memory, tensor.dtype, place.size, place.stride, offset)
+
+    def _note_around(self, tensor: FunctionalTensor, place: _Place) -> None:
+        key = functional_storage_id(tensor)
+        if place.is_inside or key not in self._whole:
+            return
+        if not shows(self._inputs[key][1], place.size, place.stride, place.offset):
+            self._made_around[key] = torch.is_grad_enabled() or self._made_around.get(key, False)
+
+    def _look_around(self, func: OpOverload, tensor: FunctionalTensor) -> None:
+        """Note that a view shows memory which the trace does not have, or cannot write through the view."""
+        key = functional_storage_id(tensor)
+        if key in self._inputs and (func is _AS_STRIDED_ or key in self._whole or data_writes(tensor)):
+            self._take_whole(func, tensor)
+        self._looked_around.add(key)
+
+    def _take_whole(self, func: OpOverload, tensor: FunctionalTensor) -> None:
+        key = functional_storage_id(tensor)
+        if key in self._whole:
+            memory, _ = self._owners[key]
+            if memory.dtype not in (tensor.dtype, torch.uint8):
+                raise refusal(
+                    f"`{func}` shows memory of an input as another dtype than it has",
+                    "use it before the view",
+                )
+            raise refusal(
+                f"`{func}` reaches beyond the storage of an input, in eager too", "stay inside of it"
+            )
+        raise LooksAround(self._inputs[key][0])
+
+    def refuse_lost_offset(self, func: OpOverload, tensor: FunctionalTensor) -> None:
+        """Raise for a view of a tensor whose offset in its storage was lost by a write."""
+        if functional_storage_id(tensor) in self._inputs:
+            self._take_whole(func, tensor)
+        raise refusal(
+            f"`{func}` is called on a part of a storage that was written before",
+            "use `select`, `diagonal` or slices, which count from the tensor",
+        )
+
+    def refuse_write(self, func: OpOverload, tensor: FunctionalTensor) -> None:
+        """Raise for a write to memory of which the program made views that show more than the trace has.
+
+        For an input, any write; for a tensor that the program made, only one through such a view, since it
+        would go to a copy.
+        """
+        key = functional_storage_id(tensor)
+        if key not in self._looked_around:
+            return
+        if key in self._inputs:
+            self._take_whole(func, tensor)
+        if not is_functional_base(tensor):
+            raise refusal(
+                f"`{func}` writes memory that `as_strided` shows, and what it was called on does not",
+                "call `as_strided` on a tensor that shows all of that memory",
+            )
+
+
+def _place(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Place | None:
+    """Size, stride and offset of a view that counts from the storage; None for other operators."""
+    if func is _UNFOLD:
+        return _unfolded(*args, **kwargs)
+    if func is _AS_STRIDED or func is _AS_STRIDED_:
+        return _Place(*[*args[1:], *kwargs.values()]) if len(kwargs) < 2 else _Place(**kwargs)
+    return None
+
+
+def _unfolded(tensor: torch.Tensor, dimension: int, size: int, step: int) -> _Place | None:
+    """Size and stride of what `unfold` shows, if it leaves elements out, or repeats some."""
+    if tensor.dim() == 0 or (step == size and tensor.size(dimension) % size == 0):
+        return None
+    dim = dimension % tensor.dim()
+    sizes, strides = [*tensor.size(), size], [*tensor.stride(), tensor.stride(dim)]
+    sizes[dim] = (sizes[dim] - size) // step + 1
+    strides[dim] *= step
+    return _Place(sizes, strides, is_inside=True)
+
+
+def _extent(place: _Place) -> int:
+    """Number of elements from the first to the last in memory."""
+    if 0 in place.size:
+        return 0
+    return 1 + sum((n - 1) * step for n, step in zip(place.size, place.stride, strict=True))
+
+
+def _is_whole(memory: FunctionalTensor) -> bool:
+    """Whether a tensor is dense, and lies at the beginning of its storage, as its values do."""
+    value = functional_value(memory)
+    return memory.storage_offset() == value.storage_offset() == 0 and extent(memory) == memory.numel()

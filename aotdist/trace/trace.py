@@ -1,0 +1,234 @@
+"""One trace: the forward and its writes, the backward and its writes; the result is a graph and facts.
+
+The program runs once on stand-ins of its inputs. Its results are read right after the forward, so
+that a value which the backward writes later is not mistaken for the forward's; then tangents are
+added as arguments, shaped like the differentiable results, and autograd runs the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from aotdist.aliasing.view_log import ViewLog
+from aotdist.aliasing.view_mode import ViewMode
+from aotdist.facts import Facts, Untouched
+from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
+from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.modes import class_functions_off
+from aotdist.torch_seam.patches import saved_tensor_hooks_heard_by
+from aotdist.torch_seam.swaps import hearing_of_swaps, swap_attributes
+from aotdist.torch_seam.transforms import swapped_where_unheard
+from aotdist.trace.backward_effects import BackwardEffects, BackwardTrace
+from aotdist.trace.body import Enclosing
+from aotdist.trace.capture_mode import Lifting, Recalling
+from aotdist.trace.classes import users_code
+from aotdist.trace.context import TraceContext, TraceOptions
+from aotdist.trace.control_flow import ControlFlow
+from aotdist.trace.failures import naming_failures, naming_outdated_views, refusal
+from aotdist.trace.forward_effects import ForwardEffects, read_forward
+from aotdist.trace.later_backwards import LaterBackwards, Traces
+from aotdist.trace.numbers import python_numbers
+from aotdist.trace.numbers.symbols import Symbols
+from aotdist.trace.recorder import Recorder
+from aotdist.trace.stand_ins import Inputs
+from aotdist.trace.storages import Storages
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """The result of a trace.
+
+    Args:
+        program: the program, with the closed-over tensors that it touched added to its inputs.
+        graph: the joint graph, cut at its waypoints; `aotdist.program.Graph` tells the order of its segments.
+        facts: what the call has to do around the graph.
+        fake_mode: the mode of the fake tensors in the graph's `meta["val"]`.
+        symbols: its symbolic sizes, and what was assumed of them; compilers add to it later.
+        later_backwards: traces other backwards than that in `graph`, if there can be any.
+        traces: the same, for as long as it is needed.
+    """
+
+    program: Program[PrimalIdx]
+    graph: Graph
+    facts: Facts
+    fake_mode: FakeTensorMode
+    symbols: Symbols
+    later_backwards: LaterBackwards | None = None
+    traces: Traces | None = None
+
+    def has_backward(self) -> bool:
+        """Whether a gradient can come back for any result."""
+        return any(out.differentiable for out in self.facts.node_outs)
+
+    def plain_ins(self) -> list[Slot]:
+        """Names of the plain tensors that the graph takes, tangents left out."""
+        return [slot for slot in self.graph.ins if slot.role == "primal"]
+
+
+def trace(
+    program: Program[PrimalIdx],
+    recorder: Recorder,
+    options: TraceOptions,
+    *,
+    name_closed_over: Callable[[torch.Tensor], Slot],
+    outer: Callable[[torch.Tensor], torch.Tensor] | None = None,
+) -> Traced:
+    """Trace `program` once.
+
+    Args:
+        program: what to trace; its `fn` may run hooks and methods of tensor subclasses as well.
+        recorder: fresh, not entered.
+        options: what the trace is asked.
+        name_closed_over: names a real tensor that is none of the program's inputs.
+        outer: for a part of another program: gives the stand-in there of a real tensor.
+
+    Raises:
+        UnsupportedProgram: the program needs data while it is traced, or what it does cannot be
+            repeated outside.
+    """
+    symbols = Symbols(recorder.shape_env, options.dims)
+    inputs = Inputs(recorder, symbols, options.bases)
+
+    def stand_in(met: torch.Tensor) -> torch.Tensor:
+        example = outer(met) if outer is not None and recorder.is_given(met) else met
+        known = inputs.of_example(example)
+        return inputs.add(name_closed_over(example), example) if known is None else known
+
+    log = ViewLog()
+    context = TraceContext(
+        options=options,
+        recorder=recorder,
+        inputs=inputs,
+        stand_in=stand_in,
+        view_mode=ViewMode(log),
+        storages=Storages(inputs, log, recorder.strided),
+    )
+    with ExitStack() as stack:
+        stack.enter_context(class_functions_off())
+        stack.enter_context(recorder)
+        if recorder.unbacked is not None:
+            stack.enter_context(python_numbers.followed(recorder.unbacked))
+        tensors = [
+            inputs.add(slot, example) for slot, example in zip(program.ins, program.examples, strict=True)
+        ]
+        for view, make in inputs.made_again():
+            log.views.note_given(view, make)
+        stack.enter_context(symbols.counting(options.counts))
+        stack.enter_context(context.view_mode)
+        stack.enter_context(hearing_of_swaps(_refuse_swap))
+        outs, lifting = _run_forward(context, program, tensors)
+        stack.enter_context(swapped_where_unheard(lifting.swap))  # in the backward, too
+        forward = read_forward(context, outs, lifting)
+        backward = BackwardTrace(context, forward).effects()
+    facts = _facts(context, forward, backward)
+    row = inputs.row()
+    seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
+    later = _later_backwards(context, seen, facts, forward, backward)
+    symbols.note(recorder.sizes())
+    graph = recorder.graph(forward.results + backward.results, symbols)
+    return Traced(seen, graph, facts, recorder.fake_mode, symbols, later)
+
+
+def _later_backwards(
+    context: TraceContext,
+    program: Program[PrimalIdx],
+    facts: Facts,
+    forward: ForwardEffects,
+    backward: BackwardEffects,
+) -> LaterBackwards | None:
+    """What traces other backwards later, where that may be: not if the backward writes."""
+    options, recorder = context.options, context.recorder
+    writes = backward.facts.writes or backward.facts.result_writes
+    if writes or not (options.cuts and options.may_run_later):
+        return None
+    recorder.strided.forget_inputs()
+    context.inputs.forget_attributes()
+    return LaterBackwards(
+        recorder=recorder,
+        backward=backward.runs,
+        recalling=Recalling({idx: one.tensor for idx, one in context.inputs.row().enumerate()}),
+        node_outs=forward.node_outs,
+        ins=program.ins,
+        recipes=facts.recipes,
+        grads=backward.grads,
+        waypoints=backward.waypoints,
+    )
+
+
+def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardEffects) -> Facts:
+    """All that the later stages know."""
+    row, outputs, metadata = context.inputs.row(), forward.outputs, forward.metadata
+    met_by_backward = (Untouched() for _ in range(len(row) - len(forward.writes)))
+    return Facts(
+        inputs=Row([*forward.writes, *met_by_backward]),
+        outputs=Row(outputs.facts),
+        order=outputs.order,
+        node_outs=forward.node_outs,
+        recipes=row.map(lambda one: one.recipe),
+        backward=backward.facts,
+        rewinds=forward.rewinds,
+        switched_on=metadata.switched_on,
+        storages=tuple(sorted({*metadata.moved(row), *context.storages.looked_at()})),
+        early=outputs.early,
+        asked=tuple((idx, name, answer) for (idx, name), answer in forward.lifting.asked.items()),
+        data_guards=tuple(context.recorder.data_guards.given),
+        numbers=forward.numbers,
+    )
+
+
+def _run_forward(
+    context: TraceContext, program: Program[PrimalIdx], tensors: Sequence[torch.Tensor]
+) -> tuple[list[Any], Lifting]:
+    """What a program returns for stand-ins of its inputs, and the torch-function mode that it ran in."""
+    recorder, inputs, stand_in = context.recorder, context.inputs, context.stand_in
+    control_flow = ControlFlow(Enclosing(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
+    inputs.show_attributes()
+    lifting = Lifting(
+        recorder,
+        inputs,
+        stand_in,
+        context.view_mode,
+        context.storages,
+        higher_order=control_flow,
+    )
+    with (
+        swapped_where_unheard(lifting.swap),
+        saved_tensor_hooks_heard_by(lifting),
+        users_code(lifting.swap),
+        lifting,
+        inputs.current(),
+        naming_failures(),
+        naming_outdated_views(context.log),
+    ):
+        outs = program.fn(*tensors)
+        context.view_mode.settle()
+    recorder.draws.check()
+    recorder.data_guards.forget()
+    recorder.check_numbers()
+    foreign = (isinstance(out, torch.Tensor) and recorder.is_foreign(out) for out in outs)
+    return [stand_in(out) if met else out for out, met in zip(outs, foreign, strict=True)], lifting
+
+
+def _resuming(
+    recorder: Recorder, stand_in: Callable[[torch.Tensor], torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`stand_in`, to be called while a nested recorder is at work."""
+
+    def resumed(met: torch.Tensor) -> torch.Tensor:
+        with recorder.resumed():
+            return stand_in(met)
+
+    return resumed
+
+
+def _refuse_swap(first: torch.Tensor, second: torch.Tensor) -> NoReturn:
+    swap_attributes(first, second)  # back: they are exchanged by now
+    raise refusal(
+        "a tensor is swapped with another by `torch.utils.swap_tensors`",
+        fix="swap them outside of the compiled function, or assign `.data`",
+    )
