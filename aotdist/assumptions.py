@@ -18,7 +18,7 @@ import torch
 from torch.fx import Node
 
 from aotdist.capture.arguments import fakes_of
-from aotdist.capture.assignments import Reassignments
+from aotdist.capture.assignments import Assignments
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.capture.constants import is_constant, same_constant
 from aotdist.capture.origins import raised_at
@@ -171,7 +171,7 @@ class TracedCall:
     deduped: dedupe.DedupePlan
     traced: Traced
     bases: BasePlan
-    before: Reassignments
+    before: Assignments
 
     def returned(self) -> Returned:
         """How its result is put together, and what it assigns."""
@@ -453,7 +453,7 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
             captured = capture(job.call, job.settings, scope, job.counted)
             counts = (*job.counts, *captured.arguments.counts())
             captured.in_backward.counts = job.counts
-            before = captured.environment.reassignments()
+            before = captured.environment.assignments()
             scope.enter_context(before.undone_on_failure())
             distinct, deduped = dedupe.lower(captured.program)
             distinct = _with_inputs(distinct, assumed.inputs)

@@ -16,7 +16,7 @@ from torch import nn
 from aotdist.artifacts.cache.backend import caching
 from aotdist.capture.ambient import Ambient, ambient
 from aotdist.capture.capture import UserCall
-from aotdist.capture.compile_lock import alone, had_to_wait
+from aotdist.capture.compile_lock import alone, waited_for_lock
 from aotdist.capture.module_attributes import ATTACHED, Explain, GraphList, PrintedSource
 from aotdist.capture.origins import short_tracebacks, shortened
 from aotdist.capture.prints import made_before
@@ -284,7 +284,7 @@ class Compiled(Explained):
     @alone
     def _made_in_turn(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact | None:
         """An artifact for a call; None if another thread has just made one, which may fit."""
-        return None if had_to_wait() else self._made(args, kwargs)
+        return None if waited_for_lock() else self._made(args, kwargs)
 
     def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact | None:
         with running_eagerly(), tapes_off():

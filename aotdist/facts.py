@@ -309,7 +309,7 @@ HeldPlace: TypeAlias = Fresh | IsInput | OutputView
 
 
 @dataclass(frozen=True, slots=True)
-class Waypoint:
+class ObservedGrad:
     """A tensor in the caller's hands that the gradient of another result passes on its way back.
 
     The caller may watch what passes, or change it: hooks, `retain_grad`, `autograd.grad` with respect to it.
@@ -344,7 +344,7 @@ class Passages:
             passes; 0 if it passes none.
     """
 
-    waypoints: tuple[Waypoint, ...]
+    waypoints: tuple[ObservedGrad, ...]
     levels: Row[NodeOutIdx, int]
 
 

@@ -86,8 +86,8 @@ Role = Literal[
 - `write`: the new value of an input that the forward wrote.
 - `saved`: handed from forward to backward.
 - `tangent`: gradient of the loss with respect to a differentiable `output` or `write`.
-- `total`: the whole gradient of a waypoint (`aotdist.facts.Waypoint`): as a result, what arrives there; as an
-    argument, what goes on from there.
+- `total`: the whole gradient of a waypoint (`aotdist.facts.ObservedGrad`): as a result, what arrives there;
+    as an argument, what goes on from there.
 - `buffer`: what an input, or a result, that the backward writes holds when the backward begins.
 - `rng`: seed and offset of all random numbers, last among the arguments.
 - `grad`: gradient with respect to a `primal`.

@@ -132,7 +132,7 @@ def give_history(tensor: torch.Tensor, value: torch.Tensor) -> None:
     put(tensor, None, value, 1)
 
 
-def spend_history(tensor: torch.Tensor, reason: str) -> None:
+def release_history(tensor: torch.Tensor, reason: str) -> None:
     """Let `tensor` have a history whose backward raises, and says `reason`."""
     put(tensor, None, failing_in_backward(tensor, reason), 0)
 

@@ -33,7 +33,7 @@ from aotdist.subclasses.protocol import communicates_around, module_rules
 from aotdist.torch_seam.groups import fake_world
 from aotdist.torch_seam.modules import uncompiled_call
 from aotdist.torch_seam.operators import OpOverload
-from aotdist.torch_seam.patches import hearing_of_autocast
+from aotdist.torch_seam.patches import intercept_autocast
 
 T = TypeVar("T")
 
@@ -254,7 +254,7 @@ def _compiled(example: Any, backend: Backend, settings: Settings) -> tuple[Any, 
     call = UserCall(target, run, args, kwargs)
     if not isinstance(backend, TargetBackend):
         return target, compilation_of(call, backend, settings)
-    with hearing_of_autocast(_refuse_autocast):
+    with intercept_autocast(_refuse_autocast):
         compilation = compilation_of(call, backend, settings)
     _refuse_on_gpus(compilation)
     return target, compilation

@@ -53,7 +53,7 @@ _OURS: tuple[type[Any], ...] = (
     *(facts.NodeOut, facts.Untouched, facts.DataWritten),
     *(facts.NotATensor, facts.Fresh, facts.IsInput, facts.Kept, facts.Keep, facts.MetadataWrite),
     *(facts.ViewOfInput, facts.ViewOfIntermediate, facts.ViewOfOutput, facts.ViewStep, facts.FunctionView),
-    *(facts.Inside, facts.Around, facts.OutputView, facts.Waypoint, facts.Passages),
+    *(facts.Inside, facts.Around, facts.OutputView, facts.ObservedGrad, facts.Passages),
 )
 
 CLASSES: Mapping[str, type[Any]] = {str(cls.__name__): cls for cls in _OURS}
@@ -71,7 +71,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "assign_data": changes.assign_data,
     "set_memory": changes.set_memory,
     "give_history": changes.give_history,
-    "spend_history": changes.spend_history,
+    "release_history": changes.release_history,
     "resize_storage": changes.resize_storage,
     "detach_": torch.Tensor.detach_,
     "retain_grad": torch.Tensor.retain_grad,

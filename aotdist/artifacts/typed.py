@@ -320,7 +320,7 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
     facts.DataWritten: ((_PATH, lambda it: _are_paths(it.inside)),),
     facts.ViewStep: ((_NAMES, lambda it: _are_names(it.kwargs)),),
     facts.MetadataWrite: ((_NAMES, lambda it: _are_names(it.kwargs)),),
-    facts.Waypoint: (("a name of several lines", lambda it: is_line(it.path)),),
+    facts.ObservedGrad: (("a name of several lines", lambda it: is_line(it.path)),),
     facts.Facts: (
         (
             "a question that autograd is not asked",

@@ -9,9 +9,9 @@ A call is inspected once. Its arguments are flattened, and the target is walked 
 being given it (`capture/reach.py`): cells, globals, defaults, `functools.partial`, attributes of the user's
 own objects, and what their special methods and library containers read. Modules found this way have their
 parameters and buffers lifted, tied ones once. Other tensors are lifted only if the trace touches them: a
-torch-function mode (`Lifting` in `trace/capture_mode.py`) substitutes a stand-in for each real tensor that it
-sees, and names it by the place where the walk found it. A tensor that the walk did not reach is kept by
-identity.
+torch-function mode (`CaptureMode` in `trace/capture_mode.py`) substitutes a stand-in for each real tensor
+that it sees, and names it by the place where the walk found it. A tensor that the walk did not reach is kept
+by identity.
 
 During the trace, stand-ins replace the parameters in the modules. They stay there until the backward has been
 traced, because hooks of the backward (activation checkpointing) may run a forward again.
@@ -25,7 +25,7 @@ thread's own dictionary, so guards and results name the shared one. Functions of
 that ask for the thread (`torch_seam/patches.py`); a thread of the autograd engine counts as the one whose
 backward it runs, which it knows by the modes that the engine hands on. Of the alternatives, a copy of the
 module tree would lose what is known by identity (closures, hooks, tied modules, FSDP2's records), and leaving
-parameters in place for `Lifting` to replace would show real tensors to the methods of wrappers.
+parameters in place for `CaptureMode` to replace would show real tensors to the methods of wrappers.
 
 **Interrupts and forks.** A `KeyboardInterrupt` may arrive between the methods of a context manager and its
 block, or while it is left, so no context is relied on. A compilation begins at one door

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from aotdist.capture.constants import is_constant, is_leaf, is_same, is_unreadable
-from aotdist.capture.instances import GivenObject, is_instance, items_of, slots_of
+from aotdist.capture.instances import ArgumentObject, is_instance, items_of, slots_of
 from aotdist.capture.objects import MadeObject, taken_apart
 from aotdist.capture.source import ABSENT, Given, Source
 from aotdist.capture.watched import Watched
@@ -23,7 +23,7 @@ from aotdist.torch_seam.symbols import SYMBOLIC, number_kind
 from aotdist.torch_seam.trees import pytree
 
 
-class GivenContainers:
+class MutatedArguments:
     """The containers and objects that a trace is given, and what was in them.
 
     Args:
@@ -94,7 +94,7 @@ class GivenContainers:
     def _checked(self, place: Source, value: Any, made: dict[int, int]) -> Any:
         value = taken_apart(value, (), made, self.positions, anew=True)
         for leaf in pytree.tree_leaves(value, is_leaf=is_leaf):
-            known = (torch.Tensor, GivenObject, MadeObject, *SYMBOLIC)
+            known = (torch.Tensor, ArgumentObject, MadeObject, *SYMBOLIC)
             if not isinstance(leaf, known) and not is_constant(leaf):
                 kind = type(leaf).__name__
                 raise UnsupportedProgram(

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aotdist.capture.constants import Unreadable, is_constant, is_leaf, same_constant
+from aotdist.capture.constants import OpaqueArgument, is_constant, is_leaf, same_constant
 from aotdist.capture.instances import (
     fill_instance,
     is_code,
@@ -202,7 +202,7 @@ class Arguments:
             case ObjectLeaf(position=position):
                 return made[position]
             case UnreadLeaf(path=path, cls=cls):
-                return Unreadable(path, cls.__name__)
+                return OpaqueArgument(path, cls.__name__)
 
 
 class _Met:

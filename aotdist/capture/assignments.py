@@ -18,7 +18,7 @@ from torch import nn
 
 from aotdist.capture.constants import is_constant, is_same
 from aotdist.capture.environment import Reached
-from aotdist.capture.instances import GivenObject
+from aotdist.capture.instances import ArgumentObject
 from aotdist.capture.leaked_tensors import hides_traced, is_text_of_traced, is_traced, refusal, shows_traced
 from aotdist.capture.module_attributes import OF_EVERY_MODULE
 from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source, keeper_of, kept_by
@@ -31,7 +31,7 @@ from aotdist.torch_seam.trees import pytree
 from aotdist.torch_seam.undo import to_undo
 
 
-class Reassignments:
+class Assignments:
     """Snapshots all that the program may assign to, and finds what a traced call assigned.
 
     Args:
@@ -193,12 +193,12 @@ class Reassignments:
 
 
 def _with_given(value: Any, given: Mapping[int, int]) -> Any:
-    """`value` with a `GivenObject` for each of those in it; itself if there is none."""
+    """`value` with a `ArgumentObject` for each of those in it; itself if there is none."""
     if not given or not any(id(leaf) in given for leaf in pytree.tree_leaves(value)):
         return value
 
     def known(leaf: Any) -> Any:
-        return GivenObject(given[id(leaf)]) if id(leaf) in given else leaf
+        return ArgumentObject(given[id(leaf)]) if id(leaf) in given else leaf
 
     return pytree.tree_map(known, value)
 

@@ -19,9 +19,9 @@ import torch
 from torch import nn
 
 from aotdist.capture.ambient import Ambient, ambient, modes_left_alone
-from aotdist.capture.argument_mutation import GivenContainers, are_apart
+from aotdist.capture.argument_mutation import MutatedArguments, are_apart
 from aotdist.capture.arguments import Arguments, read_arguments
-from aotdist.capture.assignments import Reassignments
+from aotdist.capture.assignments import Assignments
 from aotdist.capture.checks import Check, Checks
 from aotdist.capture.constants import is_leaf
 from aotdist.capture.effects import Assign, Delete, Effect, EffectLog, Print, TensorResult, Tree
@@ -55,7 +55,7 @@ from aotdist.facts import Facts, NotATensor
 from aotdist.program import ArgIdx, I, Program, Row, Slot
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import ModuleRule, is_real, leaves, module_rules, recipe_of
-from aotdist.torch_seam.checks import hearing_of_checks
+from aotdist.torch_seam.checks import intercept_checks
 from aotdist.torch_seam.control_flow import said_to_be_compiling
 from aotdist.torch_seam.modes import class_functions_on, torch_functions_off
 from aotdist.torch_seam.modules import recurrent_layers_referring_to
@@ -200,10 +200,10 @@ class Environment:
     state: tuple[StateTensor, ...]
     rules: tuple[Claim, ...]
 
-    def reassignments(self) -> Reassignments:
+    def assignments(self) -> Assignments:
         """What may be assigned to, as it is now."""
         ruled = {module for claim in self.rules for module in claim.root.modules()}
-        return Reassignments(self.modules, self.reached, ruled)
+        return Assignments(self.modules, self.reached, ruled)
 
     def may_read(self, place: Source) -> bool:
         """Whether the program may read a place; of a whole list, whether it does more than append to it."""
@@ -351,10 +351,10 @@ def capture(
             scope.enter_context(said_to_be_compiling())
         scope.enter_context(_tracing_modules(environment, flat[num_args:]))
         scope.enter_context(no_results_kept(environment.reached.caches))
-        scope.enter_context(hearing_of_checks((checks := Checks()).note))
+        scope.enter_context(intercept_checks((checks := Checks()).note))
         run = functools.partial(call.run, *inner_args, **inner_kwargs)
         in_backward.watch_given = functools.partial(
-            GivenContainers, inner_args, inner_kwargs, inner_objects, apart=apart
+            MutatedArguments, inner_args, inner_kwargs, inner_objects, apart=apart
         )
         changes = _Changes(in_backward.watch_given(), checks, in_backward, prints=call.prints)
         keeps_history = not call.differentiates
@@ -417,7 +417,7 @@ def _dynamic_dims(
 
 @dataclass(frozen=True, slots=True)
 class _Changes:
-    """What records the changes of one call, besides `Reassignments`.
+    """What records the changes of one call, besides `Assignments`.
 
     Args:
         given: changes of containers and objects among the arguments.
@@ -426,7 +426,7 @@ class _Changes:
         prints: whether prints are noted.
     """
 
-    given: GivenContainers
+    given: MutatedArguments
     checks: Checks
     in_backward: InBackward
     prints: bool
@@ -456,12 +456,12 @@ def _call(
     keeps_history: bool,
 ) -> list[Any]:
     """Run the user's code; returns its flat results, what it assigned, and how to put them back."""
-    reassignments = environment.reassignments()
+    assignments = environment.assignments()
     reached = environment.reached
     with no_python_random(reached.python_generators), none_advanced((*reached.opaque, *reached.owners)):
-        found = _run(run, changes, reassignments, inputs, examples)
+        found = _run(run, changes, assignments, inputs, examples)
     if settings.report_side_effects:
-        for path in reassignments.side_effects():
+        for path in assignments.side_effects():
             warnings.warn(
                 f"aotdist: `{path}` was assigned while capturing; compiled calls will not assign it again",
                 stacklevel=2,
@@ -473,7 +473,7 @@ def _call(
             stacklevel=2,
         )
     outs, log = _outputs(found, changes.checks, inputs, detaches=not keeps_history)
-    outs, shown = with_attributes(outs, inputs, environment.reached, reassignments.existing)
+    outs, shown = with_attributes(outs, inputs, environment.reached, assignments.existing)
     how = Returned(
         spec=found.spec,
         log=log,
@@ -540,7 +540,7 @@ class _Found:
 def _run(
     run: Callable[[], Any],
     changes: _Changes,
-    reassignments: Reassignments,
+    assignments: Assignments,
     inputs: Sequence[torch.Tensor],
     examples: Sequence[torch.Tensor],
 ) -> _Found:
@@ -549,21 +549,21 @@ def _run(
     Args:
         run: the code.
         changes: record what it does besides assignments.
-        reassignments: has what it may assign, as that was before.
+        assignments: has what it may assign, as that was before.
         inputs: the stand-ins.
         examples: what they stand for.
     """
-    inside, prints = inside_wrappers(inputs), Prints(reassignments.existing)
+    inside, prints = inside_wrappers(inputs), Prints(assignments.existing)
     try:
         hearing = prints.heard() if changes.prints else contextlib.nullcontext()
         with class_functions_on(), modes_left_alone(), hearing:
             result = run()
         changes.checks.close()
         hand_over_attributes(inputs, examples)
-        apart = taken_apart(result, reassignments.existing, made := dict[int, int](), changes.given.positions)
+        apart = taken_apart(result, assignments.existing, made := dict[int, int](), changes.given.positions)
         leaves, spec = pytree.tree_flatten(apart, is_leaf=is_leaf)
-        assigned = reassignments.collect(changes.given.positions)
-        constants, gone = reassignments.collect_constants()
+        assigned = assignments.collect(changes.given.positions)
+        constants, gone = assignments.collect_constants()
         changes.in_backward.forward_left([*assigned, *constants, *((place, ABSENT) for place in gone)])
         return _Found(
             leaves=leaves,
@@ -576,8 +576,8 @@ def _run(
         )
     except BaseException as error:
         prints.fail(error)
-        reassignments.roll_back()
-        refuse_carried(error, reassignments.existing)
+        assignments.roll_back()
+        refuse_carried(error, assignments.existing)
         raise
 
 

@@ -62,7 +62,7 @@ def alone(compile_it: Callable[P, R]) -> Callable[P, R]:
     return taking_turns
 
 
-def had_to_wait() -> bool:
+def waited_for_lock() -> bool:
     """Whether another thread compiled when this one wanted to, so that what it wants may be there by now."""
     return getattr(_thread, "waited", False)
 

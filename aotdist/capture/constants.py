@@ -66,7 +66,7 @@ def is_same(a: Any, b: Any) -> bool:
     return a is b or (is_constant(a) and is_constant(b) and same_constant(a, b))
 
 
-class Unreadable:
+class OpaqueArgument:
     """Stands for an iterator, a lock, an array of numpy's.
 
     Whoever does anything with it, but to ask whether it is None, gets an error.
@@ -96,4 +96,4 @@ class Unreadable:
 
 def is_unreadable(value: Any) -> bool:
     """Whether `value` is such a stand-in; `isinstance` would ask it for its class."""
-    return type(value) is Unreadable
+    return type(value) is OpaqueArgument

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from aotdist.capture.assignments import Reassignments, is_plain
+from aotdist.capture.assignments import Assignments, is_plain
 from aotdist.capture.constants import is_leaf, is_same
 from aotdist.capture.effects import (
     NOTHING,
@@ -44,7 +44,7 @@ from aotdist.torch_seam.symbols import SYMBOLIC, expression, hint, new_count, sy
 from aotdist.torch_seam.trees import pytree
 
 if TYPE_CHECKING:
-    from aotdist.capture.argument_mutation import GivenContainers
+    from aotdist.capture.argument_mutation import MutatedArguments
     from aotdist.capture.capture import Environment
     from aotdist.torch_seam.symbols import ShapeEnv
 
@@ -66,7 +66,7 @@ class InBackward:
     def __init__(self, environment: Environment | None) -> None:
         self._environment = environment
         self._left: Sequence[tuple[Source, Any]] = ()
-        self.watch_given: Callable[[], GivenContainers] | None = None
+        self.watch_given: Callable[[], MutatedArguments] | None = None
         """Watches what the trace was given, from now on."""
         self.counts: Sequence[Source] = ()
         """Places where symbols stand for numbers."""
@@ -119,7 +119,7 @@ class InBackward:
         assert self._environment is not None, "a trace has one"
         with ExitStack() as stack:
             stack.callback(assign([*self._left, *self._other_symbols(env)]))
-            watched = self._environment.reassignments()
+            watched = self._environment.assignments()
             given = self.watch_given() if self.watch_given is not None else None
             prints = Prints(watched.existing)
             try:
@@ -270,7 +270,7 @@ def _behind(names: Iterable[str], steps: Mapping[str, Behind]) -> tuple[tuple[st
     return tuple((name, step) for name, step in steps.items() if name in needed)
 
 
-def _refuse_given(given: GivenContainers | None) -> None:
+def _refuse_given(given: MutatedArguments | None) -> None:
     if given is None:
         return
     for path in given.changed():
@@ -281,7 +281,7 @@ def _refuse_given(given: GivenContainers | None) -> None:
         )
 
 
-def _refuse_hidden(watched: Reassignments) -> None:
+def _refuse_hidden(watched: Assignments) -> None:
     for path, value in watched.hidden():
         if is_plain(value):
             what = f"puts tensors that it computes in `{path}`, beside others that it finds there"

@@ -44,7 +44,7 @@ _MADE_BY = (object, dict, list, types.SimpleNamespace)
 
 
 @dataclass(frozen=True, slots=True)
-class GivenObject:
+class ArgumentObject:
     """Stands, in what a program returns, for an object among its arguments, by position among those."""
 
     position: int

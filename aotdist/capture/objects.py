@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from aotdist.capture.constants import is_constant, is_leaf
-from aotdist.capture.instances import GivenObject, fill_instance, is_instance, make_instance, state_of
+from aotdist.capture.instances import ArgumentObject, fill_instance, is_instance, make_instance, state_of
 from aotdist.capture.leaked_tensors import hides_traced, refusal
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.symbols import SYMBOLIC
@@ -122,7 +122,7 @@ class _Apart:
     def leaf(self, value: Any) -> Any:
         """What stands for a leaf of a result: its parts, a reference to an object, or the value itself."""
         if (position := self._given.get(id(value))) is not None:
-            return GivenObject(position)
+            return ArgumentObject(position)
         if (number := self._made.get(id(value))) is not None:
             if id(value) in self._entered:
                 raise _refused(type(value), "itself among them", "return the tensors themselves")

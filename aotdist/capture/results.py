@@ -42,7 +42,7 @@ def with_attributes(
 
     An object that stands at a place of the caller's, and in the result, is given by that place.
 
-    Inputs keep their class; their attributes are assigned by `Reassignments`.
+    Inputs keep their class; their attributes are assigned by `Assignments`.
 
     Args:
         outs: what the program returns, as leaves.

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.aliasing.metadata import give_history, spend_history
+from aotdist.aliasing.metadata import give_history, release_history
 from aotdist.capture.arguments import UserFakes
 from aotdist.capture.capture import Returned
 from aotdist.errors import BadSettings, UnsupportedProgram
@@ -24,7 +24,7 @@ _OF_HISTORY = frozenset[Any](
         torch.Tensor.requires_grad_,
         torch.Tensor.retain_grad,
         give_history,
-        spend_history,
+        release_history,
     }
 )
 """Writes of metadata after which a tensor holds and shows what it did before."""

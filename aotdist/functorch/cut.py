@@ -95,7 +95,9 @@ def joined(forward: GraphModule, backward: GraphModule, joint: Graph, order: Ord
     builder.graph.output(tuple(None if node is None else builder.env[node] for node in nodes))
     in_turn = [slots[handed[node]] for node in saved], [slots[old] for old in taken if old in slots]
     cut = Cut(
-        order, *(tuple(dict.fromkeys(names)) for names in in_turn), communicates=bool(collectives(joint))
+        order,
+        *(tuple(dict.fromkeys(names)) for names in in_turn),
+        communicates=bool(collectives(joint)),
     )
     for node in builder.graph.find_nodes(op="placeholder"):
         node.meta[_CUT] = cut

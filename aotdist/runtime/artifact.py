@@ -22,7 +22,7 @@ from aotdist.runtime.backwards import Guard
 from aotdist.runtime.compilation import Compilation, Inference, Training, without_tensors
 from aotdist.runtime.double_backward import Nodes
 from aotdist.runtime.gate import Gates, schedule
-from aotdist.runtime.guards import MISS, Fit
+from aotdist.runtime.guards import MISS, Guards
 from aotdist.runtime.hooks import detaching, shielding, silencing
 from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.node import make_node, without_autocast
@@ -40,7 +40,7 @@ from aotdist.runtime.ranks import (
     fingerprint_of,
     naming_lost_ranks,
 )
-from aotdist.runtime.released_saved import Shares
+from aotdist.runtime.released_saved import SavedSharing
 from aotdist.runtime.results import Versions, detached_views, result_views, setting_versions, versions_to_set
 from aotdist.sizes import concrete, evaluate
 from aotdist.torch_seam.locks import process_lock
@@ -62,7 +62,7 @@ class Artifact:
     call: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
     source: str
     compilation: Compilation
-    fit: Fit
+    fit: Guards
     agreed: tuple[Sequenced, ...]
     check: RunCheck | None
 
@@ -128,7 +128,7 @@ def call_fitting(artifacts: Artifacts, args: tuple[Any, ...], kwargs: Mapping[st
     return MISS
 
 
-def load(compilation: Compilation, fit: Fit) -> Artifact:
+def load(compilation: Compilation, fit: Guards) -> Artifact:
     """Print the runtime of a compilation, for the calls that it fits, and load it."""
     if compilation.settings.keep_freed_memory:
         keep_freed_memory()
@@ -172,7 +172,7 @@ def load(compilation: Compilation, fit: Fit) -> Artifact:
 
 
 def _printing(
-    printer: Printer, fit: Fit, compilation: Compilation, emitted: Emitted, watch: Watch
+    printer: Printer, fit: Guards, compilation: Compilation, emitted: Emitted, watch: Watch
 ) -> ForwardPrinter:
     return ForwardPrinter(
         printer,
@@ -230,7 +230,7 @@ def backward_of(
         after=after,
         shares=functools.cache(
             functools.partial(
-                Shares.of, node.saved.freed, region.graphs.whole, tangents, len(node.saved.sources)
+                SavedSharing.of, node.saved.freed, region.graphs.whole, tangents, len(node.saved.sources)
             )
         ),
         in_python=in_python,

@@ -26,10 +26,10 @@ from aotdist.program import NodeOutIdx
 from aotdist.runtime.backwards import Arrived, Backwards, Compiled
 from aotdist.runtime.double_backward import failing_later, laid_out_with_history
 from aotdist.runtime.gate import is_watched
-from aotdist.runtime.grad_rebuilder import Joining, in_turn
+from aotdist.runtime.grad_rebuilder import GradRebuilder, rebuild_in_order
 from aotdist.runtime.held import let_go, saved_by
 from aotdist.runtime.plan import ChoicePlan, Grads, NodePlan
-from aotdist.runtime.released_saved import Shares, keep_for_others, saved_for
+from aotdist.runtime.released_saved import SavedSharing, keep_for_others, saved_for
 from aotdist.sizes import concrete
 from aotdist.subclasses.protocol import recipe_of
 from aotdist.torch_seam.modes import class_functions_off
@@ -50,7 +50,7 @@ class Backward:
     plan: NodePlan
     backwards: Backwards
     after: Callable[[], None]
-    shares: Callable[[], Shares]
+    shares: Callable[[], SavedSharing]
     in_python: InBackward | None = None
 
     @short_tracebacks
@@ -93,11 +93,11 @@ class Backward:
         let_go(ctx, plan)
         with class_functions_off():  # wrappers may come for plain tensors
             results = iter(compiled.call(args))
-        grads = in_turn(of_this_call(ctx, compiled.returned), results, put)
+        grads = rebuild_in_order(specialize_sizes(ctx, compiled.returned), results, put)
         self._write(ctx, results, plan.choices.get(request.results) if ordinary else None)
         self.after()
         kept = changes.kept if compiled.kept is None else compiled.kept
-        return tuple(grads), in_turn(of_this_call(ctx, kept), results, put)
+        return tuple(grads), rebuild_in_order(specialize_sizes(ctx, kept), results, put)
 
     def _request(self, ctx: Any, plan: NodePlan, there: Arrived) -> BackwardRequest:
         """What is asked for by gradients that arrive at the node."""
@@ -115,7 +115,7 @@ class Backward:
         request: BackwardRequest,
         there: Arrived,
         saved: Sequence[torch.Tensor],
-    ) -> tuple[Compiled, list[Any], Joining]:
+    ) -> tuple[Compiled, list[Any], GradRebuilder]:
         """The backward for a request, its arguments, and what puts gradients together.
 
         Raises:
@@ -124,10 +124,10 @@ class Backward:
         if request.watched and not plan.converts(there):
             raise refusal(there.values())
         compiled = self.backwards.of(request, there)
-        tangents = of_this_call(ctx, compiled.tangents)
+        tangents = specialize_sizes(ctx, compiled.tangents)
         converted = {idx: tangent.converted(there[idx]) for idx, tangent in tangents.items()}
         given = [plain for idx, tangent in tangents.items() for plain in tangent.laid_out(converted[idx])]
-        return compiled, compiled.arguments.read(ctx, plan, saved, given), Joining(converted.values())
+        return compiled, compiled.arguments.read(ctx, plan, saved, given), GradRebuilder(converted.values())
 
     def _saved(self, ctx: Any, there: Grads) -> list[torch.Tensor]:
         """The saved values; those that a later backward, of other results, needs are kept for it."""
@@ -147,7 +147,7 @@ class Backward:
 
     def _plan(self, ctx: Any) -> NodePlan:
         """The plan, with the sizes of the call whose backward runs."""
-        return of_this_call(ctx, self.plan)
+        return specialize_sizes(ctx, self.plan)
 
     def _write(self, ctx: Any, results: Iterator[torch.Tensor | None], chosen: ChoicePlan | None) -> None:
         """Resize the storages that the backward resizes, then write what it writes.
@@ -189,7 +189,7 @@ class Backward:
         compiled, args, put = self._prepared(ctx, plan, request, there, saved_by(ctx, plan))
         with class_functions_off():
             results = iter(compiled.call(args))
-        return in_turn(of_this_call(ctx, compiled.returned), results, put), []
+        return rebuild_in_order(specialize_sizes(ctx, compiled.returned), results, put), []
 
     @short_tracebacks
     def differentiably(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
@@ -233,7 +233,7 @@ class Backward:
             with torch.no_grad():
                 grads, kept = plainly()
                 return [failing_later(grad, double.failure) for grad in grads], kept
-        tangents = of_this_call(ctx, double.tangents)
+        tangents = specialize_sizes(ctx, double.tangents)
         given = [laid_out_with_history(tangent, there[idx]) for idx, tangent in tangents.items()]
         return double.program.run(ctx, self.plan, saved_by(ctx, self.plan), given)
 
@@ -244,7 +244,7 @@ Gradients: TypeAlias = "tuple[Sequence[torch.Tensor | None], list[torch.Tensor |
 T = TypeVar("T")
 
 
-def of_this_call(ctx: Any, value: T) -> T:
+def specialize_sizes(ctx: Any, value: T) -> T:
     """`value` with the sizes of the call whose backward runs."""
     symbols = getattr(ctx, "symbols", None)  # the graphs may take none of them, each being some number
     return concrete(value, symbols) if symbols else value

@@ -21,7 +21,7 @@ from aotdist.subclasses.protocol import (
 )
 
 
-class Joining:
+class GradRebuilder:
     """Puts the gradients of one backward together, without a history.
 
     Gradients that are one tensor in eager are one here, and so is one that is passed on: autograd keeps a
@@ -49,8 +49,8 @@ class Joining:
         return known[0]
 
 
-def in_turn(
-    recipes: Iterable[Recipe | None], plains: Iterator[torch.Tensor | None], put: Joining
+def rebuild_in_order(
+    recipes: Iterable[Recipe | None], plains: Iterator[torch.Tensor | None], put: GradRebuilder
 ) -> list[torch.Tensor | None]:
     """For each recipe, what `put` makes of the next `plains`; None for no recipe."""
     return [

@@ -42,7 +42,7 @@ MISS = object()
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class EnvironmentGuards:
     """What a call has to find besides its tensors, for an artifact to fit.
 
     Args:
@@ -61,7 +61,7 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True)
-class Fit:
+class Guards:
     """When an artifact fits a call, and where the call's tensors are.
 
     Args:
@@ -107,7 +107,7 @@ class Fit:
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...]
     data_guards: tuple[DataGuard, ...]
     storages: tuple[tuple[PrimalIdx, int, tuple[int, int]], ...]
-    around: Surroundings
+    around: EnvironmentGuards
     prepare: tuple[tuple[Callable[[Any], None], Any], ...]
     leaves: Callable[[], None] | None
 
@@ -123,7 +123,7 @@ class Fit:
         """Whether tensors of the call have a `__torch_function__`, which must not be called."""
         return any(hears_of_functions(type(example)) for example in self.examples)
 
-    def without_tensors(self) -> Fit:
+    def without_tensors(self) -> Guards:
         """The same with shells for the tensors of the call."""
         return replace(self, examples=self.examples.map(shell))
 
@@ -151,7 +151,7 @@ class Fit:
                 yield at, [plain for leaf, plain in enumerate(found) if (at, leaf) not in aliases]
 
 
-def fit_of(compilation: Compilation) -> Fit:
+def fit_of(compilation: Compilation) -> Guards:
     """When the compiled program fits a call."""
     captured, traced = compilation.captured, compilation.traced
     environment = captured.environment
@@ -172,7 +172,7 @@ def fit_of(compilation: Compilation) -> Fit:
     sizes = traced.symbols.sizes()
     symbols = [*(name for name, _ in sizes.symbols), *(count.name for count in counts)]
     names = variable_names([*paths, *base_paths], [*SCOPE, *symbols, *(name for name, _ in facts.numbers)])
-    return Fit(
+    return Guards(
         arguments=captured.arguments,
         changes_given=compilation.returned.changes_given(),
         variables=tuple(names[: len(paths)]),
@@ -197,7 +197,7 @@ def fit_of(compilation: Compilation) -> Fit:
             (idx, leaf, place_in_storage(plain_tensors(traced.program.examples[idx])[leaf]))
             for idx, leaf in facts.storages
         ),
-        around=Surroundings(
+        around=EnvironmentGuards(
             ambient=captured.ambient,
             holds=tuple(holds),
             # As they are after the trace: what happens at capture only (in sets, to objects) has happened.
@@ -240,7 +240,7 @@ def _with_closed_over(compilation: Compilation) -> DedupePlan:
     return DedupePlan(Row(kept), Row(source))
 
 
-def refuse_overlap(fit: Fit) -> None:
+def refuse_overlap(fit: Guards) -> None:
     """Refuse a program that writes an input which shares memory with another, and with no base in common.
 
     Raises:

@@ -27,7 +27,7 @@ from aotdist.convention.stack import Plans
 from aotdist.facts import Action
 from aotdist.program import NodeOutIdx, PrimalIdx, Row
 from aotdist.runtime.gate import Gates
-from aotdist.runtime.guards import MISS, Fit, are_outside, no_overlap, place_in_storage, tensor_check
+from aotdist.runtime.guards import MISS, Guards, are_outside, no_overlap, place_in_storage, tensor_check
 from aotdist.runtime.hooks import shield, with_silenced_hooks
 from aotdist.runtime.print_node import print_classes_off, print_plains
 from aotdist.runtime.print_outputs import action_printer, binder, print_return, print_steps, print_write
@@ -66,7 +66,7 @@ class HookPlan:
 
 def print_call(
     printer: Printer,
-    fit: Fit,
+    fit: Guards,
     run: str,
     plans: Plans,
     returned: Returned,
@@ -139,7 +139,7 @@ def _print_epilogue(
         do(action)
 
 
-def _print_run(printer: Printer, run: str, given: Sequence[str], fit: Fit) -> None:
+def _print_run(printer: Printer, run: str, given: Sequence[str], fit: Guards) -> None:
     """Print the call of the region, and bind the numbers that it has read off tensors."""
     printer.spread(f"values = {run}(", [*given, *(["symbols"] if fit.has_numbers() else [])], ")")
     for name in fit.told:
@@ -183,7 +183,7 @@ def _print_what_comes_first(printer: Printer, plans: Plans, primals: Sequence[st
         printer.line(f"{primals[idx]}_end = {end}  # held until the call is over")
 
 
-def _print_what_is_left(printer: Printer, fit: Fit) -> None:
+def _print_what_is_left(printer: Printer, fit: Guards) -> None:
     if fit.leaves is not None:
         printer.line(f"{printer.bind('leave_objects', fit.leaves)}()")
 
@@ -220,7 +220,7 @@ def _miss_unless(printer: Printer, conditions: Sequence[str]) -> None:
         printer.line(miss)
 
 
-def _print_arguments(printer: Printer, fit: Fit) -> None:
+def _print_arguments(printer: Printer, fit: Guards) -> None:
     """Bind every tensor among the arguments to its variable; check structure and constants."""
     arguments = fit.arguments
     printer.comment("arguments")
@@ -251,7 +251,7 @@ def _print_arguments(printer: Printer, fit: Fit) -> None:
     )
 
 
-def _print_nested_arguments(printer: Printer, fit: Fit) -> None:
+def _print_nested_arguments(printer: Printer, fit: Guards) -> None:
     count = len(fit.arguments.tensor_paths())
     if fit.arguments.instances or fit.arguments.numbers:
         printer.line(f"matched = {printer.bind('match', fit.arguments.match_all)}(args, kwargs)")
@@ -272,7 +272,7 @@ def _same(printer: Printer, place: str, value: Any, hint: str) -> str:
     return f"({place} is {expected} or {printer.bind('same_constant', same_constant)}({place}, {expected}))"
 
 
-def _print_sources(printer: Printer, fit: Fit) -> None:
+def _print_sources(printer: Printer, fit: Guards) -> None:
     start = len(fit.arguments.tensor_paths())
     if fit.sources:
         printer.comment("parameters, buffers and closed-over tensors")
@@ -281,7 +281,7 @@ def _print_sources(printer: Printer, fit: Fit) -> None:
         printer.line(f"{name} = {source.expression(bind)}")
 
 
-def _print_held(printer: Printer, fit: Fit, held: Sequence[Held]) -> None:
+def _print_held(printer: Printer, fit: Guards, held: Sequence[Held]) -> None:
     bind = binder(printer, fit.variables)
     if held:
         printer.comment("what is written, besides tensors")
@@ -289,14 +289,14 @@ def _print_held(printer: Printer, fit: Fit, held: Sequence[Held]) -> None:
         printer.line(f"held_{position} = {each.source.expression(bind)}")
 
 
-def _print_counts(printer: Printer, fit: Fit, held: Sequence[Held]) -> None:
+def _print_counts(printer: Printer, fit: Guards, held: Sequence[Held]) -> None:
     """Bind the symbol of each number that the program finds and changes."""
     bind = binder(printer, fit.variables, held)
     for count in fit.counts:
         printer.line(f"{count.name} = {count.place.expression(bind)}")
 
 
-def _print_sizes(printer: Printer, fit: Fit, primals: Sequence[str]) -> None:
+def _print_sizes(printer: Printer, fit: Guards, primals: Sequence[str]) -> None:
     """Bind each symbol to a variable of its name, and test what has to hold of them."""
     sizes, symbols = fit.sizes, fit.symbols()
     if not fit.has_numbers():
@@ -312,7 +312,7 @@ def _print_sizes(printer: Printer, fit: Fit, primals: Sequence[str]) -> None:
     printer.line(f"symbols = {{{', '.join(f'{name!r}: {name}' for name in symbols)}}}")
 
 
-def _print_bases(printer: Printer, fit: Fit) -> None:
+def _print_bases(printer: Printer, fit: Guards) -> None:
     """Bind every base to its variable: None where inputs do not share memory as they did at capture."""
     distinct, new = fit.distinct_variables(), iter(fit.base_variables)
     plains = [
@@ -345,7 +345,7 @@ def _print_bases(printer: Printer, fit: Fit) -> None:
                 assert_never(base)
 
 
-def _conditions(printer: Printer, fit: Fit) -> list[str]:
+def _conditions(printer: Printer, fit: Guards) -> list[str]:
     """Everything that must be as it was at capture; what is cheap, and likely to differ, comes first."""
     conditions = [f"{printer.bind('modes_hold', ambient_guard(fit.around.ambient))}()"]
     if fit.changes_given:
@@ -374,7 +374,7 @@ def _conditions(printer: Printer, fit: Fit) -> list[str]:
     return conditions
 
 
-def _conditions_of_autograd(fit: Fit) -> Iterator[str]:
+def _conditions_of_autograd(fit: Guards) -> Iterator[str]:
     names = fit.primal_variables()
     for idx, asked, answer in fit.asked:
         place = f"{names[idx]}.{asked}"
@@ -382,7 +382,7 @@ def _conditions_of_autograd(fit: Fit) -> Iterator[str]:
         yield f"({place} is not None) is {answer}" if is_there else f"{place} == {answer}"
 
 
-def _conditions_on_data(printer: Printer, fit: Fit) -> Iterator[str]:
+def _conditions_on_data(printer: Printer, fit: Guards) -> Iterator[str]:
     """What the program chose by; it may depend on symbols, which are bound before."""
     names = fit.primal_variables()
     for guard in fit.data_guards:
@@ -391,14 +391,14 @@ def _conditions_on_data(printer: Printer, fit: Fit) -> Iterator[str]:
         yield f"{printer.bind('answer_is_same', guard.is_same)}({', '.join(given)})"
 
 
-def _storage_conditions(printer: Printer, fit: Fit) -> Iterator[str]:
+def _storage_conditions(printer: Printer, fit: Guards) -> Iterator[str]:
     names = fit.primal_variables()
     for idx, leaf, place in fit.storages:
         plain = print_plains(fit.recipes[idx], names[idx])[leaf]
         yield f"{printer.bind('place_in_storage', place_in_storage)}({plain}) == {place}"
 
 
-def _tensor_conditions(printer: Printer, fit: Fit) -> list[str]:
+def _tensor_conditions(printer: Printer, fit: Guards) -> list[str]:
     """Type and metadata of every tensor; of a wrapper also its context and what is beneath it."""
     names = fit.primal_variables()
     check = tensor_check(list(fit.examples), list(fit.recipes))
@@ -448,7 +448,7 @@ def _same_context(printer: Printer, name: str, example: torch.Tensor, recipe: Wr
     return rule.same_context_source(name, printer.bind(f"{name} at capture", rule.context_of(example)))
 
 
-def _alone_condition(printer: Printer, fit: Fit) -> str:
+def _alone_condition(printer: Printer, fit: Guards) -> str:
     """That `take` and `put` can write each input that is written with history, without its base."""
     names, views = fit.primal_variables(), fit.bases.views()
     others = [at for at in fit.slots.indices() if at not in views and at not in fit.with_history]
@@ -456,7 +456,7 @@ def _alone_condition(printer: Printer, fit: Fit) -> str:
     return f"{printer.bind('are_written_alone', are_written_alone)}({', '.join(given)})"
 
 
-def _overlap_conditions(printer: Printer, fit: Fit) -> Iterator[str]:
+def _overlap_conditions(printer: Printer, fit: Guards) -> Iterator[str]:
     """That no more inputs share memory with one that is written than did at capture."""
     names = fit.primal_variables()
     plains = Row[PrimalIdx, Sequence[str]](

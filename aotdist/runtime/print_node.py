@@ -26,7 +26,7 @@ from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult
 from aotdist.runtime.print_outputs import print_effects_of_backward
 from aotdist.runtime.printer import Printer, Told, print_size, print_step, remark, sequence
 from aotdist.runtime.results import Versions, saved_beside
-from aotdist.runtime.tangent import OtherKind, Tangent, rebuilt
+from aotdist.runtime.tangent import Tangent, TangentMismatch, rebuilt
 from aotdist.runtime.wrappers import SavedWrappers, check_unwritten
 from aotdist.sizes import Expression, NumberStep, concrete, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
@@ -336,7 +336,7 @@ def _print_backward(
     else:
         with printer.block("try:"):
             printer.line(args)
-        with printer.block(f"except {printer.bind('OtherKind', OtherKind)}:"):
+        with printer.block(f"except {printer.bind('TangentMismatch', TangentMismatch)}:"):
             printer.line(returned_of_some)
     printer.line(f"del {', '.join(names)}")
     _print_letting_go(printer, plan)

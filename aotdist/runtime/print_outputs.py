@@ -24,7 +24,7 @@ from aotdist.capture.effects import (
     TensorResult,
     expect,
 )
-from aotdist.capture.instances import GivenObject
+from aotdist.capture.instances import ArgumentObject
 from aotdist.capture.objects import MadeObject, holds_objects, number_of
 from aotdist.capture.results import Shown, show_as
 from aotdist.capture.source import Argument, Given, Held, Source
@@ -390,7 +390,7 @@ def _display(printer: Printer, spec: pytree.TreeSpec, names: Iterator[str]) -> s
 
 def _literal(printer: Printer, value: Any) -> str:
     """`value` spelled out, where Python can, else a name for it."""
-    if isinstance(value, GivenObject):
+    if isinstance(value, ArgumentObject):
         return f"objects[{value.position}]"
     if isinstance(value, SYMBOLIC):
         return print_size(printer, expression(value))

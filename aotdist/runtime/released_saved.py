@@ -19,7 +19,7 @@ from aotdist.torch_seam.autograd import keeps_graph
 
 
 @dataclass(frozen=True, slots=True)
-class Shares:
+class SavedSharing:
     """What the backwards of several results share.
 
     Args:
@@ -37,7 +37,7 @@ class Shares:
         backward: Graph,
         tangents: Mapping[NodeOutIdx, Sequence[Slot]],
         num_saved: int,
-    ) -> Shares:
+    ) -> SavedSharing:
         """What they share in a graph.
 
         Args:
@@ -79,7 +79,7 @@ class Rest:
     values: tuple[tuple[torch.Tensor, int], ...] | None
 
 
-def saved_for(ctx: Any, arrived: Collection[NodeOutIdx], shares: Shares) -> list[torch.Tensor]:
+def saved_for(ctx: Any, arrived: Collection[NodeOutIdx], shares: SavedSharing) -> list[torch.Tensor]:
     """The saved values, for the backward of some results.
 
     Raises:
@@ -95,7 +95,7 @@ def saved_for(ctx: Any, arrived: Collection[NodeOutIdx], shares: Shares) -> list
 
 
 def keep_for_others(
-    ctx: Any, arrived: Collection[NodeOutIdx], saved: Sequence[torch.Tensor], shares: Shares
+    ctx: Any, arrived: Collection[NodeOutIdx], saved: Sequence[torch.Tensor], shares: SavedSharing
 ) -> None:
     """Keep what results that share nothing with `arrived` need, unless the graph is retained anyway."""
     if keeps_graph():

@@ -23,7 +23,7 @@ from aotdist.subclasses.protocol import (
 from aotdist.torch_seam.modes import class_functions_off
 
 
-class OtherKind(UnsupportedProgram):
+class TangentMismatch(UnsupportedProgram):
     """A gradient is another kind of tensor than what the backward was compiled for."""
 
 
@@ -68,7 +68,7 @@ class Tangent:
         """The arguments that the graph takes for `tangent`: its plain tensors, laid out as expected.
 
         Raises:
-            OtherKind: the tangent is another kind of tensor and cannot be converted.
+            TangentMismatch: the tangent is another kind of tensor and cannot be converted.
         """
         return self.laid_out(self.converted(tangent))
 
@@ -81,7 +81,7 @@ class Tangent:
         """Whether `tangent` is of the kind that is expected, or converted to it."""
         try:
             self.converted(tangent)
-        except OtherKind:
+        except TangentMismatch:
             return False
         return True
 
@@ -89,7 +89,7 @@ class Tangent:
         """`tangent` as the kind of tensor that is expected.
 
         Raises:
-            OtherKind: it cannot be converted.
+            TangentMismatch: it cannot be converted.
         """
         if type(tangent) is not torch.Tensor and not is_wrapper(tangent):
             with class_functions_off():  # which autograd does not call either
@@ -106,7 +106,7 @@ class Tangent:
                 assert isinstance(recipe, Wrapper), "a rule converts wrappers of its own class"
                 if not self.as_it_is or rule.same_layout(recipe, self.recipe):
                     return converted
-        raise OtherKind(
+        raise TangentMismatch(
             f"the gradient of `{self.path}` is a {type(tangent).__name__}, "
             f"and was expected as {_describe(self.recipe)}",
             stage="runtime",

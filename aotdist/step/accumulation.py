@@ -36,7 +36,7 @@ class _Leaf:
 
 
 class Accumulation(TorchFunctionMode):
-    """Answers for the `grad` of leaves, and does what `backward()` does to it.
+    """DataGuards for the `grad` of leaves, and does what `backward()` does to it.
 
     A leaf is an input of the step or was made in it. What an input's gradient is when the call begins is
     asked of the trace, for which it is one more input.
@@ -154,8 +154,8 @@ class Accumulation(TorchFunctionMode):
             )
         wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs
         ends = _leaves_behind(roots) or roots if wanted is None else list(wanted)
-        found: Sequence[torch.Tensor | None] = torch.autograd.grad(
-            roots, ends, seeds, retain_graph=retain_graph, allow_unused=True
+        found = list[torch.Tensor | None](
+            torch.autograd.grad(roots, ends, seeds, retain_graph=retain_graph, allow_unused=True)
         )
         with torch.no_grad():
             for end, grad in zip(ends, found, strict=True):

@@ -12,7 +12,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from aotdist.step.scaling import Scaling
-from aotdist.torch_seam.optimizers import has_scaled, steps_heard
+from aotdist.torch_seam.optimizers import has_scaled, intercept_steps
 from aotdist.torch_seam.patches import replaced_here
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.failures import refusal
@@ -100,7 +100,7 @@ class Turns:
         """A step runs inside."""
         scaler = torch.amp.GradScaler
         with contextlib.ExitStack() as stack, self._outdated:
-            stack.enter_context(steps_heard(self._before, self._after))
+            stack.enter_context(intercept_steps(self._before, self._after))
             for name, instead in {
                 "scale": self._scale,
                 "unscale_": self._unscale,

@@ -17,8 +17,8 @@ from aotdist.step.held import HeldState, held_by, hyperparameters
 from aotdist.step.program import Now, StepProgram
 from aotdist.step.turns import MakesState
 from aotdist.torch_seam.dynamo import compiled_as_written
-from aotdist.torch_seam.modules import calls_heard
-from aotdist.torch_seam.optimizers import optimizer_hooks, steps_heard
+from aotdist.torch_seam.modules import intercept_calls
+from aotdist.torch_seam.optimizers import intercept_steps, optimizer_hooks
 
 _VARYING = frozenset({"lr"})
 """Hyperparameters that differ from call to call, before one is seen to."""
@@ -70,7 +70,7 @@ class WholeStep:
         def note(optimizer: torch.optim.Optimizer) -> None:
             stepped.append((weakref.ref(optimizer), hyperparameters([optimizer])))
 
-        with steps_heard(note, lambda _: None), calls_heard(self._name), compiled_as_written():
+        with intercept_steps(note, lambda _: None), intercept_calls(self._name), compiled_as_written():
             result = self._run(*args, **kwargs)
         for reference, found in stepped:
             if (optimizer := reference()) is not None:

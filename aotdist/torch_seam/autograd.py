@@ -245,7 +245,7 @@ def retains_grad(tensor: torch.Tensor) -> bool:
         return tensor.retains_grad
 
 
-def spent_history(tensor: torch.Tensor) -> str | None:
+def released_history(tensor: torch.Tensor) -> str | None:
     """Autograd's error for a tensor, if saved tensors were freed on all its paths to leaves; else None."""
     said = None
     pending = [] if tensor.grad_fn is None else [tensor.grad_fn]

@@ -24,7 +24,7 @@ _NEGATIVE_VARIANCE = "var has negative entry/entries"
 """The message of `gaussian_nll_loss`."""
 
 
-def hearing_of_checks(note: NoteCheck) -> AbstractContextManager[None]:
+def intercept_checks(note: NoteCheck) -> AbstractContextManager[None]:
     """Checks of data in this thread go to `note`; PyTorch makes those that it does not handle.
 
     They are those of `torch._check_tensor_all`, `torch.distributions` (validation) and `gaussian_nll_loss`.
@@ -99,7 +99,7 @@ Require: TypeAlias = Callable[[type[Exception], Callable[[], None], str], None]
 """Takes a check of a symbolic number: the error, what registers the check with PyTorch, and the message."""
 
 
-def hearing_of_checks_of_numbers(require: Require) -> AbstractContextManager[None]:
+def intercept_checks_of_numbers(require: Require) -> AbstractContextManager[None]:
     """A program's checks of symbolic numbers in this thread (`torch._check`) go to `require`."""
     return _CHECKS_OF_NUMBERS.applied(require)
 

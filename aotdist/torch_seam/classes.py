@@ -30,7 +30,7 @@ CACHED_SIZES = frozenset(
 """Attributes in which PyTorch caches the sizes of a tensor whose class computes them."""
 
 
-def hearing_of_classes(hear: Remake) -> AbstractContextManager[None]:
+def intercept_classes(hear: Remake) -> AbstractContextManager[None]:
     """In this context and thread, `hear` is called where a tensor is converted to another class.
 
     By `as_subclass`, `_make_subclass`, `nn.Parameter` or the class itself, called with a tensor. None of

@@ -83,7 +83,7 @@ def is_parametrized(module: torch.nn.Module) -> bool:
 
 
 @contextmanager
-def calls_heard(hear: Callable[[torch.nn.Module], None]) -> Generator[None]:
+def intercept_calls(hear: Callable[[torch.nn.Module], None]) -> Generator[None]:
     """In this context, and in this thread, `hear` is called with each module before its forward."""
     thread = threading.get_ident()
 

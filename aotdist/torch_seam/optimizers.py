@@ -39,7 +39,7 @@ def takes_scale(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether there are hooks of an optimizer's step, its own or of all, besides those of `steps_heard`."""
+    """Whether an optimizer's step has hooks, its own or of all, besides those of `intercept_steps`."""
     of_all = (*_global_optimizer_pre_hooks.values(), *_global_optimizer_post_hooks.values())
     return bool(
         optimizer._optimizer_step_pre_hooks
@@ -65,7 +65,7 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 @contextmanager
-def steps_heard(
+def intercept_steps(
     before: Callable[[torch.optim.Optimizer], None], after: Callable[[torch.optim.Optimizer], None]
 ) -> Generator[None]:
     """In this context, and in this thread, optimizers tell before and after they step.

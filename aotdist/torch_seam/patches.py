@@ -210,7 +210,7 @@ def _patch_of(owner: Any, name: str) -> Patch[Callable[..., Any]]:
     return patch
 
 
-def hearing_of_autocast(hear: Callable[[], None]) -> AbstractContextManager[None]:
+def intercept_autocast(hear: Callable[[], None]) -> AbstractContextManager[None]:
     """In this context and thread, `hear` is called when an enabled `torch.autocast` is made."""
 
     def heard(
@@ -228,7 +228,7 @@ def hearing_of_autocast(hear: Callable[[], None]) -> AbstractContextManager[None
     return replaced_here(torch.autocast, "__init__", heard)
 
 
-def saved_tensor_hooks_heard_by(mode: TorchFunctionMode) -> AbstractContextManager[None]:
+def intercept_saved_tensor_hooks(mode: TorchFunctionMode) -> AbstractContextManager[None]:
     """Hooks of saved tensors that this thread makes in the context run under `mode`.
 
     Autograd calls them in the middle of another torch function, where torch-function modes are off.

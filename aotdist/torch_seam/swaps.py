@@ -14,7 +14,7 @@ from aotdist.torch_seam.patches import Patch
 _swap_bodies = torch._C._swap_tensor_impl
 
 
-def hearing_of_swaps(hear: Callable[[torch.Tensor, torch.Tensor], None]) -> AbstractContextManager[None]:
+def intercept_swaps(hear: Callable[[torch.Tensor, torch.Tensor], None]) -> AbstractContextManager[None]:
     """Where `torch.utils.swap_tensors` would exchange what two tensors are, in this thread, `hear` is called.
 
     By then its checks are done, and what the two have of their own as Python objects is exchanged already.

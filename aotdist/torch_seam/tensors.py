@@ -67,7 +67,7 @@ def is_unheard(value: object) -> bool:
     return type(value) is torch.Tensor and value._is_zerotensor()
 
 
-def heard_of(values: Sequence[Any] | None) -> Any:
+def seen_by_modes(values: Sequence[Any] | None) -> Any:
     """`values`, where those that are unheard are replaced by zeros that modes hear of."""
     return values and tuple(
         torch._efficientzerotensor(v.size(), dtype=v.dtype, device=v.device) if is_unheard(v) else v

@@ -40,7 +40,7 @@ def beneath_transforms() -> AbstractContextManager[Any]:
     return temporarily_clear_interpreter_stack()
 
 
-def swapped_where_unheard(swap: Swap) -> AbstractContextManager[None]:
+def swapped_unseen(swap: Swap) -> AbstractContextManager[None]:
     """Transforms, autograd and scripted functions of this thread take `swap(tensor)` for each tensor.
 
     They take tensors in C++, of which no torch-function mode hears.

@@ -3,7 +3,7 @@
 Promises: one functional graph; every node knows its phase, source line, module and sequence number; what the
 program did besides is a fact (`aotdist.facts`).
 
-Waypoints
+ObservedGrads
 ---------
 In eager every result has its place in autograd's graph. Here the program is one node, so a gradient of one
 result with respect to another would not exist, and a hook on a result would miss gradients that come from the

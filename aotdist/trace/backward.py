@@ -41,8 +41,8 @@ from aotdist.torch_seam.autograd import (
     run_accumulating_backward,
     run_backward,
 )
-from aotdist.torch_seam.tensors import heard_of
-from aotdist.trace.capture_mode import Lifting, Recalling
+from aotdist.torch_seam.tensors import seen_by_modes
+from aotdist.trace.capture_mode import CaptureMode, ReplayMode
 from aotdist.trace.classes import users_code
 from aotdist.trace.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
 from aotdist.trace.recorder import Recorder
@@ -117,7 +117,7 @@ class Backward:
         node_outs: Row[NodeOutIdx, NodeOut],
         ends: Sequence[End],
         wanted: Sequence[Wanted],
-        mode: Lifting | Recalling,
+        mode: CaptureMode | ReplayMode,
         in_python: InBackward,
     ) -> None:
         recorder.phase = "backward"
@@ -198,7 +198,7 @@ class Backward:
             tensors, first = zip(*((tensor, given[idx]) for idx, tensor in ends), strict=True)
             stack.enter_context(users_code(self.mode.swap))
             stack.enter_context(self.in_python.running(choice, self._recorder.shape_env, self._recorder.told))
-            found = heard_of(run(tensors, arrive_at, first, retain_graph=retain_graph))
+            found = seen_by_modes(run(tensors, arrive_at, first, retain_graph=retain_graph))
         grads: dict[PrimalIdx, torch.Tensor] = {}
         for (idx, _), grad in zip(arriving, found, strict=False):
             if grad is not None:

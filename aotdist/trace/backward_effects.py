@@ -56,7 +56,7 @@ from aotdist.trace.failures import written_without_others
 from aotdist.trace.forward_effects import ForwardEffects
 from aotdist.trace.forward_snapshot import ForwardEnd, is_read_again
 from aotdist.trace.metadata import refuse
-from aotdist.trace.observed_grads import HeldTensor, Waypoints
+from aotdist.trace.observed_grads import HeldTensor, ObservedGrads
 from aotdist.trace.outputs import NodeOutputs
 from aotdist.trace.recorder import Recorder, Writers
 from aotdist.trace.stand_ins import Inputs, StandIn
@@ -75,7 +75,7 @@ class BackwardEffects:
     """
 
     runs: Backward
-    waypoints: Waypoints
+    waypoints: ObservedGrads
     grads: Mapping[PrimalIdx, torch.Tensor]
     facts: BackwardFacts
     results: list[Result]
@@ -101,7 +101,7 @@ class BackwardTrace:
         self._forward_end = ForwardEnd.of(self._recorder, row, forward.outputs.tensors) if cuts else None
         can_hold = cuts and is_linear(self._ends)
         held = held_tensors(forward.outs, forward.outputs, forward.writes, row) if can_hold else []
-        self._waypoints = Waypoints(held, self._ends)
+        self._waypoints = ObservedGrads(held, self._ends)
         self._backward = self._backward_of(forward)
         self._nonlinear = self._backward.choices() if context.options.cuts else []
 

@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 from aotdist.facts import DataWritten, Fresh, NodeOut
 from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, tangent_recipe
-from aotdist.torch_seam.checks import hearing_of_checks
+from aotdist.torch_seam.checks import intercept_checks
 from aotdist.torch_seam.functional import FunctionalTensor, functional_storage_id, is_functional_base
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.operators import OpOverload
@@ -219,7 +219,7 @@ def trace_body(
     returned = _Returned()
 
     def run(*tensors: torch.Tensor) -> list[Any]:
-        with hearing_of_checks(_sees_to_none):
+        with intercept_checks(_sees_to_none):
             returned.flat, returned.spec = pytree.tree_flatten(fn(*tensors))
         taken = {_memory(plain) for tensor in tensors for plain in plain_tensors(tensor)}
         outs = [leaf for leaf in returned.flat if isinstance(leaf, torch.Tensor)]

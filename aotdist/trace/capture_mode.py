@@ -23,7 +23,7 @@ from aotdist.torch_seam.autograd import in_backward
 from aotdist.torch_seam.functional import FunctionalTensor, rebind
 from aotdist.torch_seam.modes import class_functions_are_on
 from aotdist.torch_seam.operators import HigherOrderOperator
-from aotdist.torch_seam.tensors import heard_of
+from aotdist.torch_seam.tensors import seen_by_modes
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.classes import ask_classes
 from aotdist.trace.failures import accumulates_inside, refusal
@@ -52,7 +52,7 @@ _RESIZE_STORAGE = torch.ops.inductor.resize_storage_bytes_
 _LOOK_AT_STRIDES = frozenset({torch.Tensor.contiguous, torch.Tensor.is_contiguous, torch.Tensor.stride})
 
 
-class Lifting(TorchFunctionMode):
+class CaptureMode(TorchFunctionMode):
     """Puts stand-ins in the place of real tensors that the function closes over.
 
     Args:
@@ -77,7 +77,7 @@ class Lifting(TorchFunctionMode):
         view_mode: ViewMode,
         storages: Storages,
         *,
-        higher_order: Callable[[HigherOrderOperator, tuple[Any, ...], Mapping[str, Any], Lifting], Any],
+        higher_order: Callable[[HigherOrderOperator, tuple[Any, ...], Mapping[str, Any], CaptureMode], Any],
     ) -> None:
         super().__init__()
         self._recorder = recorder
@@ -145,14 +145,14 @@ class Lifting(TorchFunctionMode):
             return self._require_grad(made)
         if instead is None:
             result = func(*swapped_args, **swapped_kwargs)
-            return heard_of(result) if func in _RUN_BACKWARD else result
+            return seen_by_modes(result) if func in _RUN_BACKWARD else result
         return instead(*swapped_args, **swapped_kwargs)
 
     def swap(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the program works on in the place of `tensor`."""
         if not self._recorder.is_foreign(tensor):
             return tensor
-        (heard,) = heard_of([tensor])
+        (heard,) = seen_by_modes([tensor])
         return self._stand_in(tensor) if heard is tensor else heard
 
     def _detach(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -289,7 +289,7 @@ def _is_asked_by_the_program(frame: types.FrameType | None) -> bool:
     return asks.partition(".")[0] not in ("torch", "aotdist")
 
 
-class Recalling(TorchFunctionMode):
+class ReplayMode(TorchFunctionMode):
     """Puts stand-ins in the place of tensors that a program closed over, when a later backward meets them.
 
     A backward that recomputes a part of the forward (a checkpoint's) does. The tensors are recognised by the

@@ -13,7 +13,7 @@ from aotdist.capture.constants import is_constant
 from aotdist.capture.results import appearance
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import FIX_OF_OWN_CLASS, is_of_own_class, is_wrapper
-from aotdist.torch_seam.classes import dispatches, hearing_of_classes
+from aotdist.torch_seam.classes import dispatches, intercept_classes
 from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, let_be_of
 from aotdist.torch_seam.modes import class_functions_on, torch_functions_off
 from aotdist.torch_seam.tensors import as_parameter
@@ -28,7 +28,7 @@ def users_code(swap: Callable[[torch.Tensor], torch.Tensor]) -> Generator[None]:
     Args:
         swap: gives the stand-in of a tensor that has one, or gets one; any other as it is.
     """
-    with hearing_of_classes(functools.partial(_converted, swap)), class_functions_on():
+    with intercept_classes(functools.partial(_converted, swap)), class_functions_on():
         yield
 
 

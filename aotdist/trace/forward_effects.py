@@ -30,10 +30,10 @@ from aotdist.subclasses.protocol import leaves, recipe_of, refuse_unknown_subcla
 from aotdist.torch_seam.autograd import history_of, is_leaf_with_grad, nodes_behind
 from aotdist.torch_seam.functional import data_writes, functional_value, metadata_written, storage_changes
 from aotdist.trace.backward import End, Result, requires_grad_by_itself, value_results
-from aotdist.trace.capture_mode import Lifting
+from aotdist.trace.capture_mode import CaptureMode
 from aotdist.trace.context import TraceContext
 from aotdist.trace.data_writes import forward_writes
-from aotdist.trace.metadata import Metadata, endings, forgotten, refuse, spent_results
+from aotdist.trace.metadata import Metadata, final_actions, forgotten, refuse, released_results
 from aotdist.trace.outputs import NodeOutputs, classify
 from aotdist.trace.stand_ins import Inputs, StandIn
 
@@ -63,7 +63,7 @@ class ForwardEffects:
     is_rewritten: bool
     node_outs: Row[NodeOutIdx, NodeOut]
     results: list[Result]
-    lifting: Lifting
+    lifting: CaptureMode
     numbers: tuple[tuple[str, NodeOutIdx | NumberStep], ...]
 
     def ends(self) -> list[End]:
@@ -90,7 +90,7 @@ class ForwardEffects:
         return all(map(is_harmless, self.outputs.order))
 
 
-def read_forward(context: TraceContext, outs: Sequence[Any], lifting: Lifting) -> ForwardEffects:
+def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMode) -> ForwardEffects:
     """What the forward did; read before a backward writes anything.
 
     Args:
@@ -102,7 +102,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: Lifting) -
     passing = storages.passing()
     metadata = Metadata.of(inputs, log, passing)
     _mark_reshaped(context, metadata)
-    spent = spent_results(outs, inputs, log) if lifting.ran_backward else {}
+    spent = released_results(outs, inputs, log) if lifting.ran_backward else {}
     outputs = classify(outs, inputs, log, metadata.written, passing, spent)
     numbers = _tell_numbers(context, outputs)
     row = inputs.row()
@@ -126,7 +126,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: Lifting) -
             raise requires_grad_by_itself(node_out.slot)
     refuse_uses_of_own_leaves(outs, outputs, inputs, log)
     is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
-    outputs.order = (*outputs.order, *endings(outs, outputs.facts, spent, lifting.retained))
+    outputs.order = (*outputs.order, *final_actions(outs, outputs.facts, spent, lifting.retained))
     results = value_results(recorder, node_outs, outputs.tensors)
     return ForwardEffects(
         outs=outs,

@@ -38,7 +38,7 @@ from aotdist.torch_seam.operators import (
     written_by,
 )
 from aotdist.torch_seam.proxies import unknown_to_the_innermost_tracer
-from aotdist.torch_seam.tensors import heard_of, is_unheard
+from aotdist.torch_seam.tensors import is_unheard, seen_by_modes
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.bits import is_read_otherwise, memory_to_read_as, with_bits_flipped
 from aotdist.trace.failures import refusal
@@ -99,7 +99,7 @@ class Functionalisation(FunctionalTensorMode):
         """Run an operator by our rules, or by PyTorch's mode; what it writes keeps its layout."""
         if any(map(is_unheard, args)):
             with self:
-                return func(*heard_of(args), **kwargs)
+                return func(*seen_by_modes(args), **kwargs)
         if isinstance(func, HigherOrderOperator):
             return handle_in_mode(func, FunctionalTensorMode, self, *args, **kwargs)
         beneath_wrappers = all(issubclass(cls, FunctionalTensor) for cls in types)

@@ -41,8 +41,8 @@ from aotdist.trace.backward import (
     new_tangent,
     value_results,
 )
-from aotdist.trace.capture_mode import Recalling
-from aotdist.trace.observed_grads import Waypoints
+from aotdist.trace.capture_mode import ReplayMode
+from aotdist.trace.observed_grads import ObservedGrads
 from aotdist.trace.recorder import Recorder
 
 T = TypeVar("T")
@@ -127,19 +127,19 @@ class LaterBackwards:
         self,
         recorder: Recorder,
         backward: Backward,
-        recalling: Recalling,
+        recalling: ReplayMode,
         node_outs: Row[NodeOutIdx, NodeOut],
         ins: Row[PrimalIdx, Slot],
         recipes: Row[PrimalIdx, Recipe],
         grads: Mapping[PrimalIdx, torch.Tensor],
-        waypoints: Waypoints | None = None,
+        waypoints: ObservedGrads | None = None,
         serials: Iterator[int] | None = None,
     ) -> None:
         self._recorder, self._backward, self._node_outs = recorder, backward, node_outs
         self._recalling = backward.mode = recalling
         self._ins, self._recipes = ins, recipes
         self._wanted = [(idx, ends) for idx, ends in backward.wanted() if idx in grads]
-        self._waypoints = Waypoints((), ()) if waypoints is None else waypoints
+        self._waypoints = ObservedGrads((), ()) if waypoints is None else waypoints
         self._serials, self._serial = serials or itertools.count(1), 0
 
     def find_at(self, sources: Mapping[PrimalIdx, Source]) -> None:

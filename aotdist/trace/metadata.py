@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from aotdist.aliasing.metadata import Change, spend_history
+from aotdist.aliasing.metadata import Change, release_history
 from aotdist.aliasing.naming import NAMED, named_history
 from aotdist.aliasing.view_log import ViewLog
 from aotdist.convention.metadata import takes_any_size
@@ -18,7 +18,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Fresh, IsInput, MetadataWrite, NotATensor, OutputFact, Place, ViewOfOutput
 from aotdist.program import OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors
-from aotdist.torch_seam.autograd import history_of, retains_grad, sequence_nr, spent_history
+from aotdist.torch_seam.autograd import history_of, released_history, retains_grad, sequence_nr
 from aotdist.torch_seam.functional import memory_of
 from aotdist.trace.failures import reshaped_unseen
 from aotdist.trace.stand_ins import Inputs, StandIn
@@ -233,7 +233,7 @@ def is_switched_on(stand_in: StandIn) -> bool:
     return after.requires_grad and not stand_in.example.requires_grad and after.is_leaf
 
 
-def spent_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> Mapping[int, str]:
+def released_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> Mapping[int, str]:
     """Results whose graph was freed, by identity, each with the message of the error of its backward.
 
     Inputs, views, and bases of results are not among them: of those, the backward is traced, and refused.
@@ -247,11 +247,11 @@ def spent_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> Mapping[
         and id(out) not in viewed
         and not any(True for _ in log.views.bases(out))
     ]
-    found = ((id(out), spent_history(out)) for out in alone)
+    found = ((id(out), released_history(out)) for out in alone)
     return {key: said for key, said in found if said is not None}
 
 
-def endings(
+def final_actions(
     outs: Sequence[Any],
     facts: Sequence[OutputFact],
     spent: Mapping[int, str],
@@ -266,14 +266,14 @@ def endings(
     Args:
         outs: what the program returned.
         facts: the fact of each of `outs`.
-        spent: see `spent_results`.
+        spent: see `released_results`.
         retained: inputs that retain their gradients.
     """
     made = [_retaining(IsInput(idx)) for idx in retained]
     for position, (out, fact) in enumerate(zip(outs, facts, strict=True)):
         place = ViewOfOutput(OutIdx(position), ())
         if isinstance(fact, Fresh) and id(out) in spent:
-            made.append(MetadataWrite(place, spend_history, (spent[id(out)],), (), True, -1))
+            made.append(MetadataWrite(place, release_history, (spent[id(out)],), (), True, -1))
         is_made = not isinstance(fact, (NotATensor, IsInput))
         if is_made and retains_grad(out):
             made.append(_retaining(place))

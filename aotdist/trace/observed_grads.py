@@ -1,4 +1,4 @@
-"""Waypoints: tensors in the caller's hands that gradients of other results pass inside of the program.
+"""ObservedGrads: tensors in the caller's hands that gradients of other results pass inside of the program.
 
 In eager each such tensor has its place in autograd's graph, where the caller can watch what passes. Here the
 program is one node, so the trace notes where gradients pass: for each waypoint, the summands of its gradient
@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aotdist.facts import NO_PASSAGES, HeldPlace, Passages, Waypoint
+from aotdist.facts import NO_PASSAGES, HeldPlace, ObservedGrad, Passages
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import leaves, plain_tensors, rebuild, recipe_of
 from aotdist.torch_seam.autograd import sequence_nr
@@ -59,7 +59,7 @@ class _Passing:
     total: torch.Tensor | None = None
 
 
-class Waypoints:
+class ObservedGrads:
     """Finds the waypoints of a program before its backward is traced, and watches them meanwhile.
 
     Args:
@@ -175,10 +175,10 @@ class Waypoints:
         return found
 
 
-def _fact(passing: _Passing) -> Waypoint:
+def _fact(passing: _Passing) -> ObservedGrad:
     held = passing.held
     total = None if passing.total is None else recipe_of(passing.total)
-    return Waypoint(held.path, held.place, held.value, total, tuple(map(recipe_of, passing.pieces)))
+    return ObservedGrad(held.path, held.place, held.value, total, tuple(map(recipe_of, passing.pieces)))
 
 
 def _total_slots(passing: _Passing) -> list[Slot]:

@@ -20,12 +20,12 @@ from aotdist.facts import Facts, Untouched
 from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import class_functions_off
-from aotdist.torch_seam.patches import saved_tensor_hooks_heard_by
-from aotdist.torch_seam.swaps import hearing_of_swaps, swap_attributes
-from aotdist.torch_seam.transforms import swapped_where_unheard
+from aotdist.torch_seam.patches import intercept_saved_tensor_hooks
+from aotdist.torch_seam.swaps import intercept_swaps, swap_attributes
+from aotdist.torch_seam.transforms import swapped_unseen
 from aotdist.trace.backward_effects import BackwardEffects, BackwardTrace
 from aotdist.trace.body import Enclosing
-from aotdist.trace.capture_mode import Lifting, Recalling
+from aotdist.trace.capture_mode import CaptureMode, ReplayMode
 from aotdist.trace.classes import users_code
 from aotdist.trace.context import TraceContext, TraceOptions
 from aotdist.trace.control_flow import ControlFlow
@@ -120,9 +120,9 @@ def trace(
             log.views.note_given(view, make)
         stack.enter_context(symbols.counting(options.counts))
         stack.enter_context(context.view_mode)
-        stack.enter_context(hearing_of_swaps(_refuse_swap))
+        stack.enter_context(intercept_swaps(_refuse_swap))
         outs, lifting = _run_forward(context, program, tensors)
-        stack.enter_context(swapped_where_unheard(lifting.swap))  # in the backward, too
+        stack.enter_context(swapped_unseen(lifting.swap))  # in the backward, too
         forward = read_forward(context, outs, lifting)
         backward = BackwardTrace(context, forward).effects()
     facts = _facts(context, forward, backward)
@@ -151,7 +151,7 @@ def _later_backwards(
     return LaterBackwards(
         recorder=recorder,
         backward=backward.runs,
-        recalling=Recalling({idx: one.tensor for idx, one in context.inputs.row().enumerate()}),
+        recalling=ReplayMode({idx: one.tensor for idx, one in context.inputs.row().enumerate()}),
         node_outs=forward.node_outs,
         ins=program.ins,
         recipes=facts.recipes,
@@ -183,12 +183,12 @@ def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardEff
 
 def _run_forward(
     context: TraceContext, program: Program[PrimalIdx], tensors: Sequence[torch.Tensor]
-) -> tuple[list[Any], Lifting]:
+) -> tuple[list[Any], CaptureMode]:
     """What a program returns for stand-ins of its inputs, and the torch-function mode that it ran in."""
     recorder, inputs, stand_in = context.recorder, context.inputs, context.stand_in
     control_flow = ControlFlow(Enclosing(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
     inputs.show_attributes()
-    lifting = Lifting(
+    lifting = CaptureMode(
         recorder,
         inputs,
         stand_in,
@@ -197,8 +197,8 @@ def _run_forward(
         higher_order=control_flow,
     )
     with (
-        swapped_where_unheard(lifting.swap),
-        saved_tensor_hooks_heard_by(lifting),
+        swapped_unseen(lifting.swap),
+        intercept_saved_tensor_hooks(lifting),
         users_code(lifting.swap),
         lifting,
         inputs.current(),

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from aotdist.capture.assignments import Reassignments
+from aotdist.capture.assignments import Assignments
 from aotdist.capture.effects import (
     Add,
     Assign,
@@ -63,7 +63,7 @@ HAPPEN_ONCE: Mapping[str, Callable[[dict[str, Any]], None]] = {
 """Undone, and not replayed: their items have no places."""
 
 
-def watch(held: dict[str, Any]) -> Reassignments:
+def watch(held: dict[str, Any]) -> Assignments:
     root = Source("held", held)
     containers = [(root, held), *((root.item(name), held[name]) for name in ("log", "options"))]
     containers.append((root.item("options").item("b"), held["options"]["b"]))
@@ -72,7 +72,7 @@ def watch(held: dict[str, Any]) -> Reassignments:
     empty: dict[str, Any] = dict.fromkeys((*names, "python_generators", "caches"), ())
     owners = ((root.item("holder"), held["holder"]),)
     found = Reached(owners=owners, containers=tuple(containers), wholes=wholes, names=None, **empty)
-    return Reassignments({}, found, ())
+    return Assignments({}, found, ())
 
 
 def moved(place: Source, held: dict[str, Any]) -> Source:

@@ -37,11 +37,11 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (55_335, 42_000),
-    "lines of its core": (31_940, 23_500),
+    "lines of aotdist/": (55_910, 42_000),
+    "lines of its core": (32_347, 23_500),
     "classes of its core": (302, 200),
-    "files of aotdist/": (318, 235),
-    "import floors": (23, 15),
+    "files of aotdist/": (309, 235),
+    "import floors": (18, 15),
     "most parameters of a function": (13, 8),
     "most fields of a class": (21, 14),
     "functions over 60 lines": (8, 4),

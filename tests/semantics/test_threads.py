@@ -24,7 +24,7 @@ from torch.distributed.distributed_c10d import _object_to_tensor
 
 import aotdist
 from aotdist.api import compiled_call
-from aotdist.capture.compile_lock import alone, had_to_wait
+from aotdist.capture.compile_lock import alone, waited_for_lock
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.functional import FunctionalTensorMode
 from aotdist.torch_seam.locks import LOCKS, is_owned
@@ -433,13 +433,13 @@ def test_who_waited_is_told(fails):
 
     @alone
     def take() -> None:
-        told.append(had_to_wait())
+        told.append(waited_for_lock())
 
     @alone
     def take_long() -> None:
         thread.start()
         thread.join(0.1)
-        told.append(had_to_wait())
+        told.append(waited_for_lock())
         take()
 
     @alone

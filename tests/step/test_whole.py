@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam.optimizers import steps_heard
+from aotdist.torch_seam.optimizers import intercept_steps
 from tests.step.written import (
     Build,
     Written,
@@ -764,7 +764,7 @@ def test_what_another_thread_listens_to_is_no_hook() -> None:
     for at in range(2):
         compiled(*labelled(at))
     with ThreadPoolExecutor(1) as pool:
-        listening = steps_heard(lambda _: None, lambda _: None)  # as while it captures
+        listening = intercept_steps(lambda _: None, lambda _: None)  # as while it captures
         pool.submit(listening.__enter__).result()
         compiled(*labelled(2))
         pool.submit(listening.__exit__, None, None, None).result()

@@ -20,7 +20,7 @@ import torch
 
 from aotdist.capture.origins import is_called_by_the_user
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam.checks import hearing_of_checks_of_numbers
+from aotdist.torch_seam.checks import intercept_checks_of_numbers
 from aotdist.torch_seam.groups import all_to_all_of_symbols
 from aotdist.torch_seam.patches import Patch
 from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, is_undecided
@@ -165,7 +165,7 @@ def followed(unbacked: Unbacked) -> Generator[None]:
     with (
         _FOLLOWED.applied(unbacked),
         functions_recorded(unbacked),
-        hearing_of_checks_of_numbers(unbacked.require),
+        intercept_checks_of_numbers(unbacked.require),
         all_to_all_of_symbols(collectives.all_to_all_single),
     ):
         yield
