@@ -24,7 +24,7 @@ from aotdist.kernels import triton_seam
 from aotdist.subclasses.float8 import Recipe
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.trees import pytree
-from aotdist.trace.kernel_results import fake_result
+from aotdist.trace.operators.corrections import fake_result
 from benchmarks.gpu.families import FAMILIES, LARGE, SMALL, loss_of
 from benchmarks.gpu.findings import NotHere, Reporter
 from benchmarks.gpu.per_kernel import meaningful_strides
@@ -399,7 +399,7 @@ class Compared(TorchDispatchMode):
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         with contextlib.suppress(Exception), mode:  # what fakes cannot say
             given, named = pytree.tree_map_only(Tensor, mode.from_tensor, (args, dict(kwargs)))
-            return list(_tensors(fake_result(func, given, named, symbolic=False, on_gpu=False)))
+            return list(_tensors(fake_result(func, given, named, on_gpu=False)))
         return ()
 
 
