@@ -606,11 +606,11 @@ def test_trainers(name: str) -> None:
     assert len(compiled.graphs) == NUM_PROGRAMS.get(name, 1)
 
 
-def test_observers_that_are_switched_by_tensors_are_refused() -> None:
-    """`FakeQuantize` reads whether it observes off a buffer; the fused one, the default, does not."""
+def test_observers_that_ask_for_ranges_are_refused() -> None:
+    """`FakeQuantize` asks whether computed ranges are valid; the fused one, the default, does not."""
     from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
-    model = nn.Sequential(FakeQuantize(MovingAverageMinMaxObserver, dtype=torch.quint8), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Linear(8, 4), FakeQuantize(MovingAverageMinMaxObserver, dtype=torch.quint8))
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         cross_entropy(model, x, y).backward()
