@@ -403,9 +403,9 @@ def qat() -> Written:
     from torch.ao.quantization import DeQuantStub, QuantStub, get_default_qat_qconfig, prepare_qat
 
     model = nn.Sequential(QuantStub(), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4), DeQuantStub()).train()
-    model.qconfig = get_default_qat_qconfig("fbgemm")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # it moves to torchao
+        warnings.simplefilter("ignore")  # PyTorch's own use of what it deprecates
+        model.qconfig = get_default_qat_qconfig("fbgemm")
         model = prepare_qat(model)
     optimizer = adamw(model)
 
