@@ -403,9 +403,9 @@ def qat() -> Written:
     from torch.ao.quantization import DeQuantStub, QuantStub, get_default_qat_qconfig, prepare_qat
 
     model = nn.Sequential(QuantStub(), nn.Linear(8, 12), nn.ReLU(), nn.Linear(12, 4), DeQuantStub()).train()
-    model.qconfig = get_default_qat_qconfig("fbgemm")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # it moves to torchao
+        warnings.simplefilter("ignore")  # PyTorch's own use of what it deprecates
+        model.qconfig = get_default_qat_qconfig("fbgemm")
         model = prepare_qat(model)
     optimizer = adamw(model)
 
@@ -606,11 +606,11 @@ def test_trainers(name: str) -> None:
     assert len(compiled.graphs) == NUM_PROGRAMS.get(name, 1)
 
 
-def test_observers_that_are_switched_by_tensors_are_refused() -> None:
-    """`FakeQuantize` reads whether it observes off a buffer; the fused one, the default, does not."""
+def test_observers_that_ask_for_ranges_are_refused() -> None:
+    """`FakeQuantize` asks whether computed ranges are valid; the fused one, the default, does not."""
     from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
 
-    model = nn.Sequential(FakeQuantize(MovingAverageMinMaxObserver, dtype=torch.quint8), nn.Linear(8, 4))
+    model = nn.Sequential(nn.Linear(8, 4), FakeQuantize(MovingAverageMinMaxObserver, dtype=torch.quint8))
 
     def step(x: torch.Tensor, y: torch.Tensor) -> None:
         cross_entropy(model, x, y).backward()

@@ -571,6 +571,32 @@ def test_by_inductor(name: str) -> None:
     compiled_beside_eager(STEPS[name][0], num_steps=3, backend="inductor")
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "clip_grad_norm_",
+        "two losses, retain_graph, gradients set to zero",
+        "gradients are accumulated, the loss is returned as it is",
+    ],
+)
+def test_writes_are_counted_and_gradients_stay_the_objects_that_they_are(name: str) -> None:
+    """As code that comes afterwards, and autograd, may ask."""
+    found = []
+    for wrap in (lambda step: step, lambda step: aotdist.compile(step, backend="fx")):
+        torch.manual_seed(0)
+        made, seen = STEPS[name][0](), list[Any]()
+        step, params = wrap(made.step), list(made.models[0].parameters())
+        for at in range(5):
+            before = [param.grad for param in params]
+            step(*labelled(at))
+            for param, grad in zip(params, before, strict=True):
+                now = param.grad
+                seen.append((param._version, now is grad, now is None or (now._version, now.is_leaf)))
+            made.between(at)
+        found.append(seen)
+    assert found[0] == found[1]
+
+
 def test_lengths_that_change() -> None:
     def build() -> Written:
         made = training()

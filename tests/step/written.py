@@ -49,10 +49,8 @@ class Written:
         params = [dict(model.named_parameters()) for model in self.models]
         grads = [{name: param.grad for name, param in named.items()} for named in params]
         trained = [{name: param.requires_grad for name, param in named.items()} for named in params]
-        both = [(param, param.grad) for named in params for param in named.values()]
-        versions = [(param._version, grad is None or grad.is_leaf) for param, grad in both]
         states = [holder.state_dict() for holder in (*self.models, *self.keeps)]
-        return states, grads, trained, versions, self.logs()
+        return states, grads, trained, self.logs()
 
 
 Build = Callable[[], Written]
