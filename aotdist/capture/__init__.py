@@ -63,7 +63,7 @@ as in eager.
 **Objects among the arguments** are of two kinds (`capture/instances.py`):
 
 - Code (a module, a function, a method, a class) is part of the signature by identity, and walked like the
-target.
+  target.
 - Any other object with attributes, slots or items is data. It is flattened once, wherever it occurs
   (`capture/arguments.py`): its tensors are inputs, its constants part of the signature. The trace gets an
   empty instance of its class, filled with stand-ins; afterwards the instance is compared with its original
@@ -92,37 +92,30 @@ by position. What is assigned decides how it is replayed:
 - **Tensors** (`self.n = self.n + 1`) are additional outputs of the program, assigned at every call
   (`capture/assignments.py`).
 - **Places** begin at the target, never at an object on the way to it, since that object may be replaced; so
-the
-  assignment reaches the object that the call finds (`Held` in `capture/source.py`).
+  the assignment reaches the object that the call finds (`Held` in `capture/source.py`).
 - **Tensors inside objects that are not pytrees** are rejected, since a stand-in would stay in the object
   (`capture/leaked_tensors.py`).
 - **Constants** are restored after capture and assigned at every call; an artifact is specialised on the value
-that its
-  call found (`capture/assignments.py`).
+  that its call found (`capture/assignments.py`).
 - **Counters**: a number that the program finds and changes would make every call a new signature, so the
-program is
-  traced once more with a symbol in its place, which is read at each call as sizes are
+  program is traced once more with a symbol in its place, which is read at each call as sizes are
   (`trace/numbers/symbols.py`).
 - **Numbers that are read off tensors** (`self.loss = loss.item()`) are read once the call has run, see
-  Numbers that depend on data; a number that the program finds in their place is
-  a counter, so that the next call fits.
+  Numbers that depend on data; a number that the program finds in their place is a counter, so that the next
+  call fits.
 - **Setup flags**, which only record that something was set up, are tried with the value that the next call
-will find;
-  if the program is the same, it is compiled for that value (`assumptions.py`).
+  will find; if the program is the same, it is compiled for that value (`assumptions.py`).
 - **Changes in the backward** by hooks, autograd functions and checkpoints are a log of their own, replayed
-after every
-  backward (`capture/in_backward.py`):
+  after every backward (`capture/in_backward.py`):
     - A backward finds other numbers than its forward left, so these are other symbols, and a number counts as
-    a counter
-      only if the difference is known.
+      a counter only if the difference is known.
     - The changes hold for a backward that finds what the one at capture found, where the program may read a
-    place.
+      place.
     - If a backward finds another object in the place of one that it changes, the call has another signature.
     - Tensors that it keeps are results of the backward graph (role `kept`), separately for each choice of
-    results.
+      results.
 - **`.grad`**: the gradients that inputs have when the call begins are inputs, too, added when the program
-asks for them
-  (`trace/capture_mode.py`).
+  asks for them (`trace/capture_mode.py`).
 
 `print`, and loggers that the user's code calls, are noted (`capture/prints.py`): what they are given are more
 outputs, copied when they are called, and every call makes them, in order, when it has run; those of a

@@ -3,22 +3,20 @@
 Promises: `lift` undoes `lower`, for results and for writes to arguments. What is left for the graph is a
 function of plain tensors without aliases or writes.
 
-The steps, from the outside in
-------------------------------
+The steps, from the outside in ------------------------------
 1. `dedupe`: an argument given twice is one input.
-2. `synthetic_base`: inputs that share memory, one of them written, are read through one base (see below).
+2. `bases`: inputs that share memory, one of them written, are read through one base (see below).
 3. `epilogue`: outputs that alias something are rebuilt outside of the compiled region, by view replay. Views
-of an
-   input that were made before a write to it are rebuilt before the region, so that autograd rebuilds their
-   history.
+   of an input that were made before a write to it are rebuilt before the region, so that autograd rebuilds
+   their history.
 4. `metadata`: `t_`, `resize_`, `set_`, `.data =`, `detach_`, `requires_grad_` are replayed on the user's
-tensor, in
-   program order and among the views that are made outside; the region sees the tensor as it was. What begins
-   to require grad in the program is switched on there too, and all its views are made from that one tensor.
-5. `mutation`: a write that takes part in the backward is done to the user's tensor outside of the
-   autograd node, by an autograd function of its own: the overwritten value gets no gradient from it, where
-   `copy_` would add zeros (and -0.0 + 0.0 is 0.0). If the tensor is a view, its base's gradient is assembled
-   as eager's `CopySlices` does it.
+   tensor, in program order and among the views that are made outside; the region sees the tensor as it was.
+   What begins to require grad in the program is switched on there too, and all its views are made from that
+   one tensor.
+5. `mutation`: a write that takes part in the backward is done to the user's tensor outside of the autograd
+   node, by an autograd function of its own: the overwritten value gets no gradient from it, where `copy_`
+   would add zeros (and -0.0 + 0.0 is 0.0). If the tensor is a view, its base's gradient is assembled as
+   eager's `CopySlices` does it.
 6. the autograd node.
 7. `subclass`: wrappers are unwrapped and rebuilt.
 8. `mutation`: any other write is a `copy_` on plain tensors.
@@ -34,14 +32,12 @@ searched dimension by dimension), so blocks of one matrix count as separate. If 
 another, the program is traced again over a base, of one of two kinds (`convention/bases.py`):
 
 - a *span*, the stretch of storage that they lie in (as bytes, if their dtypes differ). Each plain tensor,
-inside
-  wrappers too, is a view of it beneath autograd, which notices nothing: gradients, identity and history stay
-  those of the inputs;
+  inside wrappers too, is a view of it beneath autograd, which notices nothing: gradients, identity and
+  history stay those of the inputs;
 - a *view base*, if the write has history: then autograd must know that one input is a view of another. The
-base need
-  not be an argument: two slices of one tensor, both written with history, are traced over that tensor, and so
-  is a slice whose strides do not place it in its base (of a wrapper, say). Views of another kind than their
-  base (`z.real`, conjugates) are made again without `as_strided` (`trace/views_again.py`).
+  base need not be an argument: two slices of one tensor, both written with history, are traced over that
+  tensor, and so is a slice whose strides do not place it in its base (of a wrapper, say). Views of another
+  kind than their base (`z.real`, conjugates) are made again without `as_strided` (`trace/views_again.py`).
 
 A view base may lie in a span: the span describes what memory is shared, the view base what autograd sees,
 which after `x.detach()` is less. `convention/needed_bases.py` plans both from the writes of a trace. A base

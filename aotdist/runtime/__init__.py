@@ -10,11 +10,9 @@ does not fit, the function returns `MISS` before anything has happened, and the 
 none fits, a new one is compiled. The check covers:
 
 - the ambient modes (grad, autocast, deterministic, default dtype and device, which kernels may be chosen,
-DTensor's
-  contexts);
+  DTensor's contexts);
 - closed-over constants, functions and classes, and which places hold the same object; module constants,
-children and
-  hooks;
+  children and hooks;
 - all tensors' metadata, in one C++ check, and the wrappers' contexts;
 - if the program writes inputs, that these share memory with others exactly as they did at capture.
 

@@ -2,15 +2,15 @@
 
 In the order of a compiled function's life:
 
-- `failing_together` stands around the compilation: a rank that cannot compile says so, and its
-  peers raise at once instead of waiting for it; or, with `Settings(unsupported="eager")`, run what it
-  cannot compile as it was written, as it does itself.
-- `agree` comes before the first run: the ranks of each process group compare the collectives that
-  they are about to run. A difference raises `RankDivergence` on every rank, never a hang. What they agreed
-  on for an earlier call, a rank may run again by itself. `OtherBackwards` does so for backwards that are
-  compiled when they are first asked for.
-- `naming_lost_ranks` stands around each run: when a collective breaks because a peer died, the
-  survivors raise `RankLost` with its number.
+- `failing_together` stands around the compilation: a rank that cannot compile says so, and its peers raise at
+  once instead of waiting for it; or, with `Settings(unsupported="eager")`, run what it cannot compile as it
+  was written, as it does itself.
+- `agree` comes before the first run: the ranks of each process group compare the collectives that they are
+  about to run. A difference raises `RankDivergence` on every rank, never a hang. What they agreed on for an
+  earlier call, a rank may run again by itself. `OtherBackwards` does so for backwards that are compiled when
+  they are first asked for.
+- `naming_lost_ranks` stands around each run: when a collective breaks because a peer died, the survivors
+  raise `RankLost` with its number.
 - `board_of_this_process` is where a report, too, asks what the others compiled.
 
 All of it goes through the store that the ranks met in (`board.py`), never through a process group:
