@@ -116,7 +116,8 @@ def _appended_and_used(instructions: Sequence[dis.Instruction]) -> tuple[set[str
             continue
         following = instructions[position + 1 : position + 4]
         # Later Pythons load two variables at once.
-        names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        found = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+        names = [name for name in found if isinstance(name, str)]  # what `assert` raises has none
         if _appends(following[:1]):
             appended.update(names)
         elif _is_item(following):

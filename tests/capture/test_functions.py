@@ -114,3 +114,17 @@ def test_an_array_that_a_tensor_shares_may_be_replaced(size: int) -> None:
     assert len(compiled_call(model).artifacts) == 1
     model.values = numpy.full(size, 5, numpy.float32)
     assert torch.equal(model(torch.ones(2)), torch.full((2,), 5.0))
+
+
+def test_an_assertion_in_code_that_also_keeps_a_log() -> None:
+    log = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        assert x.dim() == 1, "a vector"
+        log.append(x.shape[0])
+        return x * 2
+
+    compiled = aotdist.compile(fn, backend="fx")
+    for _ in range(2):
+        assert torch.equal(compiled(torch.ones(3)), torch.full((3,), 2.0))
+    assert log == [3, 3] and len(compiled.artifacts) == 1
