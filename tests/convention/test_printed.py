@@ -31,7 +31,7 @@ def referred(artifact: Artifact) -> Callable[..., Any]:
         assert tensors is not None
         values = iter(lifted([*tensors, *(source.read() for source in fit.sources)]))
         result = _unflatten(values, returned.spec)
-        for place, structure in returned.assigned:
+        for place, structure in returned.assigned():
             place.write(_unflatten(values, structure))
         return result
 
