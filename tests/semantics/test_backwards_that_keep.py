@@ -84,6 +84,10 @@ def test_backward_inside_of_the_backward_is_refused_as_in_the_forward(where: str
             return hooked(accumulate)(x)
         return Reversed.apply(x, layer)
 
-    with pytest.raises(UnsupportedProgram, match=r"`layer.weight` gets its `\.grad` inside"):
-        aotdist.compile(program, backend="fx")(leaf(1, 2))
+    class Program(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return program(x)
+
+    with pytest.raises(UnsupportedProgram, match=r"weight` gets its `\.grad` inside"):
+        aotdist.compile(Program(), backend="fx")(leaf(1, 2))
     assert layer.weight.grad is None

@@ -151,35 +151,16 @@ def test_an_optimizer_of_ones_own() -> None:
         assert seen(params, None) == seen(expected, None)
 
 
-def test_optimizers_of_pytorch_are_refused_and_left_alone() -> None:
-    params = parameters(plain)
-    backward(params, 0)
-    optimizer = torch.optim.AdamW(params)
-    before = seen(params, None)
-    with pytest.raises(UnsupportedProgram, match=r"(?s)optimizer \(AdamW\) reads.*aotdist.train_step"):
-        aotdist.compile(optimizer.step, backend="fx")()
-    assert seen(params, None) == before
-    assert not optimizer.state
-
-
-def assigns(params: list[nn.Parameter]) -> None:
-    params[0].grad = None
-
-
 def reads_in_the_backward(params: list[nn.Parameter]) -> torch.Tensor:
     y = params[0].sin()
     y.register_hook(lambda grad: grad * params[0].grad.sum())
     return y.sum()
 
 
-@pytest.mark.parametrize(
-    ("program", "what"),
-    [(assigns, r"`args\[0\]\[0\].grad` is assigned"), (reads_in_the_backward, "is read in the backward")],
-)
-def test_what_is_refused_leaves_all_as_it_was(program: Callable[..., Any], what: str) -> None:
+def test_what_is_refused_leaves_all_as_it_was() -> None:
     params = parameters(plain)
     backward(params, 0)
     before = seen(params, None)
-    with pytest.raises(UnsupportedProgram, match=what):
-        aotdist.compile(program, backend="fx")(params)
+    with pytest.raises(UnsupportedProgram, match="is read in the backward"):
+        aotdist.compile(reads_in_the_backward, backend="fx")(params)
     assert seen(params, None) == before

@@ -243,7 +243,7 @@ def test_no_other_thread_sees_the_capture_of_a_whole_step() -> None:
     ]
     halt.first.get()
     for step in steps:
-        step.as_written(ids)  # the first one is not compiled
+        step(ids)  # the first one is not compiled
     halt.first.put(None)
     before, params = of_modules(model), list(model.parameters())
 

@@ -234,19 +234,6 @@ def test_gradients_of_views_of_a_result(mask: MaskKind, cut: Callable[[Sparse24T
     )
 
 
-def test_the_gradient_of_a_view_meets_those_of_its_uses(mask: MaskKind) -> None:
-    """At the view, as in eager: three summands are rounded by the order in which they are added."""
-
-    def program(sparse: Sparse24Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        copy = sparse.clone()
-        transposed = copy.t()
-        return transposed, copy @ transposed
-
-    same_as_eager(
-        lambda: Scene(program, (sparsify(torch.randn(16, 16), mask).detach().requires_grad_(),)),
-    )
-
-
 def test_gradients_of_gradients() -> None:
     x, weight, bias = leaves(torch.float64)
     program = step("row", "masked", 0.0)
