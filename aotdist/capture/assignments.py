@@ -193,7 +193,7 @@ class Assignments:
 
 
 def _with_given(value: Any, given: Mapping[int, int]) -> Any:
-    """`value` with a `ArgumentObject` for each of those in it; itself if there is none."""
+    """`value` with an `ArgumentObject` for each of those in it; itself if there is none."""
     if not given or not any(id(leaf) in given for leaf in pytree.tree_leaves(value)):
         return value
 

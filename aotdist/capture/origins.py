@@ -104,7 +104,7 @@ def is_user_file(filename: str) -> bool:
 
 
 class Origins:
-    """DataGuards "which line of the user's program is running?" in about a microsecond a frame."""
+    """Answers "which line of the user's program is running?" in about a microsecond a frame."""
 
     def __init__(self) -> None:
         self._user_file: dict[str, bool] = {}

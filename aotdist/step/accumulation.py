@@ -36,7 +36,7 @@ class _Leaf:
 
 
 class Accumulation(TorchFunctionMode):
-    """DataGuards for the `grad` of leaves, and does what `backward()` does to it.
+    """Answers for the `grad` of leaves, and does what `backward()` does to it.
 
     A leaf is an input of the step or was made in it. What an input's gradient is when the call begins is
     asked of the trace, for which it is one more input.
