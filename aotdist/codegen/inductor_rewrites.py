@@ -81,28 +81,28 @@ def _is_complex(node: Node) -> bool:
 # each size of images would be a program of its own. All that it generates is a call of the library, so it is
 # given an operator that is that call.
 
-_BACKWARD = torch.ops.aten.convolution_backward.default
-_ARGUMENTS = schema_of(_BACKWARD).partition("(")[2]
-_LIBRARY.define(f"convolution_backward({_ARGUMENTS}", tags=(torch.Tag.flexible_layout,))
+_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
+_ITS_ARGUMENTS = schema_of(_CONVOLUTION_BACKWARD).partition("(")[2]
+_LIBRARY.define(f"convolution_backward({_ITS_ARGUMENTS}", tags=(torch.Tag.flexible_layout,))
 
 
-def _call(*args: Any) -> Any:
-    return _BACKWARD(*args)
+def _convolution_backward(*args: Any) -> Any:
+    return _CONVOLUTION_BACKWARD(*args)
 
 
-_LIBRARY.impl("convolution_backward", _call, "CompositeExplicitAutograd")
-torch.library.register_fake("aotdist::convolution_backward", _call, lib=_LIBRARY)
-_OPAQUE = torch.ops.aotdist.convolution_backward.default
+_LIBRARY.impl("convolution_backward", _convolution_backward, "CompositeExplicitAutograd")
+torch.library.register_fake("aotdist::convolution_backward", _convolution_backward, lib=_LIBRARY)
+_OPAQUE_CONVOLUTION_BACKWARD = torch.ops.aotdist.convolution_backward.default
 
 
 def keep_sizes_symbolic(gm: GraphModule) -> None:
     """Let the library compute backwards of convolutions whose input has symbolic sizes, in place."""
-    for node in gm.graph.find_nodes(op="call_function", target=_BACKWARD):
+    for node in gm.graph.find_nodes(op="call_function", target=_CONVOLUTION_BACKWARD):
         convolved = node.args[1]
         assert isinstance(convolved, Node), "a convolution is of a tensor"
         value = convolved.meta["val"]
         if value.device.type == "cpu" and is_symbolic(tuple(value.shape)):
-            node.target = _OPAQUE
+            node.target = _OPAQUE_CONVOLUTION_BACKWARD
 
 
 # Operators that are bound to the strides of their arguments, for a compiler that lays its own results out.

@@ -1,4 +1,4 @@
-"""What an optimizer, or an object that clips, holds in attributes, and in what hangs on them.
+"""What an optimizer holds in attributes, and in what hangs on them.
 
 Python runs in the trace alone: what it counts there, in an attribute or in a list, would be counted once,
 and what it reads there is what a program is specialised on.
@@ -22,7 +22,6 @@ from aotdist.capture.constants import is_constant, is_same
 from aotdist.capture.source import ABSENT
 from aotdist.errors import UnsupportedProgram
 from aotdist.step.held import refill
-from aotdist.torch_seam.trees import pytree
 
 _CONTAINERS = (dict, list, set, deque)
 _OF_SCHEDULES = "_opt_called"
@@ -43,22 +42,21 @@ class _Container:
     now: Any
     before: Any
 
-    def changed(self) -> Iterator[tuple[str, Any]]:
-        """Places that hold something else by now, and what; the whole container where others are there."""
+    def changed(self) -> Iterator[str]:
+        """Places that hold something else by now; the whole container where others are there."""
         if isinstance(self.now, dict):
             for key in self.now.keys() | self.before.keys():
-                value = self.now.get(key, ABSENT)
-                if not is_same(value, self.before.get(key, ABSENT)):
-                    yield _path(self.path, key), value
+                if not is_same(self.now.get(key, ABSENT), self.before.get(key, ABSENT)):
+                    yield _path(self.path, key)
         elif len(self.now) != len(self.before):
-            yield self.path, self.now
+            yield self.path
         elif isinstance(self.now, set):
             if self.now != self.before:
-                yield self.path, self.now
+                yield self.path
         else:
             for at, (now, before) in enumerate(zip(self.now, self.before, strict=True)):
                 if not is_same(now, before):
-                    yield _path(self.path, at), now
+                    yield _path(self.path, at)
 
     def is_as_before(self) -> bool:
         """Whether it holds the very objects that it held."""
@@ -76,7 +74,7 @@ class _Container:
 
 @contextlib.contextmanager
 def unchanged(
-    owner: Any, refusal: Callable[[str], UnsupportedProgram], apart: Iterable[Any], *, tensors: bool
+    owner: Any, refusal: Callable[[str], UnsupportedProgram], apart: Iterable[Any]
 ) -> Generator[None]:
     """What runs inside leaves the attributes of `owner` as they are, or they are put back.
 
@@ -84,7 +82,6 @@ def unchanged(
         owner: the object.
         refusal: what to raise, given what has changed.
         apart: containers that may change.
-        tensors: whether places may be given tensors, which is done again at each call.
 
     Raises:
         UnsupportedProgram: something has changed.
@@ -92,8 +89,8 @@ def unchanged(
     held = _held(owner, apart)
     try:
         yield
-        for path, value in (place for container in held for place in container.changed()):
-            if path != _OF_SCHEDULES and not (tensors and _is_of_tensors(value)):
+        for path in (path for container in held for path in container.changed()):
+            if path != _OF_SCHEDULES:
                 raise refusal(path)
     except BaseException:
         for container in held:
@@ -186,11 +183,6 @@ class _ThisOne:
 def _is_apart(value: Any) -> bool:
     """Whether what hangs on `value` is not the owner's, or is seen to elsewhere."""
     return is_constant(value) or isinstance(value, (torch.Tensor, torch.nn.Module, type))
-
-
-def _is_of_tensors(value: Any) -> bool:
-    leaves = pytree.tree_leaves(value)
-    return bool(leaves) and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
 
 
 def _path(path: str, key: Any) -> str:

@@ -182,7 +182,7 @@ class StepProgram:
         with contextlib.ExitStack() as stack:
             for optimizer in self._optimizers:
                 refusal = functools.partial(_changes_itself, optimizer)
-                stack.enter_context(unchanged(optimizer, refusal, held.all_containers(), tensors=False))
+                stack.enter_context(unchanged(optimizer, refusal, held.all_containers()))
             yield
 
 

@@ -107,7 +107,7 @@ class Turns:
                 "step": self._step,
                 "update": self._update,
             }.items():
-                stack.enter_context(replaced_here(scaler, name, instead))
+                stack.enter_context(replaced_here(scaler, name, _where_enabled(instead)))
             for schedule in _SCHEDULES:
                 stack.enter_context(replaced_here(schedule, "step", self._schedule))
             stack.enter_context(replaced_here(lr_scheduler.LRScheduler, "get_last_lr", self._last_rates))
@@ -132,37 +132,22 @@ class Turns:
             raise MakesState
         return self._scaling.setdefault(scaler, Scaling(scaler))
 
-    def _scale(self, original: Callable[..., Any], scaler: torch.amp.GradScaler, outputs: Any) -> Any:
-        if not scaler.is_enabled():
-            return original(scaler, outputs)
+    def _scale(self, scaler: torch.amp.GradScaler, outputs: Any) -> Any:
         return pytree.tree_map_only(torch.Tensor, self._of(scaler).scaled, outputs)
 
-    def _unscale(self, original: Callable[..., Any], scaler: torch.amp.GradScaler, optimizer: Any) -> None:
-        if not scaler.is_enabled():
-            return original(scaler, optimizer)
-        return self._of(scaler).unscale(optimizer)
+    def _unscale(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+        self._of(scaler).unscale(optimizer)
 
     def _step(
-        self,
-        original: Callable[..., Any],
-        scaler: torch.amp.GradScaler,
-        optimizer: Any,
-        *args: Any,
-        **kwargs: Any,
+        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> Any:
-        if not scaler.is_enabled():
-            return original(scaler, optimizer, *args, **kwargs)
         with self._of(scaler).stepping(optimizer, self._written(optimizer)):
             return optimizer.step(*args, **kwargs)
 
-    def _update(
-        self, original: Callable[..., Any], scaler: torch.amp.GradScaler, new_scale: Any = None
-    ) -> None:
-        if not scaler.is_enabled():
-            return original(scaler, new_scale)
+    def _update(self, scaler: torch.amp.GradScaler, new_scale: Any = None) -> None:
         if new_scale is not None:
             raise refusal("a scaler is given a new scale inside of a compiled step", fix="do it outside")
-        return self._of(scaler).update()
+        self._of(scaler).update()
 
     def _schedule(self, original: Callable[..., None], schedule: Any, *args: Any, **kwargs: Any) -> None:
         self.later.append(Later(schedule, args, kwargs))
@@ -176,6 +161,15 @@ class Turns:
 
     def _last_rates(self, original: Callable[..., Any], schedule: lr_scheduler.LRScheduler) -> list[Any]:
         return [group["lr"] for group in schedule.optimizer.param_groups]
+
+
+def _where_enabled(instead: Callable[..., Any]) -> Callable[..., Any]:
+    """`instead` in the place of a method of scalers that are enabled; others do nothing, as they are."""
+
+    def chosen(original: Callable[..., Any], scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
+        return (instead if scaler.is_enabled() else original)(scaler, *args, **kwargs)
+
+    return chosen
 
 
 def _refuse_made_inside(optimizer: torch.optim.Optimizer) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -80,17 +81,18 @@ class WholeStep:
 
     def artifacts(self) -> list[Artifact]:
         """What was made so far."""
-        programs = [program for found in self._programs.values() for program in found]
-        return [artifact for program in programs for artifact in program.compiled.artifacts]
+        return [artifact for program in self._made() for artifact in program.compiled.artifacts]
 
     def decided(self) -> list[Kinds]:
         """What was decided about kinds of calls."""
-        programs = [program for found in self._programs.values() for program in found]
-        return [program.compiled.artifacts.kinds for program in programs]
+        return [program.compiled.artifacts.kinds for program in self._made()]
 
     def reset(self) -> None:
         """Forget every artifact; the next call compiles again."""
         self._programs.clear()
+
+    def _made(self) -> Iterator[StepProgram]:
+        return itertools.chain(*self._programs.values())
 
     def _know(self, optimizer: torch.optim.Optimizer, found: list[dict[str, Any]]) -> None:
         if not any(optimizer is known for known in self._optimizers):

@@ -1,4 +1,4 @@
-"""Observed gradients: tensors in the caller's hands that gradients of other results pass inside of the program.
+"""Observed gradients: of results in the caller's hands that those of other results pass in the program.
 
 In eager each such tensor has its place in autograd's graph, where the caller can watch what passes. Here the
 program is one node, so the trace notes where gradients pass: for each waypoint, the summands of its gradient
