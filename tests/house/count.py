@@ -37,7 +37,7 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (55_900, 42_000),
+    "lines of aotdist/": (55_888, 42_000),
     "lines of its core": (32_335, 23_500),
     "classes of its core": (302, 200),
     "files of aotdist/": (309, 235),
