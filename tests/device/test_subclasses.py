@@ -25,6 +25,9 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:The PyTorch API of SparseSemiStructuredTensor:UserWarning"),
 ]
 
+IN_SIXTEENS = {"tensorwise", "rowwise"}
+"""Recipes of torchao that multiply the gradient of a weight in FP8, and fill nothing up: eager raises."""
+
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_training_in_float8(recipe: str, device: torch.device) -> None:
@@ -64,7 +67,12 @@ def test_products_in_float8(recipe: str, dtype: torch.dtype, tokens: int, device
         aotdist.to_float8(on_gpu.to(device), recipe)
     for _ in range(2):
         x, cotangent = torch.randn(tokens, 640).to(dtype), torch.randn(tokens, 384).to(dtype)
-        want, got = gradients(on_cpu, x, cotangent), gradients(on_gpu, x, cotangent)
+        want = gradients(on_cpu, x, cotangent)
+        if tokens % 16 and recipe in IN_SIXTEENS:
+            with pytest.raises(RuntimeError, match="divisible by 16"):
+                gradients(on_gpu, x, cotangent)
+            continue
+        got = gradients(on_gpu, x, cotangent)
         for name, tensor in want.items():
             assert got[name].isfinite().all() and tensor.norm() > 0, name
             assert (got[name] - tensor).norm() <= 1e-2 * tensor.norm(), name
