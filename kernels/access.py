@@ -12,6 +12,8 @@ from aotdist.kernels.polynomial import divided, divides
 
 VECTOR_BYTES = 16
 """The most that one instruction reads or writes."""
+_WORTH = 4
+"""How many bytes that are read side by side one is worth that is read across, at least."""
 
 
 def fast_axis(kernel: Kernel) -> Axis:
@@ -22,6 +24,17 @@ def fast_axis(kernel: Kernel) -> Axis:
     if not kernel.r:
         return "x"
     return "x" if _bytes_side_by_side(kernel, "x") > _bytes_side_by_side(kernel, "r") else "r"
+
+
+def is_wide(kernel: Kernel) -> bool:
+    """Whether blocks have to be wide along `x`, as much that a kernel moves lies side by side there.
+
+    Of every 32 bytes that a block of one result reads across, it uses an element. So a block of a kernel that
+    also goes through memory in the other order is wide along both axes.
+    """
+    if not kernel.r or kernel.p is not None:
+        return fast_axis(kernel) == "x"
+    return _WORTH * _bytes_side_by_side(kernel, "x") >= max(1, _bytes_side_by_side(kernel, "r"))
 
 
 def axis_of(kernel: Kernel, index: Index) -> Axis:

@@ -13,8 +13,8 @@ import torch
 from aotdist.kernels.ir import Expr, Reduce, Reduction
 from aotdist.kernels.spelling import TYPES
 
-_ONLINE = {"exponentials": ('float("-inf")',), "deviations": ("0", "0")}
-"""What is kept besides the total, and what it is at first."""
+_ONLINE = {"exponentials": 'float("-inf")', "deviations": "0"}
+"""What is kept besides the total, the greatest value or the mean, and what that is at first."""
 
 
 def kind_of(expr: Expr) -> Reduction:
@@ -30,7 +30,8 @@ def greatest_of(expr: Expr) -> Expr:
 
 def lanes_of(expr: Expr) -> list[str]:
     """What a loop starts from, for each of its lanes."""
-    return [f"{start}, {TYPES[_kept(expr)]}" for start in (identity(expr), *_ONLINE.get(kind_of(expr), ()))]
+    more = [_ONLINE[kind]] if (kind := kind_of(expr)) in _ONLINE else []
+    return [f"{start}, {TYPES[_kept(expr)]}" for start in (identity(expr), *more)]
 
 
 def num_lanes(reductions: Collection[Expr]) -> int:
@@ -40,19 +41,24 @@ def num_lanes(reductions: Collection[Expr]) -> int:
 
 
 def one_more(expr: Expr, lanes: Sequence[str], value: str) -> str:
-    """The lanes with another value."""
-    arguments = ", ".join([*lanes, value])
+    """The lanes with another value; of exponentials, with a whole block of them."""
     match kind_of(expr):
         case "exponentials":
-            return f"one_more_exponential({arguments})"
+            return f"more_exponentials({lanes[0]}, {lanes[1]}, {value})"
         case "deviations":
-            return f"one_more_deviation({arguments})"
+            return f"one_more_deviation({lanes[0]}, {lanes[1]}, {value}, start // RBLOCK + 1)"
         case _:
             return _combined(expr, lanes[0], value)
 
 
-def all_of(expr: Expr, lanes: Sequence[str]) -> str:
-    """The result, of the lanes of a whole loop, or of one block."""
+def all_of(expr: Expr, lanes: Sequence[str], size: str) -> str:
+    """The result, of the lanes of a whole loop, or of one block.
+
+    Args:
+        expr: the reduction.
+        lanes: what was kept.
+        size: how many values there were.
+    """
     block, is_float = lanes[0], expr.dtype.is_floating_point
     match kind_of(expr):
         case "sum":
@@ -67,8 +73,10 @@ def all_of(expr: Expr, lanes: Sequence[str]) -> str:
             return f"tl.max({block}, 1)[:, None] != 0"
         case "all":
             return f"tl.min({block}, 1)[:, None] != 0"
-        case "exponentials" | "deviations" as kind:
-            return f"all_{kind}({', '.join(lanes)})"
+        case "exponentials":
+            return f"all_exponentials({lanes[0]}, {lanes[1]})"
+        case "deviations":
+            return f"all_deviations({lanes[0]}, {lanes[1]}, {size})"
 
 
 def identity(expr: Expr) -> str:

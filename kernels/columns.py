@@ -5,7 +5,8 @@ would read everything twice. Instead, the rows are cut in parts; the block that 
 adds them up on the way (it *folds* them), and what little that leaves is summed by a second kernel. No two
 blocks write the same place, and the order of additions is fixed by the sizes.
 
-Cuts are made before it is known what is fused; those that no kernel takes are taken back.
+Cuts are made before it is known what is fused; those that no kernel takes are taken back, but for sums to few
+results, see `aotdist.kernels.few_results`.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from aotdist.kernels.access import fast_axis
+from aotdist.kernels.access import is_wide
 from aotdist.kernels.costs import estimate
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.launching import MIN_COLUMNS, Config, is_persistent
@@ -73,7 +73,7 @@ def _neighbours(emitted: EmittedKernel) -> Iterator[Config]:
     usual, kernel = emitted.config, emitted.kernel
     is_alone = len(emitted.members) == 1  # the source of several says which block begins a member
     xblocks = _sizes(usual.xblock) if is_alone and kernel.p is None else (usual.xblock,)
-    if kernel.r and fast_axis(kernel) == "x":
+    if kernel.r and is_wide(kernel):
         xblocks = tuple(xblock for xblock in xblocks if xblock >= min(usual.xblock, MIN_COLUMNS))
     has_any_rblock = kernel.is_tiled or not is_persistent(kernel)
     rblocks = _sizes(usual.rblock) if is_alone and kernel.r and has_any_rblock else (usual.rblock,)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from aotdist.kernels.access import axes_of, reads, writes
 from aotdist.kernels.accumulation import num_lanes
 from aotdist.kernels.emitted import EmittedKernel
-from aotdist.kernels.ir import Kernel, Reduce
+from aotdist.kernels.ir import Kernel, Load, Reduce
 from aotdist.kernels.launching import Config, is_persistent
 from aotdist.kernels.polynomial import hint_of
 
@@ -25,6 +25,7 @@ _SURE = 0.7  # of them: the estimate is some 30% too low at times
 _THREADS = 2048
 _BLOCKS = 32
 _OWN_REGISTERS = 24  # of a thread, for addresses and places
+_GUARDS = 4  # of loads, in a register
 _EXCHANGE = 0.1e-6  # seconds that the warps of a block need to reduce what each has
 
 
@@ -96,6 +97,8 @@ class _Block:
             for accesses in (reads(kernel), writes(kernel))
         )
         held = sum(max(1.0, count / threads) for count, _ in read)
+        guarded = [part.axes for part in kernel.parts() if isinstance(part.op, Load) and part.args]
+        held += sum(math.prod(places[axis] for axis in axes) for axes in guarded) / threads / _GUARDS
         asked = max(sum(count * size for count, size in accesses) for accesses in (read, written))
         sums = [part for part in kernel.parts() if isinstance(part.op, Reduce)]
         turns = 1

@@ -4,13 +4,13 @@ HELPERS = '''\
 @triton.jit
 def greater(a, b):
     """The greater of two numbers; of one that is none, that."""
-    return tl.where((a > b) | (a != a), a, b)
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def less(a, b):
     """The lesser of two numbers; of one that is none, that."""
-    return tl.where((a < b) | (a != a), a, b)
+    return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
@@ -33,11 +33,15 @@ def quotient(number, by):
 
 
 @triton.jit
-def one_more_exponential(total, greatest, value):
-    """A sum of exponentials of what values are less than the greatest so far, and that: with another."""
-    now = tl.maximum(greatest, value, propagate_nan=tl.PropagateNan.ALL)
-    kept = tl.where(greatest == now, total, total * tl.exp(greatest - now))
-    return kept + tl.where(value == now, 1.0, tl.exp(value - now)), now
+def more_exponentials(total, greatest, values):
+    """Sums of exponentials of what values are less than the greatest so far, and that: with a block of more.
+
+    A lane takes neighbours, which one thread has: an exponential for each, and one for the sum so far.
+    """
+    parts = tl.reshape(values, [values.shape[0], total.shape[1], values.shape[1] // total.shape[1]])
+    now = greater(greatest, tl.reduce(parts, 2, greater))
+    base = tl.where(now == float("-inf"), 0, now)
+    return total * tl.exp(greatest - base) + tl.sum(tl.exp(parts - base[:, :, None]), 2), now
 
 
 @triton.jit
@@ -49,17 +53,19 @@ def all_exponentials(total, greatest):
 
 
 @triton.jit
-def one_more_deviation(squares, mean, count, value):
-    """A sum of squares of what values are off their mean, the mean and their number, with another value."""
+def one_more_deviation(squares, mean, value, turn):
+    """A sum of squares of what values are off their mean, and the mean: with another value, the `turn`-th."""
     off = value - mean
-    mean += off / (count + 1)
-    return squares + off * (value - mean), mean, count + 1
+    mean += off * (tl.full([1, 1], 1, value.dtype) / turn)
+    return squares + off * (value - mean), mean
 
 
 @triton.jit
-def all_deviations(squares, mean, count):
-    """The sum of all lanes, off the mean of all."""
-    off = mean - tl.sum(mean * count, 1)[:, None] / tl.sum(count, 1)[:, None]
+def all_deviations(squares, mean, size):
+    """The sum of all lanes, off the mean of all `size` values, of which the first lanes may have one more."""
+    after = size - tl.arange(0, squares.shape[1])[None, :]
+    count = ((after + squares.shape[1] - 1) // squares.shape[1]).to(squares.dtype)
+    off = mean - tl.sum(mean * count, 1)[:, None] / size
     return tl.sum(squares + count * off * off, 1)[:, None]
 
 

@@ -17,6 +17,7 @@ from aotdist.kernels.columns import cut_columns
 from aotdist.kernels.configurations import configurations
 from aotdist.kernels.device_functions import HELPERS
 from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.few_results import is_better_cut
 from aotdist.kernels.fusion import Plan, plan
 from aotdist.kernels.gpus import Gpu
 from aotdist.kernels.in_place import overwritten, stored_over
@@ -75,7 +76,7 @@ def fuse(
         gpu: which it is for.
         tuner: chooses blocks by measuring; None to leave it at what they should cost.
     """
-    chosen = _planned(graph.gm.graph, fixed)
+    chosen = _planned(graph.gm.graph, fixed, gpu)
     counts = {
         node.name: num_elements(node)
         for node in graph.gm.graph.nodes
@@ -111,13 +112,13 @@ def without_kernels(graph: Graph, reason: str) -> Fused:
     return Fused(graph, (), "", dict.fromkeys(nodes, reason))
 
 
-def _planned(graph: torch.fx.Graph, fixed: Sequence[Node]) -> Plan:
+def _planned(graph: torch.fx.Graph, fixed: Sequence[Node], gpu: Gpu) -> Plan:
     """The plan for a graph, whose sums of columns are cut in two where kernels take the first halves."""
     cuts = cut_columns(graph)
     while True:
         chosen = plan(graph, fixed)
         folded = frozenset[Node]().union(*(group.folds for group in chosen.groups))
-        alone = [cut for cut in cuts if cut.first not in folded]
+        alone = [cut for cut in cuts if cut.first not in folded and not is_better_cut(cut, gpu)]
         if not alone:
             return chosen
         for cut in alone:

@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.fx import Node
 
-from aotdist.kernels.columns import rows_reduced
+from aotdist.kernels.columns import Cut, rows_reduced
 from aotdist.kernels.gpus import Gpu
 from aotdist.kernels.ir import held
 from aotdist.kernels.launching import MIN_COLUMNS
@@ -92,6 +92,18 @@ def cut_few_results(graph: fx.Graph, gpu: Gpu) -> None:
             with graph.inserting_before(node):
                 _in_two(graph, node, cut)
             graph.erase_node(node)
+
+
+def is_better_cut(cut: Cut, gpu: Gpu) -> bool:
+    """Whether the halves of a sum of columns keep more of a GPU busy than the whole would.
+
+    Args:
+        cut: the sum, which no kernel makes on its way.
+        gpu: what it is to keep busy.
+    """
+    view, _, total, *_ = cut.nodes
+    is_large = math.prod(sizes_of(view)) >= MIN_ELEMENTS  # type: ignore[operator]
+    return is_large and math.prod(sizes_of(total)) < MIN_COLUMNS * gpu.num_processors  # type: ignore[operator]
 
 
 def _cut(node: Node, rows: Collection[Any], num_processors: int) -> _Cut | None:

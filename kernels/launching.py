@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from aotdist.kernels.access import fast_axis, reads, writes
+from aotdist.kernels.access import axes_of, is_wide, reads, writes
 from aotdist.kernels.gpus import USUAL, Gpu
 from aotdist.kernels.ir import Kernel
 from aotdist.kernels.polynomial import Values, hint_of, number_at
@@ -24,7 +24,11 @@ MIN_COLUMNS = 16
 _BLOCK = 1024
 _MANY = 8  # tensors: with 8 elements of each, a thread of more takes over 64 registers
 _LOOPED_BLOCK = 2048
+_PART_BLOCK = 4096
 _COLUMNS_BLOCK = 4096
+_FEW_ROWS_BLOCK = 2048
+_SHARED = 100 * 2**10  # bytes of shared memory
+_MIN_STAGED = 256
 _MAX_COLUMNS = 64
 _TILE = 64
 _INTERPRETED_TILE = 256
@@ -60,7 +64,7 @@ def is_persistent(kernel: Kernel, values: Values | None = None) -> bool:
         kernel: which.
         values: of symbols, see `number_at`.
     """
-    most = MAX_PERSISTENT if fast_axis(kernel) == "r" else MAX_PERSISTENT_COLUMN
+    most = MAX_PERSISTENT_COLUMN if is_wide(kernel) else MAX_PERSISTENT
     return kernel.p is not None or number_at(kernel.num_reduced, values) <= most
 
 
@@ -99,11 +103,12 @@ def _blocks(kernel: Kernel, reduced: int, is_held: bool, gpu: Gpu, *, is_interpr
     rblock = _power_of_two(reduced) if is_held else _LOOPED_BLOCK
     if is_interpreted:
         return Config(max(1, min(results, _INTERPRETED_BLOCK // rblock)), rblock, 4)
-    if fast_axis(kernel) == "x":
-        return _column_blocks(kernel, rblock, gpu)
+    if is_wide(kernel):
+        return _column_blocks(kernel, rblock, gpu, is_held=is_held)
+    if kernel.p is not None:  # few blocks, which hold sums besides: 16 elements a thread
+        xblock = max(1, min(results, _PART_BLOCK // rblock))
+        return Config(xblock, rblock, min(16, max(4, xblock * rblock // 512)))
     xblock = max(1, min(results, _BLOCK // rblock))
-    if kernel.p is not None:  # few blocks, which hold sums besides: 8 elements a thread
-        return Config(xblock, rblock, min(16, max(4, xblock * rblock // 256)))
     return Config(xblock, rblock, 8 if xblock * rblock >= 4096 else 4)
 
 
@@ -113,12 +118,14 @@ def _pointwise_block(kernel: Kernel) -> int:
     return _BLOCK // 2 if len(itemsizes) > _MANY and min(itemsizes) >= 4 else _BLOCK
 
 
-def _column_blocks(kernel: Kernel, rblock: int, gpu: Gpu) -> Config:
-    """Blocks as wide along the results as still gives every multiprocessor one."""
+def _column_blocks(kernel: Kernel, rblock: int, gpu: Gpu, *, is_held: bool) -> Config:
+    """Blocks as wide along the results as still gives every multiprocessor one; wider ones of few rows."""
     num_results = hint_of(kernel.num_results)
-    xblock = min(_power_of_two(num_results), _MAX_COLUMNS)
+    xblock = min(_power_of_two(num_results), max(_MAX_COLUMNS, _FEW_ROWS_BLOCK // rblock))
     while xblock > MIN_COLUMNS and num_results < xblock * gpu.num_processors:
         xblock //= 2
+    if is_held:
+        xblock = min(xblock, _COLUMNS_BLOCK // rblock)
     rblock = min(rblock, _COLUMNS_BLOCK // xblock)
     return Config(xblock, rblock, 8 if xblock * rblock >= _COLUMNS_BLOCK else 4)
 
@@ -126,6 +133,22 @@ def _column_blocks(kernel: Kernel, rblock: int, gpu: Gpu) -> Config:
 def _power_of_two(count: int) -> int:
     """The least power of two that is no less."""
     return 1 << max(0, count - 1).bit_length()
+
+
+def num_stages_of(kernel: Kernel) -> int:
+    """How many turns of its loop over rows a kernel has on their way at once: a block waits for sums of each.
+
+    What comes lies in shared memory until its turn, with room for two blocks; one of short rows has many at a
+    turn anyway.
+
+    Args:
+        kernel: which adds up rows.
+    """
+    length = hint_of(kernel.num_reduced)
+    read = sum(dtype.itemsize for index, dtype in reads(kernel) if axes_of(index) == {"x", "r"})
+    bytes_of_turn = max(_PART_BLOCK, _power_of_two(length)) * read
+    fitting = (stages for stages in (4, 3) if (stages - 1) * bytes_of_turn <= _SHARED)
+    return next(fitting, 1) if length >= _MIN_STAGED else 1
 
 
 def blocks_of(kernel: Kernel, config: Config) -> dict[str, int]:

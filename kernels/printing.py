@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from aotdist.kernels.access import axes_of, axis_of, is_divided, vector_length
+from aotdist.kernels.access import axes_of, axis_of, fast_axis, is_divided, vector_length
 from aotdist.kernels.accumulation import all_of, greatest_of, identity, kind_of, lanes_of, one_more
 from aotdist.kernels.index import Atom, Axis, Index, Looked, Quotient, Remainder, Var
 from aotdist.kernels.ir import (
@@ -31,12 +31,15 @@ from aotdist.kernels.ir import (
     Store,
     every_part,
 )
+from aotdist.kernels.launching import num_stages_of
 from aotdist.kernels.polynomial import Polynomial, Values, Whole, number_at
 from aotdist.kernels.spelling import TYPES, block_of, number, spelled
 
 BLOCK_NUMBER = "tl.program_id(0)"
 LARGE = 2**31
 """Beyond 32 bits."""
+SIDE_BY_SIDE = 8
+"""Elements that a thread has side by side of a block, 16 bytes of 16-bit floating point."""
 IS_LARGE = "IS_LARGE"
 """The argument that says whether places lie there, of kernels that a call decides it for."""
 
@@ -228,7 +231,9 @@ class _Writer:
         fixed = [expr for expr in every_part(values, self._names) if "x" not in expr.axes]
         yield from self._values(fixed, self._names)
         inner = dict(self._names)
-        yield f"for start in range(0, {self._number(self.kernel.num_in_part)}, XBLOCK):"
+        stages = num_stages_of(self.kernel)
+        more = f", num_stages={stages}" if stages > 1 else ""
+        yield f"for start in tl.range(0, {self._number(self.kernel.num_in_part)}, XBLOCK{more}):"
         body = ["x = start + tl.arange(0, XBLOCK)[:, None]", *self._x_digits()]
         body += [*self._values(values, inner), *(self._stored(store, inner) for store in rows)]
         mask = self._mask({"x", "r"})
@@ -265,8 +270,9 @@ class _Writer:
         kept = {greatest_of(expr): names for expr, names in lanes.items() if kind_of(expr) == "exponentials"}
         maxima = {expr: [names[1]] for expr, names in kept.items() if lanes.pop(expr, None)}
         for expr, names in lanes.items():
+            lanes_of_block = self._num_lanes(expr)
             for name, start in zip(names, lanes_of(expr), strict=True):
-                yield f"{name} = tl.full([XBLOCK, RBLOCK], {start})"
+                yield f"{name} = tl.full([XBLOCK, {lanes_of_block}], {start})"
         inner = dict(self._names)
         body = [*self._values(values, inner), *(self._stored(store, inner) for store in stores)]
         for expr, names in lanes.items():
@@ -275,11 +281,24 @@ class _Writer:
         lanes |= maxima
         for expr, names in lanes.items():
             name = self._names[expr] = self._name()
-            yield f"{name} = {all_of(expr, names)}"
+            yield f"{name} = {self._all_of(expr, names)}"
+
+    def _num_lanes(self, expr: Expr) -> str:
+        """How many lanes a loop has along `r`: of exponentials, one for neighbours that a thread has."""
+        is_together = kind_of(expr) == "exponentials" and fast_axis(self.kernel) == "r"
+        return f"RBLOCK // {SIDE_BY_SIDE}" if is_together else "RBLOCK"
+
+    def _all_of(self, expr: Expr, lanes: Sequence[str]) -> str:
+        return all_of(expr, lanes, self._number(self.kernel.num_reduced))
 
     def _one_more(self, expr: Expr, lanes: Sequence[str], names: Mapping[Expr, str]) -> Iterator[str]:
         """Lines that add a block of values to the lanes of a reduction, where there are some."""
-        mask, more = self._mask({"x", "r"}), one_more(expr, lanes, self._reduced_value(expr, names))
+        mask, value = self._mask({"x", "r"}), self._reduced_value(expr, names)
+        if kind_of(expr) == "exponentials":
+            none = f"tl.where({mask}, {value}, {identity(greatest_of(expr))})"
+            yield f"{', '.join(lanes)} = {one_more(expr, lanes, none)}"
+            return
+        more = one_more(expr, lanes, value)
         if len(lanes) == 1:
             yield f"{lanes[0]} = tl.where({mask}, {more}, {lanes[0]})"
             return
@@ -332,7 +351,7 @@ class _Writer:
                 return f"{args[0]}.to({TYPES[to]}).to({TYPES[expr.dtype]})"
             case Reduce():
                 value = self._reduced_value(expr, names)
-                return all_of(expr, [f"tl.where({self._mask({'x', 'r'})}, {value}, {identity(expr)})"])
+                return self._all_of(expr, [f"tl.where({self._mask({'x', 'r'})}, {value}, {identity(expr)})"])
             case _:
                 return spelled(expr, args)
 

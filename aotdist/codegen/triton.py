@@ -35,6 +35,7 @@ from aotdist.kernels.gpus import GPUS, USUAL, Gpu, gpu_here
 from aotdist.kernels.launching import Launch, Result
 from aotdist.kernels.packing import Packed, pack, unpack
 from aotdist.kernels.polynomial import NotProved, Whole
+from aotdist.kernels.side_by_side import bring_side_by_side
 from aotdist.kernels.sized import SizedLaunch
 from aotdist.kernels.splitting import split_reductions
 from aotdist.kernels.tuning import Tuner
@@ -180,12 +181,14 @@ _KEPT = frozenset(
         torch.ops.aten.max_pool2d_with_indices.default,
         torch.ops.aten.max_pool3d_with_indices.default,
         torch.ops.aten.embedding_dense_backward.default,
+        torch.ops.aten.soft_margin_loss_backward.default,
     }
 )
 """What Inductor's decompositions take apart and libraries do better.
 
 Those of pools ask Inductor how it would lower them. That of an embedding's gradient adds up what arrives for
-one row in any order; the library sorts it first, so that its sums are the same in every run.
+one row in any order; the library sorts it first, so that its sums are the same in every run. That of a soft
+margin's gradient subtracts 1 from a sigmoid, which leaves nothing of a small one.
 """
 
 
@@ -209,6 +212,7 @@ def with_kernels(
     """
     fresh = _prepared(graph)
     try:
+        bring_side_by_side(fresh.gm.graph)
         split_reductions(fresh)
         cut_few_results(fresh.gm.graph, gpu)
         fixed = [node for node in fresh.gm.graph.nodes if _keeps_its_place(node)]

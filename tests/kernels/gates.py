@@ -20,6 +20,8 @@ import aotdist
 from aotdist.codegen.triton import with_kernels
 from aotdist.kernels.compilation import Binary, Target, compile_kernel, num_vectors
 from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.launching import is_persistent
+from aotdist.kernels.polynomial import hint_of
 from aotdist.program import Graph
 from aotdist.subclasses.sparse24_operators import choose_24, compress_24
 from benchmarks.kernels.graphs import graphs_of
@@ -147,12 +149,16 @@ def faults(emitted: EmittedKernel, binary: Binary) -> Iterator[str]:
     """What is wrong with a kernel."""
     if binary.usage.spilled:
         yield f"spills {binary.usage.spilled} bytes"
+    if emitted.kernel.r and not emitted.kernel.is_tiled and is_persistent(emitted.kernel):
+        if any(hint_of(member.num_reduced) > emitted.config.rblock for member in emitted.members):
+            yield f"holds {emitted.config.rblock} of what it reduces at once"
     if not emitted.kernel.r and binary.usage.registers > MAX_POINTWISE_REGISTERS:
         yield f"takes {binary.usage.registers} registers to no more than go through"
     if binary.target.startswith("sm_"):
         for word, wanted in zip(("LDG", "STG"), num_vectors(emitted), strict=True):
-            if binary.count(word, "128") < wanted:
-                yield f"has {binary.count(word, '128')} {word}.128 of {wanted}: {binary.instructions}"
+            found = binary.count(word, "128") + binary.count(f"{word}STS", "128")  # into shared memory
+            if found < wanted:
+                yield f"has {found} {word}.128 of {wanted}: {binary.instructions}"
 
 
 def main(target: Target, every: int = 1) -> None:

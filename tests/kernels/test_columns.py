@@ -65,18 +65,28 @@ def test_other_rows_are_not_cut(rows: int, columns: int, monkeypatch: pytest.Mon
     assert all(one.kernel.p is None for fused in emissions.made for one in fused.kernels)
 
 
-def test_a_cut_that_no_kernel_takes_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def rows_and_others(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """A library call stands between the rows and the columns."""
+    return torch.softmax(x, -1), (x @ w).sin().sum(0, keepdim=True)
 
-    def program(x: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.softmax(x, -1), (x @ w).sin().sum(0, keepdim=True)
 
+def test_a_cut_that_no_kernel_takes_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
     emissions = Emissions(monkeypatch)
     with torch.no_grad():
-        assert_same(program, torch.randn(512, 64), torch.randn(64, 64), rtol=1e-4, atol=1e-3)
+        assert_same(rows_and_others, torch.randn(512, 64), torch.randn(64, 64), rtol=1e-4, atol=1e-3)
     (made,) = emissions.made
     assert len(made.kernels) == 2
     assert all(one.kernel.p is None for one in made.kernels)
+
+
+def test_a_cut_that_no_kernel_takes_stays_where_few_blocks_would_have_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    emissions = Emissions(monkeypatch)
+    with torch.no_grad():
+        assert_same(rows_and_others, torch.randn(4096, 64), torch.randn(64, 64), rtol=1e-4, atol=1e-2)
+    counts = [one.kernel.num_results for one in emissions.made[0].kernels if one.kernel.r]
+    assert 256 * 64 in counts
 
 
 def test_sums_with_their_dimensions_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from aotdist.kernels.compilation import TARGETS
 from aotdist.kernels.configurations import MOST, configurations
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.gpus import USUAL, Gpu
-from aotdist.kernels.launching import MIN_COLUMNS, Config, config_of
+from aotdist.kernels.launching import MIN_COLUMNS, Config, config_of, num_stages_of
 from aotdist.kernels.packing import Packed
 from aotdist.settings import Settings
 from benchmarks.kernels.graphs import graphs_of
@@ -172,7 +172,7 @@ def test_what_writes_nothing_in_the_traced_call_costs_a_load():
 
 
 def test_a_loop_has_registers_for_all_that_it_keeps():
-    """A variance keeps three numbers for each place: with 32 of these, a thread had too few registers."""
+    """A variance keeps two numbers for each place: with 32 of these, a thread has too few registers."""
     x = torch.zeros(32, 65536, dtype=torch.bfloat16)
     (emitted,) = as_on_a_gpu(lambda x, y: torch.var_mean(x + y, -1), x, x.clone())
     assert not costs.estimate(emitted, replace(emitted.config, rblock=4096, num_warps=4)).fits
@@ -189,6 +189,39 @@ def test_a_kernel_of_many_loads_has_blocks_that_fit():
     assert not costs.estimate(emitted, emitted.config).fits
     first = configurations(emitted)[0]
     assert costs.estimate(emitted, first).fits
+
+
+@pytest.mark.parametrize("rows, block", [(8, 256), (65, 32), (128, 32)])
+def test_a_block_holds_all_that_it_reduces_at_once(rows: int, block: int):
+    """Few rows are added up by threads that have several of them."""
+    (emitted,) = as_on_a_gpu(lambda x: x.sum(0), torch.empty(rows, 2**17))
+    assert "for start in" not in emitted.printed.source
+    assert emitted.config.rblock >= rows and emitted.config.xblock == block
+
+
+def test_blocks_are_wide_along_both_axes_that_memory_is_read_along():
+    """The gradient of a group norm, one of whose operands is in channels-last."""
+    x = torch.zeros(8, 256, 56, 56, dtype=torch.bfloat16)
+    y = x.to(memory_format=torch.channels_last)
+    (emitted,) = as_on_a_gpu(lambda x, y: (x * y).sum((2, 3)), x, y)
+    assert emitted.config.xblock >= MIN_COLUMNS and emitted.config.rblock >= 64
+
+
+@pytest.mark.parametrize(
+    "length, dtype, stages",
+    [(128, torch.bfloat16, 1), (1024, torch.bfloat16, 4), (4096, torch.float32, 4), (8192, torch.float32, 1)],
+)
+def test_a_norm_backward_asks_for_rows_ahead_as_far_as_shared_memory_goes(
+    length: int, dtype: torch.dtype, stages: int
+):
+    x, weight = (
+        torch.zeros(*sizes, dtype=dtype, requires_grad=True) for sizes in ((16384, length), (length,))
+    )
+    made = as_on_a_gpu(lambda x, weight: F.rms_norm(x, (length,), weight), x, weight)
+    (backward,) = (one for one in made if one.kernel.p is not None)
+    assert num_stages_of(backward.kernel) == stages
+    assert ("num_stages" in backward.printed.source) == (stages > 1)
+    assert backward.config.xblock * backward.config.rblock == max(4096, length)
 
 
 @pytest.mark.slow

@@ -177,16 +177,19 @@ def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         aotdist.compile(torch.sin, backend="triton")(numbers(3))
 
 
-def test_a_bias_that_every_sample_reads_is_brought_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("length, heads", [(8, 4), (64, 8)], ids=["by the program", "by the emitter"])
+def test_a_bias_that_every_sample_reads_is_brought_side_by_side(
+    length: int, heads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     emissions = Emissions(monkeypatch)
 
     def attention(scores: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-        places = torch.arange(8)[None, :] - torch.arange(8)[:, None] + 8
-        bias = table[places].permute(2, 0, 1)[None].contiguous()
-        return (scores + bias).softmax(-1)
+        places = torch.arange(length)[None, :] - torch.arange(length)[:, None] + length
+        bias = table[places].permute(2, 0, 1)[None]
+        return (scores + (bias if length == 64 else bias.contiguous())).softmax(-1)
 
-    assert_same(attention, numbers(3, 4, 8, 8), numbers(17, 4))
+    assert_same(attention, numbers(3, heads, length, length), numbers(2 * length + 1, heads))
     (copy, softmax) = (one.kernel for fused in emissions.made[:1] for one in fused.kernels)
-    assert copy.num_results * copy.num_reduced == 4 * 8 * 8
+    assert copy.num_results * copy.num_reduced == heads * length * length
     loads = [load for load in softmax.loads() if "clone" in load.buffer]
     assert len(loads) == 1 and (softmax.r[0], 1) in loads[0].index.terms

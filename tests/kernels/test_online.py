@@ -59,8 +59,12 @@ def test_two_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loops(emissions) == 2
 
 
-def test_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("sizes, dim", [((300, 20), 0), ((2, COLUMNS), 1)], ids=["columns", "rows"])
+def test_a_thread_keeps_one_sum_of_what_it_has_side_by_side(
+    sizes: tuple[int, int], dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     emissions = Emissions(monkeypatch)
-    x = torch.randn(300, 20, generator=torch.Generator().manual_seed(0))
-    assert_same(lambda x: torch.softmax(x, 0), x, rtol=1e-4, atol=1e-6)
+    x = torch.randn(sizes, generator=torch.Generator().manual_seed(0))
+    assert_same(lambda x: torch.softmax(x, dim), x, rtol=1e-4, atol=1e-6)
     assert loops(emissions) == 2
+    assert emissions.sources().count("[XBLOCK, RBLOCK // 8]") == 2 * dim
