@@ -177,7 +177,7 @@ def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
         aotdist.compile(torch.sin, backend="triton")(numbers(3))
 
 
-@pytest.mark.parametrize("length, heads", [(8, 4), (64, 8)], ids=["by the program", "by the emitter"])
+@pytest.mark.parametrize("length, heads", [(64, 8), (8, 4)], ids=["by the emitter", "by the program"])
 def test_a_bias_that_every_sample_reads_is_brought_side_by_side(
     length: int, heads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

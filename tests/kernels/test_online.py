@@ -59,7 +59,7 @@ def test_two_loops(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert loops(emissions) == 2
 
 
-@pytest.mark.parametrize("sizes, dim", [((300, 20), 0), ((2, COLUMNS), 1)], ids=["columns", "rows"])
+@pytest.mark.parametrize("sizes, dim", [((2, COLUMNS), 1), ((300, 20), 0)], ids=["rows", "columns"])
 def test_a_thread_keeps_one_sum_of_what_it_has_side_by_side(
     sizes: tuple[int, int], dim: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
