@@ -92,3 +92,8 @@ def test_most_operators_have_rules(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {str(node.target) for fused in emissions.made for node in fused.reasons} == {
         "aten.index_put.default"  # the backward of `gather`, summed in one order
     }
+
+
+def test_a_soft_margin_has_the_small_gradients_that_eager_has() -> None:
+    x = torch.tensor([-1.0, 12.0, 20.0], requires_grad=True)
+    assert_same(lambda x: torch.nn.functional.soft_margin_loss(x, torch.ones(3)), x, rtol=2e-6, atol=0)
