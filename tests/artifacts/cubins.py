@@ -108,7 +108,6 @@ def run(target: str, path: Path) -> None:
 
 def run_jitted() -> None:
     """Launch one kernel on tensors that begin at multiples of 16 bytes, and on one that does not."""
-    triton.runtime.driver.set_active(Driver(GPUTarget("cuda", 90, 32)))
     gm = make_fx(lambda x, y: (x + y.exp(),), tracing_mode="fake")(torch.empty(64), torch.empty(64))
     graph = Graph(gm, (Slot("primal", "x"), Slot("primal", "y")), (Slot("output", "out"),))
     fused = with_kernels(graph, keeps_casts=False, label="test")
@@ -133,7 +132,7 @@ def run_jitted() -> None:
 
 def run_sized() -> None:
     """Launch a kernel whose sizes differ, at one more than once: rows that fit into a block, and others."""
-    triton.runtime.driver.set_active(Driver(GPUTarget("cuda", 90, 32)))
+    launches.clear()
     x = torch.empty(32, 96)
     aotdist.mark_dynamic(x, 0)
     aotdist.mark_dynamic(x, 1)
@@ -156,7 +155,7 @@ if __name__ == "__main__":
             aotdist.build(decoder, *paths, target=target)
         case "run":
             run(target, *map(Path, paths))
-        case "sized":
-            run_sized()
         case _:
+            triton.runtime.driver.set_active(Driver(GPUTarget("cuda", 90, 32)))
             run_jitted()
+            run_sized()

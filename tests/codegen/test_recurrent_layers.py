@@ -16,9 +16,9 @@ pytestmark = pytest.mark.usefixtures("inductor_cache")
 class Last(nn.Module):
     """A recurrent layer's last output, through a linear one."""
 
-    def __init__(self, layer: type[nn.RNNBase]) -> None:
+    def __init__(self, layer: type[nn.RNNBase], num_layers: int = 2) -> None:
         super().__init__()
-        self.layer = layer(4, 8, num_layers=2, batch_first=True)
+        self.layer = layer(4, 8, num_layers=num_layers, batch_first=True)
         self.out = nn.Linear(8, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -26,14 +26,28 @@ class Last(nn.Module):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN])
-def test_as_in_eager(layer):
+@pytest.mark.parametrize("layer", [nn.LSTM, pytest.param(nn.GRU, marks=pytest.mark.sweep)])
+def test_predicts_and_trains_as_in_eager(layer):
     torch.manual_seed(0)
     model = Last(layer)
     compiled = aotdist.compile(copy.deepcopy(model), backend="inductor")
     x = torch.randn(4, 2, 4)
     with torch.no_grad():
         assert_close(compiled(x), model(x))
+    for one in (model, compiled):
+        one(x).square().sum().backward()
+    assert_close([p.grad for p in compiled.parameters()], [p.grad for p in model.parameters()])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layer", [nn.RNN, *(pytest.param(kind, marks=pytest.mark.sweep) for kind in (nn.GRU, nn.LSTM))]
+)
+def test_gradients_of_gradients_are_as_in_eager(layer):
+    torch.manual_seed(0)
+    model = Last(layer, num_layers=1)
+    compiled = aotdist.compile(copy.deepcopy(model), backend="inductor")
+    x = torch.randn(4, 2, 4)
     found = []
     for one in (model, compiled):
         leaf = x.clone().requires_grad_()

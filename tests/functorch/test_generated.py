@@ -19,7 +19,7 @@ AS_IT_IS = {"disabled_passes": frozenset(PASS_NAMES)}
 search = settings(
     # The same programs every time: tests/semantics searches for new ones.
     derandomize=True,
-    max_examples=60 if SWEEP else 25,
+    max_examples=60 if SWEEP else 4 * settings().max_examples,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 

@@ -49,18 +49,25 @@ RESHARDED = {
 """Whose checkpoint goes on, on how many ranks, and how they share the work; a step takes what it took."""
 
 
-IN_THE_SWEEP = {
-    *("no-reshard", "hsdp", "fsdp+tp", "replicate+tp", "untied", "tp-bf16", "float8-tp", "sparse24"),
-    *("accumulate-sync", "inductor", "learns-again"),
-    *("saved-float8", "saved-fsdp+tp", "2-to-4", "2-to-fsdp+tp", "4-to-1"),
+ORDINARY = {
+    *("alone", "fsdp", "fsdp-fx", "accumulate", "bf16", "learns", "min-cut"),
+    *("saved", "saved-resumed", "2-to-1"),
 }
-"""Jobs that only tests of the sweep ask for."""
+"""Jobs that `make test` runs; only tests of the sweep ask for the others."""
 
 
-def each(names: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: names of jobs, or tuples that begin with one."""
+def each(names: Iterable[Any], beside: str = "") -> list[Any]:
+    """Parameters of a test: names of jobs, or tuples that begin with one.
+
+    Args:
+        names: of jobs.
+        beside: what stands behind the name of a job that a test asks for beside each.
+    """
     rows = (name if isinstance(name, tuple) else (name,) for name in names)
-    return [pytest.param(*row, marks=pytest.mark.sweep if row[0] in IN_THE_SWEEP else ()) for row in rows]
+    return [
+        pytest.param(*row, marks=() if {row[0], row[0] + beside} <= ORDINARY else pytest.mark.sweep)
+        for row in rows
+    ]
 
 
 def batches():
@@ -82,12 +89,9 @@ def batches():
         jobs[ranks][f"{name}-resumed"] = GoesOn(name, 3)
     for name, (saved, ranks, options) in RESHARDED.items():
         jobs[ranks][name] = GoesOn(saved, 3, options)
-    of_sweep = {
-        ranks: {name for name in some if name.removesuffix("-fx").removesuffix("-resumed") in IN_THE_SWEEP}
+    every = (
+        Batch(ranks, {name: job for name, job in some.items() if (name in ORDINARY) is is_ordinary})
+        for is_ordinary in (True, False)
         for ranks, some in jobs.items()
-    }
-    return [
-        Batch(ranks, {name: job for name, job in some.items() if (name in of_sweep[ranks]) is is_of_sweep})
-        for is_of_sweep in (False, True)
-        for ranks, some in jobs.items()
-    ]
+    )
+    return [batch for batch in every if batch.jobs]

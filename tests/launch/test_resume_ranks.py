@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.slow, pytest.mark.timeout(300)]
 KILLED = str(REPOSITORY / "tests" / "launch" / "killed_rank.py")
 
 
-@pytest.mark.parametrize("name", each(SAVED))
+@pytest.mark.parametrize("name", each(SAVED, "-resumed"))
 def test_the_same_ranks_repeat_every_loss_bit_for_bit(runs, name):
     whole, resumed = runs[name], runs[f"{name}-resumed"]
     assert exactly(losses(resumed)) == exactly(losses(whole))

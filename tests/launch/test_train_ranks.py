@@ -38,7 +38,7 @@ def test_mixed_precision_stays_near_fp32(runs, rounded, exact):
     assert losses(runs[rounded]) != losses(runs[exact])
 
 
-@pytest.mark.parametrize("name", each([*MESHES, *VARIANTS]))
+@pytest.mark.parametrize("name", each([*MESHES, *VARIANTS], "-fx"))
 def test_fx_gives_the_losses_of_eager_bit_for_bit(runs, name):
     eager, compiled = runs[name], runs[f"{name}-fx"]
     assert exactly(losses(compiled)) == exactly(losses(eager))

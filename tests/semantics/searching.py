@@ -78,12 +78,12 @@ SWEEP = settings().max_examples >= 1000
 """Whether the long search was asked for."""
 
 search = settings(
-    # Twelve searches, 2,400 programs in an ordinary run.
+    # Twelve searches, 480 programs in an ordinary run and 288 in CI's.
     max_examples=8 * settings().max_examples,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 search_of_classes = settings(search, max_examples=(8 if SWEEP else 2) * settings().max_examples)
-"""Six more, 300 programs in an ordinary run."""
+"""Six more, 60 programs in an ordinary run."""
 timeout = pytest.mark.timeout(7200 if SWEEP else 120)
 
 EVERYTHING = Vocabulary(

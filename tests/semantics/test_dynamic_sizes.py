@@ -202,7 +202,7 @@ def test_gradients_of_gradients() -> None:
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.parametrize("partition", ["default", "min_cut"])
+@pytest.mark.parametrize("partition", ["min_cut", pytest.param("default", marks=pytest.mark.sweep)])
 def test_inductor(partition: str) -> None:
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(F.gelu(x @ w), (8,)).t()[1:] + x.sum()
@@ -366,7 +366,7 @@ def resized(program: Program) -> Program:
 
 
 @settings(
-    max_examples=100 if SWEEP else 40,
+    max_examples=100 if SWEEP else 6 * settings().max_examples,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 @given(programs(inputs=SIZED))

@@ -431,7 +431,7 @@ def test_a_model_that_returns_its_hidden_states() -> None:
 
 
 search = settings(
-    max_examples=60 if SWEEP else 25,
+    max_examples=60 if SWEEP else 3 * settings().max_examples,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 

@@ -55,7 +55,7 @@ def generated_case(program: Program) -> str | None:
 
 
 @settings(
-    max_examples=3000 if SWEEP else 25,
+    max_examples=3000 if SWEEP else 4 * settings().max_examples,
     suppress_health_check=[
         HealthCheck.too_slow,
         HealthCheck.filter_too_much,
