@@ -23,6 +23,8 @@ STAMP := $(VENV)/.aotdist-setup
 RANK_THREADS := $(shell echo $$(( $(CORES) / $(NPROC) > 0 ? $(CORES) / $(NPROC) : 1 )))
 FLOAT8_RECIPES := delayed blockwise tensorwise rowwise rowwise_with_gw_hp
 FLOAT8_RUNS ?= runs/float8
+# Hundreds of test processes import the package; where no bytecode is kept, each compiles all of it, for 1.3 s.
+export PYTHONDONTWRITEBYTECODE :=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup
 
 .PHONY: help setup train float8-curves test test-all test-other-torch test-device browser bench bench-gpu models zoo ranks kernels check house format docs clean
