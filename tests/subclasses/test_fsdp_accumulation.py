@@ -270,9 +270,12 @@ def replicas_case(policy: dict[str, Any]) -> None:
         assert (eager.embed.weight.grad is None) is (step < 2)
 
 
-@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
-def test_replicas_are_summed_at_the_last_step(world4: World, policy: dict[str, Any]) -> None:
-    world4.run(replicas_case, policy)
+@pytest.mark.parametrize(
+    "name",
+    ["bf16 reduced in fp32", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("fp32", "bf16"))],
+)
+def test_replicas_are_summed_at_the_last_step(world4: World, name: str) -> None:
+    world4.run(replicas_case, POLICIES[name])
 
 
 def mixed_replicas_case(kinds: str) -> None:

@@ -111,7 +111,7 @@ def test_masks_of_transformers(training: bool) -> None:
     for mask in (nn.Transformer.generate_square_subsequent_mask(4), torch.zeros(4, 4)):
 
         def build(mask: torch.Tensor = mask) -> Scene:
-            return Scene(nn.TransformerEncoder(layer, 2).train(training), (torch.randn(2, 4, 8), mask))
+            return Scene(nn.TransformerEncoder(layer, 1).train(training), (torch.randn(2, 4, 8), mask))
 
         for dynamic in (False, True):
             same_as_eager(build, calls=2, dynamic=dynamic)
