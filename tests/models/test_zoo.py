@@ -89,23 +89,18 @@ def test_each_of_the_zoo(number: int, way: Way) -> None:
         assert row.generation.is_ours or is_as_eager(row.came_through_generation()), row
 
 
+TRAINED_BY_DEFAULT = [
+    "BertForMaskedLM",
+    "T5ForConditionalGeneration",
+    "BartForConditionalGeneration",
+    "DebertaV2ForMaskedLM",
+    "GPT2LMHeadModel",
+    "ViTForImageClassification",
+]
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    "model",
-    [
-        "BertForMaskedLM",
-        "T5ForConditionalGeneration",
-        *(
-            pytest.param(model, marks=pytest.mark.sweep)
-            for model in (
-                "BartForConditionalGeneration",
-                "DebertaV2ForMaskedLM",
-                "GPT2LMHeadModel",
-                "ViTForImageClassification",
-            )
-        ),
-    ],
-)
+@pytest.mark.parametrize("model", TRAINED_BY_DEFAULT)
 def test_the_default_backend_trains_with_dropout(model: str) -> None:
     from benchmarks.architectures.rounding import apart_with_dropout
 
