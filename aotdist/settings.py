@@ -115,7 +115,7 @@ class Settings:
     rank_timeout_s: float = 300.0
     check_ranks: str = "every"
     verify: bool = True
-    dynamic: Dynamic = False
+    dynamic: Dynamic = "auto"
     validate_guards: bool = False
     backward_autocast: str = "off"
     functional_rng: bool = False

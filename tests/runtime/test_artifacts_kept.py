@@ -49,7 +49,7 @@ def artifacts_of(model: Any) -> list[Artifact]:
 
 @pytest.mark.parametrize("training", [True, False])
 def test_an_artifact_holds_no_node_and_no_fake_tensor(training: bool) -> None:
-    model = aotdist.compile(encoder().train(training), backend="fx")
+    model = aotdist.compile(encoder().train(training), backend="fx", dynamic=False)
     with torch.set_grad_enabled(training):
         for length in (3, 4):
             model(torch.randn(2, length, 8))
@@ -85,7 +85,7 @@ def test_the_trace_goes_when_another_call_is_compiled_and_not_before(monkeypatch
         made(self, *args, **named)
 
     monkeypatch.setattr(LaterBackwards, "__init__", noting)
-    model = aotdist.compile(encoder(), backend="fx")
+    model = aotdist.compile(encoder(), backend="fx", dynamic=False)
     model(torch.randn(2, 3, 8))
     gc.collect()
     assert len(traced) == 1 and traced[0]() is not None
@@ -176,7 +176,8 @@ def lengths_of(compiled: Any) -> list[int]:
 
 
 def test_the_one_used_longest_ago_is_dropped_and_freed() -> None:
-    compiled = aotdist.compile(lambda x: (x * 2).exp(), backend="fx", settings={"max_artifacts": 2})
+    settings = {"max_artifacts": 2, "dynamic": False}
+    compiled = aotdist.compile(lambda x: (x * 2).exp(), backend="fx", settings=settings)
     x = torch.ones(1, requires_grad=True)
     first = compiled(x)
     dropped = weakref.ref(compiled.artifacts[0].call)
@@ -197,7 +198,8 @@ def test_the_one_used_longest_ago_is_dropped_and_freed() -> None:
 
 
 def test_a_warning_early_and_one_at_the_limit() -> None:
-    compiled = aotdist.compile(lambda x: x * 2, backend="fx", settings={"max_artifacts": 10})
+    settings = {"max_artifacts": 10, "dynamic": False}
+    compiled = aotdist.compile(lambda x: x * 2, backend="fx", settings=settings)
     texts: dict[int, str] = {}
     for size in range(2, 15):
         with warnings.catch_warnings(record=True) as seen:
