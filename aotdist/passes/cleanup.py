@@ -1,8 +1,12 @@
-"""Drops what a functional graph does not need: dead nodes, no-op copies, repeated and undone views.
+"""Drops what a functional graph does not need: dead nodes, no-op copies, undone views, what it has already.
 
 Nothing here changes a bit of any result. A copy is dropped only when nobody can tell: not when it
 gives the caller memory of its own (it is what a result lives in), nor when it protects from the
 caller (its source lives in an argument or in a result, which the caller may write before backward).
+
+An operator that always makes the same of the same is run once for all equal calls. A call of the backward
+that repeats one of the forward stays, as its result would have to be saved; unless that is small beside what
+it is made from: the scale of a tensor in FP8 is a number, and computing it again reads the tensor again.
 """
 
 from __future__ import annotations
@@ -15,10 +19,11 @@ import torch
 from torch.fx import Node
 
 from aotdist.partition.builder import GraphBuilder
-from aotdist.partition.storage import storage_root
+from aotdist.partition.storage import storage_root, value_bytes
 from aotdist.partition.traits import is_effectful, is_view
 from aotdist.passes.context import PassContext
 from aotdist.program import Graph
+from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.symbols import surely_equal
 
 _ATEN = torch.ops.aten
@@ -29,18 +34,29 @@ _RENAMES = frozenset({_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fres
 _COPIES = frozenset({_ATEN.clone.default, _ATEN._to_copy.default, _ATEN.lift_fresh_copy.default})
 """Copies, which are no-ops when layout, dtype and device stay."""
 
-_CREATIONS = frozenset(
+_NAMESPACES = frozenset({"aten", "prims"})
+"""Whose operators do what their schemas say, and nothing besides."""
+
+_CHANGEABLE = frozenset({torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape})
+"""Tags of operators of which two equal calls may give results of other values or sizes."""
+
+_SMALL = 1024
+"""What is this many times smaller than what it is made from is saved rather than made again; or else:"""
+
+_NUMBER = 8
+"""Bytes of a number, which no launch is worth."""
+
+_REARRANGED = frozenset(
     {
-        _ATEN.full.default,
-        _ATEN.zeros.default,
-        _ATEN.ones.default,
-        _ATEN.scalar_tensor.default,
-        _ATEN.arange.default,
-        _ATEN.arange.start,
-        _ATEN.arange.start_step,
+        _ATEN.permute.default,
+        _ATEN.t.default,
+        _ATEN.transpose.int,
+        _ATEN.view.default,
+        _ATEN._unsafe_view.default,
+        _ATEN.clone.default,
     }
 )
-"""Constants that the graph makes itself: equal calls give equal tensors."""
+"""What has the elements of its argument, in another order or shape."""
 
 
 def cleanup(graph: Graph, context: PassContext) -> Graph:
@@ -84,7 +100,8 @@ class _Simplifier:
         returned: what is returned once everything is replaced: no node may be returned twice.
         written_over: nodes that lie like the results of `copy`, from which it takes strides and offset.
         stands_for: what was found so far; never chained.
-        first_of: the first node seen of each kind of view or constant.
+        first_of: the nodes seen that stand for others, of each kind of call: one for each phase and policy.
+        value_of: the first node seen of the same value, in whatever phase, where that is another.
     """
 
     results: frozenset[Node]
@@ -92,7 +109,8 @@ class _Simplifier:
     returned: set[Node]
     written_over: frozenset[Node]
     stands_for: dict[Node, Node] = field(default_factory=dict)
-    first_of: dict[Hashable, Node] = field(default_factory=dict)
+    first_of: dict[Hashable, list[Node]] = field(default_factory=dict)
+    value_of: dict[Node, Node] = field(default_factory=dict)
 
     @classmethod
     def of(cls, graph: Graph) -> _Simplifier:
@@ -106,18 +124,17 @@ class _Simplifier:
             earlier = self._earlier(node)
             if earlier is not None:
                 self.stands_for[node] = self.stands_for.get(earlier, earlier)
+                self.value_of[node] = self._value(earlier)
         return self.stands_for
 
     def _earlier(self, node: Node) -> Node | None:
         if node.target in _RENAMES:
             return self._shown_by(self._source(node), node)
         if node.target in _COPIES:
-            return self._copied(node)
+            return self._copied(node) or self._repeated(node)
         if node.target is _ATEN.t.default:
             return self._undone(node) or self._repeated(node)
-        if node.target in _CREATIONS or is_view(node):
-            return self._repeated(node)
-        return None
+        return self._repeated(node) if is_view(node) or _is_repeatable(node) else None
 
     def _undone(self, node: Node) -> Node | None:
         """What is transposed twice, as in the backward of each linear layer (1.2 us a time)."""
@@ -141,23 +158,41 @@ class _Simplifier:
         return source if not distinct and lies_alike else None
 
     def _repeated(self, node: Node) -> Node | None:
+        seen = self.first_of.setdefault(self._key(node), [])
+        if seen:
+            self.value_of[node] = self._value(seen[0])
+        found = next((earlier for earlier in seen if _may_stand_for(earlier, node)), None)
         if node in self.results or node in self.result_memory:
             return None
-        return _other(self.first_of.setdefault(self._key(node), node), node)
+        if found is None:
+            seen.append(node)
+        return found
 
     def _source(self, node: Node) -> Node:
         (source,) = node.all_input_nodes
         return self.stands_for.get(source, source)
 
+    def _value(self, node: Node) -> Node:
+        return self.value_of.get(node, node)
+
     def _key(self, node: Node) -> Hashable:
-        # Phase and policy stay apart: a constant of the forward would be saved for the backward's sake.
+        if node.target is _ATEN.max.default:  # finds the same in any order
+            return (node.target, self._magnitudes(node.all_input_nodes[0]))
         kwargs = tuple((name, self._freeze(value)) for name, value in node.kwargs.items())
-        labels = (node.meta.get("phase"), node.meta.get("policy"))
-        return (node.target, self._freeze(node.args), kwargs, labels)
+        return (node.target, self._freeze(node.args), kwargs)
+
+    def _magnitudes(self, node: Node) -> Hashable:
+        """Equal for tensors of the same magnitudes in any order and shape; else, the tensor."""
+        if node.target is not _ATEN.abs.default:
+            return self._value(node)
+        (source,) = node.all_input_nodes
+        while source.target in _REARRANGED:
+            source = source.all_input_nodes[0]
+        return (node.target, self._value(source))
 
     def _freeze(self, argument: Any) -> Hashable:
         if isinstance(argument, Node):
-            return self.stands_for.get(argument, argument)
+            return self._value(argument)
         if isinstance(argument, (list, tuple)):
             return tuple(self._freeze(item) for item in argument)
         if isinstance(argument, (float, complex)):
@@ -165,14 +200,32 @@ class _Simplifier:
         return (type(argument), argument)
 
 
+def _is_repeatable(node: Node) -> bool:
+    """Whether the node makes a tensor of its own, the same one whenever it is given the same."""
+    op = node.target
+    if (
+        not isinstance(op, OpOverload)
+        or op.namespace not in _NAMESPACES
+        or not _CHANGEABLE.isdisjoint(op.tags)
+    ):
+        return False
+    return isinstance(node.meta.get("val"), torch.Tensor) and not is_effectful(node)
+
+
+def _may_stand_for(earlier: Node, node: Node) -> bool:
+    """Whether one of two nodes of equal values will do: within a phase, or where it is cheaper to save it."""
+    labels, own = ((n.meta.get("phase"), n.meta.get("policy")) for n in (earlier, node))
+    if labels == own:
+        return True
+    crosses = labels == ("forward", None) and own == ("backward", None)
+    made_from = max(map(value_bytes, node.all_input_nodes), default=0)
+    return crosses and made_from > 0 and value_bytes(node) <= max(_NUMBER, made_from // _SMALL)
+
+
 def _before_renames(node: Node) -> Node:
     while node.target in _RENAMES:
         (node,) = node.all_input_nodes
     return node
-
-
-def _other(first: Node, node: Node) -> Node | None:
-    return None if first is node else first
 
 
 def _same_layout(node: Node, source: Node, *, offset: bool) -> bool:

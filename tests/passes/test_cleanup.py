@@ -1,6 +1,7 @@
 """Cleanup: what goes, what must stay, and that no bit of any result changes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from hypothesis import given
@@ -133,16 +134,54 @@ def test_a_copy_that_protects_from_the_caller_stays() -> None:
     assert count(clean(joint), ATEN.clone.default) == 2
 
 
-def test_equal_views_become_one_but_equal_computations_and_draws_do_not() -> None:
+def test_equal_calls_become_one_but_draws_do_not() -> None:
     def fn(x: torch.Tensor) -> torch.Tensor:
         views = x.view(2, 2) @ x.view(2, 2)
         draws = torch.rand_like(x) + torch.rand_like(x)
-        return views.sum() + draws.sum() + x.sin().sum() + x.sin().sum()
+        same = x.view(2, 2) @ x.view(2, 2)
+        return views.sum() + same.cos().sum() + draws.sum() + x.sin().sum() + x.sin().sum() * 0.0
 
     cleaned = clean(joint_of(fn, torch.ones(4)))
     assert count(cleaned, ATEN.view.default) == 1
+    assert count(cleaned, ATEN.mm.default) == 1
     assert count(cleaned, ATEN.rand_like.default) == 2
+    assert count(cleaned, ATEN.sin.default) == 1
+
+
+def test_numbers_of_either_sign_of_zero_are_not_equal() -> None:
+    cleaned = clean(joint_of(lambda x: (x * 0.0).sum() + (x * -0.0).sum(), torch.ones(4)))
+    assert count(cleaned, ATEN.mul.Tensor) == 2
+
+
+def test_what_is_returned_stands_for_nothing_else() -> None:
+    """The caller may write it before the backward."""
+    cleaned = clean(joint_of(lambda x: (x.sin(), (x.sin() * x).sum()), grad(4)))
     assert count(cleaned, ATEN.sin.default) == 2
+
+
+class Scaled(torch.autograd.Function):
+    """Divides by the largest magnitude, in the backward as well, and there by its square besides."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x / x.abs().max()
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        flat = x.t().reshape(-1)
+        return g / flat.abs().max() + x.abs()
+
+
+def test_a_number_of_the_forward_is_not_computed_again_in_the_backward() -> None:
+    """In whatever order its elements are read; but what is as large as its source is made again."""
+    joint = joint_of(lambda x: Scaled.apply(x).sum(), torch.randn(4, 8, requires_grad=True))
+    cleaned = clean(joint)
+    assert count(joint, ATEN.max.default) == 2
+    assert count(cleaned, ATEN.max.default) == 1
+    assert count(cleaned, ATEN.abs.default) == 2
+    assert_same_bits(run_joint(cleaned, args := random_arguments(joint)), run_joint(joint, args))
 
 
 def test_a_constant_of_the_forward_is_not_shared_with_the_backward() -> None:
