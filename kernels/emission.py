@@ -12,6 +12,7 @@ from torch.fx import Node
 
 from aotdist.kernels import triton_seam
 from aotdist.kernels.assembly import assemble
+from aotdist.kernels.background import Background
 from aotdist.kernels.bundling import bundles, one_launch
 from aotdist.kernels.columns import cut_columns
 from aotdist.kernels.configurations import configurations
@@ -22,7 +23,7 @@ from aotdist.kernels.fusion import Plan, plan
 from aotdist.kernels.gpus import Gpu
 from aotdist.kernels.in_place import overwritten, stored_over
 from aotdist.kernels.ir import Kernel
-from aotdist.kernels.launching import Launch, Result, blocks_of, config_of, is_persistent
+from aotdist.kernels.launching import Config, Launch, Result, blocks_of, config_of, is_persistent
 from aotdist.kernels.loading import loaded
 from aotdist.kernels.online import online
 from aotdist.kernels.polynomial import Polynomial
@@ -65,6 +66,7 @@ def fuse(
     label: str,
     gpu: Gpu,
     tuner: Tuner | None = None,
+    background: Background | None = None,
 ) -> Fused:
     """Put kernels in the place of nodes.
 
@@ -75,6 +77,7 @@ def fuse(
         label: a word for the file name that tracebacks show.
         gpu: which it is for.
         tuner: chooses blocks by measuring; None to leave it at what they should cost.
+        background: compiles; None to leave that to when kernels are first started.
     """
     chosen = _planned(graph.gm.graph, fixed, gpu)
     counts = {
@@ -94,7 +97,7 @@ def fuse(
     schedule = Schedule(graph, kernels, fixed)
     source = "\n\n".join([HELPERS, *(form.source for one in kernels for form in one.forms)])
     functions = loaded(source, label)
-    copies = _Copies(graph, schedule.by_name, functions, tuner)
+    copies = _Copies(graph, schedule.by_name, functions, tuner, background)
     for step in schedule.in_order():
         copies.add(step)
     gm = graph_module(graph.gm, copies.graph)
@@ -161,11 +164,17 @@ class _Copies:
     """A new graph, step by step."""
 
     def __init__(
-        self, graph: Graph, by_name: Mapping[str, Node], functions: Mapping[str, Any], tuner: Tuner | None
+        self,
+        graph: Graph,
+        by_name: Mapping[str, Node],
+        functions: Mapping[str, Any],
+        tuner: Tuner | None,
+        background: Background | None,
     ) -> None:
         self.graph = torch.fx.Graph()
         self._sizes = graph.named_sizes()
         self._tuner = tuner
+        self._background = background
         self._by_name = by_name
         self._functions = functions
         self._copy_of: dict[Node, Node] = {}
@@ -205,15 +214,24 @@ class _Copies:
         return Launch(step.printed.name, self._runner(step, device, known), known, device)
 
     def _runner(self, step: EmittedKernel, device: torch.device, results: Sequence[Result]) -> Runner:
-        function, tuner = self._functions[step.printed.name], self._tuner
-        ways = {
-            way: Jitted(function, step.num_blocks_in(way), blocks_of(step.kernel, way), way.options, device)
-            for way in step.ways
-        }
-        if tuner is None or len(ways) == 1 or not tuner.may_tune(step):
-            return ways[step.config]
+        tuner, source = self._tuner, likeness(step)
+        if tuner is None or len(step.ways) == 1 or not tuner.may_tune(step):
+            return self._jitted(step, step.config, source, device)
+        known = tuner.known(source, step.ways, device)
+        ways = {way: self._jitted(step, way, source, device, ahead=known in (None, way)) for way in step.ways}
         overwritten = frozenset(result.into for result in results if result.into is not None)
-        return Tuned(ways, likeness(step), device, overwritten, tuner)
+        return Tuned(ways, source, device, overwritten, tuner)
+
+    def _jitted(
+        self, step: EmittedKernel, way: Config, source: str, device: torch.device, *, ahead: bool = True
+    ) -> Jitted:
+        """A kernel in one way, which is compiled as soon as there is time, if it is likely to be needed."""
+        function = self._functions[step.printed.name]
+        blocks, count = blocks_of(step.kernel, way), step.num_blocks_in(way)
+        if self._background is None or not ahead:
+            return Jitted(function, count, blocks, way.options, device)
+        code = self._background.code(function, step, way, source)
+        return Jitted(function, count, blocks, way.options, device, code.wait)
 
 
 def _result(node: Node, printed: Printed) -> SizedResult:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
@@ -38,6 +38,10 @@ class Runner(Protocol):
         ...
 
 
+def nothing_compiled() -> None:
+    """No code of a kernel that nobody compiles in the background."""
+
+
 class Jitted:
     """A kernel that Triton compiles when it is first started, or interprets.
 
@@ -50,6 +54,7 @@ class Jitted:
         blocks: `XBLOCK`, `RBLOCK`.
         options: of Triton's.
         device: where it runs.
+        code: waits for what is compiled of it in the background, see `aotdist.kernels.background`.
     """
 
     def __init__(
@@ -59,8 +64,10 @@ class Jitted:
         blocks: Mapping[str, int],
         options: Mapping[str, Any],
         device: torch.device,
+        code: Callable[[], Any | None] = nothing_compiled,
     ) -> None:
         self.function = function
+        self._code = code
         self.num_blocks = num_blocks
         self._arguments = {**blocks, **options}
         self._constants = tuple(blocks.values())
@@ -75,12 +82,19 @@ class Jitted:
     def __call__(self, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
         """See `Runner`."""
         is_aligned = all(tensor.data_ptr() % ALIGNMENT == 0 for tensor in inputs)
+        if is_aligned and self._direct is None:
+            self._keep(self._code())
         if is_aligned and self._direct is not None:
             self._direct((*inputs, *written))
             return
         with on_device(self._device), warnings_no_errors():  # Triton's, while it compiles
             made = self.function[(self.num_blocks,)](*inputs, *written, **self._arguments)
-        if is_aligned and made is not None:  # an interpreted kernel is none
+        if is_aligned:
+            self._keep(made)
+
+    def _keep(self, made: Any | None) -> None:
+        """Start from now on what is compiled; an interpreted kernel is not."""
+        if made is not None:
             self._direct = Direct(made, self.num_blocks, self._constants, self._device)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import statistics
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+
+_ROUNDS = 7
+"""How often each way to cut a kernel is measured."""
 
 
 def is_installed() -> bool:
@@ -83,6 +87,23 @@ def compiled(
     )
     target = GPUTarget(backend, arch, 32 if backend == "cuda" else 64)
     return triton.compile(source, target=target, options=dict(options))
+
+
+def target_here() -> tuple[Any, int | str]:
+    """Who made the current GPU, and its generation; see `compiled`."""
+    from triton.runtime import driver
+
+    active: Any = driver.active
+    target = active.get_current_target()
+    return target.backend, target.arch
+
+
+def build_launcher(kernel: Any) -> None:
+    """Have Triton's cache hold what starts a compiled kernel: 3.6 builds it in C, for each signature."""
+    from triton.runtime import driver
+
+    active: Any = driver.active
+    active.launcher_cls(kernel.src, kernel.metadata)
 
 
 def code_and_metadata(kernel: Any) -> tuple[bytes, str]:
@@ -165,6 +186,27 @@ def seconds_of(start: Callable[[], object]) -> float:
 
     milliseconds: Any = do_bench(start, warmup=2, rep=10, return_mode="median")
     return milliseconds / 1e3
+
+
+def seconds_of_few(start: Callable[[], object]) -> float:
+    """As `seconds_of`, from few rounds: a millisecond in all, to tell which of several ways is the quickest.
+
+    Args:
+        start: starts it.
+    """
+    from triton.runtime import driver
+
+    active: Any = driver.active
+    cache = active.get_empty_cache_for_benchmark()
+    start()  # puts it on the GPU
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(_ROUNDS)]
+    for before, after in events:
+        active.clear_cache(cache)
+        before.record()
+        start()
+        after.record()
+    torch.cuda.synchronize()
+    return statistics.median(before.elapsed_time(after) for before, after in events) / 1e3
 
 
 def too_large() -> type[Exception]:

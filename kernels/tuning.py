@@ -49,11 +49,22 @@ class Tuner:
 
     choices: Choices
     reductions: bool
-    clock: Clock = triton_seam.seconds_of
+    clock: Clock = triton_seam.seconds_of_few
 
     def may_tune(self, emitted: EmittedKernel) -> bool:
         """Whether every configuration of a kernel will do."""
         return self.reductions or not emitted.kernel.r or emitted.kernel.is_tiled
+
+    def known(self, source: str, ways: Sequence[Config], device: torch.device) -> Config | None:
+        """What was chosen for a kernel, if anything was.
+
+        Args:
+            source: the kernel, see `likeness`.
+            ways: in which it may be cut.
+            device: where it runs.
+        """
+        with on_device(device):
+            return self.choices.get(_key(source), ways)
 
 
 class Tuned:
@@ -103,7 +114,7 @@ class Tuned:
         if triton_seam.is_recording():
             return self._ways[first]  # a CUDA graph would hold all that is measured
         with on_device(self._device):
-            key = key_of(*triton_seam.gpu_and_version(), self._source)
+            key = _key(self._source)
             chosen = self._tuner.choices.get(key, tuple(self._ways))
             if chosen is None:
                 seconds = self._measured(inputs, written)
@@ -126,6 +137,11 @@ class Tuned:
         except torch.OutOfMemoryError:
             return {}
         return seconds
+
+
+def _key(source: str) -> str:
+    """What a choice for the current GPU is kept by."""
+    return key_of(*triton_seam.gpu_and_version(), source)
 
 
 def likeness(emitted: EmittedKernel) -> str:

@@ -25,6 +25,7 @@ from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import BadSettings
 from aotdist.kernels import extremes, foreach, scattering, triton_seam
+from aotdist.kernels.background import Background
 from aotdist.kernels.checking import Difference, checked, launching, with_checks, with_real_strides
 from aotdist.kernels.choices import Choices
 from aotdist.kernels.compilation import TARGETS, Target
@@ -153,11 +154,13 @@ def form_of(kernels: Graph, graph: Graph, source: str, fusion: Callable[[], Fusi
 
 
 def _emitting(settings: Settings, label: str) -> Callable[[Graph], Form]:
-    gpu, tuner = gpu_here(), _tuner(settings)
+    gpu, tuner, background = gpu_here(), _tuner(settings), Background.here()
 
     def emitting(graph: Graph) -> Form:
         casts = settings.emulate_casts
-        fused = with_kernels(graph, keeps_casts=casts, label=label, gpu=gpu, tuner=tuner)
+        fused = with_kernels(
+            graph, keeps_casts=casts, label=label, gpu=gpu, tuner=tuner, background=background
+        )
         known, launches = summary(fused), launches_of(fused)
 
         def fusion() -> Fusion:
@@ -199,7 +202,13 @@ _OF_PASSES = frozenset(
 
 
 def with_kernels(
-    graph: Graph, *, keeps_casts: bool, label: str, gpu: Gpu = USUAL, tuner: Tuner | None = None
+    graph: Graph,
+    *,
+    keeps_casts: bool,
+    label: str,
+    gpu: Gpu = USUAL,
+    tuner: Tuner | None = None,
+    background: Background | None = None,
 ) -> Fused:
     """The graph with kernels in it, which need not run here.
 
@@ -209,6 +218,7 @@ def with_kernels(
         label: a word for the file name that tracebacks show.
         gpu: which they are for.
         tuner: chooses blocks by measuring; None to leave it at what they should cost.
+        background: compiles; None to leave that to when kernels are first started.
     """
     fresh = _prepared(graph)
     try:
@@ -216,7 +226,15 @@ def with_kernels(
         split_reductions(fresh)
         cut_few_results(fresh.gm.graph, gpu)
         fixed = [node for node in fresh.gm.graph.nodes if _keeps_its_place(node)]
-        return fuse(fresh, fixed, keeps_casts=keeps_casts, label=label, gpu=gpu, tuner=tuner)
+        return fuse(
+            fresh,
+            fixed,
+            keeps_casts=keeps_casts,
+            label=label,
+            gpu=gpu,
+            tuner=tuner,
+            background=background,
+        )
     except NotProved as reason:
         return without_kernels(_prepared(graph), str(reason))
 

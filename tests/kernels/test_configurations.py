@@ -15,6 +15,7 @@ from aotdist.codegen.contract import Emission
 from aotdist.codegen.triton import with_kernels
 from aotdist.kernels import configurations as module
 from aotdist.kernels import costs, emission, gpus, triton_seam
+from aotdist.kernels.background import Background
 from aotdist.kernels.compilation import TARGETS
 from aotdist.kernels.configurations import MOST, configurations
 from aotdist.kernels.emitted import EmittedKernel
@@ -125,6 +126,7 @@ def test_kernels_are_for_the_gpu_that_is_here_and_artifacts_for_their_target(mon
     found = {"multiprocessor_count": 16, "mem_clock_rate": 2_619_000, "mem_bus_width": 5120}
     monkeypatch.setattr(triton_seam, "current_gpu", lambda: 0)
     monkeypatch.setattr(triton_seam, "properties_of", lambda device: found)
+    monkeypatch.setattr(Background, "here", lambda: None)
     emissions = Emissions(monkeypatch)
     assert_same(columns, torch.randn(40, 512))
     (here,) = emissions.made[0].kernels

@@ -1,0 +1,111 @@
+"""Kernels that are compiled in threads while the rest of a graph is being emitted.
+
+A thread holds Python's lock for a fifth of a compilation; Triton, LLVM and NVIDIA's assembler let go of it.
+So all kernels of a graph, in all the ways in which they may be cut, are compiled at once, and who starts one
+waits for that one. Kernels of one source but for names are compiled once in a process, in whichever graphs.
+
+What fails here is compiled again where it is started, which says what is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+from weakref import WeakValueDictionary
+
+from aotdist.kernels import triton_seam
+from aotdist.kernels.compilation import pointers_of
+from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.launching import Config, blocks_of
+
+_MOST_THREADS = 32
+
+
+class Code:
+    """A kernel cut in one way, which is compiled or being compiled.
+
+    Args:
+        made: ends with the kernel as Triton has it.
+    """
+
+    def __init__(self, made: Future[Any]) -> None:
+        self._made = made
+
+    def wait(self) -> Any | None:
+        """The kernel, when it is compiled; None if it could not be."""
+        return None if self._made.exception() else self._made.result()
+
+
+class Background:
+    """Compiles for one kind of GPU.
+
+    Args:
+        backend: who made the GPU.
+        arch: its generation, as Triton has it.
+    """
+
+    def __init__(self, backend: Any, arch: int | str) -> None:
+        self._backend = backend
+        self._arch = arch
+        self._codes = WeakValueDictionary[tuple[Any, ...], Code]()
+        self._launchers = dict[tuple[Any, ...], threading.Lock]()
+        self._lock = threading.Lock()
+
+    @classmethod
+    def here(cls) -> Background | None:
+        """That of the current GPU, the same for all graphs; None if there is none."""
+        return None if triton_seam.current_gpu() is None else _for_target(*triton_seam.target_here())
+
+    def code(self, function: Any, emitted: EmittedKernel, way: Config, likeness: str) -> Code:
+        """Start compiling a kernel of known sizes, unless one like it was.
+
+        Args:
+            function: the kernel, of `triton.jit`.
+            emitted: the kernel.
+            way: how it is cut.
+            likeness: equal for kernels that do the same to other tensors, see `tuning.likeness`.
+        """
+        key = (likeness, way)
+        with self._lock:
+            code = self._codes.get(key)
+            if code is None:
+                pointers, blocks = pointers_of(emitted), blocks_of(emitted.kernel, way)
+                task = functools.partial(self._compile, function, pointers, blocks, way.options)
+                code = self._codes[key] = Code(_pool().submit(task))
+        return code
+
+    def _compile(self, function: Any, pointers: Any, blocks: Any, options: Any) -> Any:
+        made = triton_seam.compiled(
+            function, pointers, {}, blocks, backend=self._backend, arch=self._arch, options=options
+        )
+        self._build_launcher(made, (*pointers.values(), len(blocks)))
+        return made
+
+    def _build_launcher(self, made: Any, signature: tuple[Any, ...]) -> None:
+        """Have what starts kernels of a signature built: once, as it may be a program in C."""
+        with self._lock:
+            lock = self._launchers.setdefault(signature, threading.Lock())
+        with lock:
+            triton_seam.build_launcher(made)
+
+
+@functools.cache
+def _for_target(backend: Any, arch: int | str) -> Background:
+    return Background(backend, arch)
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(min(_MOST_THREADS, len(os.sched_getaffinity(0))), "aotdist compiles")
+
+
+def _forget() -> None:
+    """Threads are the parent's, and what they were compiling."""
+    _pool.cache_clear()
+    _for_target.cache_clear()
+
+
+os.register_at_fork(after_in_child=_forget)
