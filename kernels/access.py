@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import torch
 
-from aotdist.kernels.index import Axis, Index, Quotient, Remainder, Var, number, variable
+from aotdist.kernels.index import Atom, Axis, Index, Quotient, Remainder, Var, number, variable
 from aotdist.kernels.ir import Kernel
-from aotdist.kernels.polynomial import divided, divides
+from aotdist.kernels.polynomial import divided, divides, hint_of
 
 VECTOR_BYTES = 16
 """The most that one instruction reads or writes."""
 _WORTH = 4
 """How many bytes that are read side by side one is worth that is read across, at least."""
 
+_KEPT = 64
+"""How many kernels' axes are remembered: each is asked for by every way in which its kernel might be cut."""
 
+
+@functools.lru_cache(_KEPT)
 def fast_axis(kernel: Kernel) -> Axis:
     """Along which axis most of what a kernel reads and writes lies side by side; `x` if it reduces nothing.
 
@@ -40,8 +45,15 @@ def is_wide(kernel: Kernel) -> bool:
 def axis_of(kernel: Kernel, index: Index) -> Axis:
     """Along which axis neighbouring threads go where they read or write: a tile's may go along either."""
     if kernel.is_tiled:
-        return "x" if (kernel.x[-1], 1) in index.terms else "r"
+        return "x" if kernel.x[-1] in sides_of(index) else "r"
     return fast_axis(kernel)
+
+
+def sides_of(index: Index) -> list[Var]:
+    """Variables along which an index goes in steps of one element, if only to the end of a head."""
+    steps = (atom for atom, scale in index.terms if scale == 1)
+    inner = (_run_of(atom) if isinstance(atom, Remainder) else atom for atom in steps)
+    return [atom for atom in inner if isinstance(atom, Var)]
 
 
 def vector_length(kernel: Kernel, index: Index, dtype: torch.dtype) -> int:
@@ -68,6 +80,12 @@ def writes(kernel: Kernel) -> Iterator[tuple[Index, torch.dtype]]:
 def axes_of(index: Index) -> set[Axis]:
     """Along which axes of a block an element lies elsewhere."""
     return {var.axis for var in index.variables() if var.axis != "p"}
+
+
+def _run_of(atom: Remainder) -> Atom | None:
+    """The variable that a remainder is of, if that is by no less than a thread takes at once."""
+    is_plain = len(atom.of.terms) == 1 and atom.of.terms[0][1] == 1
+    return atom.of.terms[0][0] if is_plain and hint_of(atom.by) >= VECTOR_BYTES else None
 
 
 def is_divided(index: Index) -> bool:

@@ -25,7 +25,7 @@ import torch
 from torch.fx import Node
 
 from aotdist.kernels.columns import rows_folded
-from aotdist.kernels.index import Axis, Var, offset, unflat
+from aotdist.kernels.index import Axis, Index, Var, offset, unflat
 from aotdist.kernels.launching import MAX_PERSISTENT
 from aotdist.kernels.polynomial import at_most
 from aotdist.kernels.recomputing import recompute, stored_nodes
@@ -186,10 +186,12 @@ def _placed(uses: Uses, host: Group, guest: Group) -> Group | None:
         del left[node]
     if not (uses.agrees(group) and _shares(uses, host, guest, group)):
         return None
+    read, written = _fast_axes(uses, group), _written_axes(uses, group) if group.space.r else set[Axis]()
     if group.folds:
         is_held = at_most(host.space.num_reduced, MAX_PERSISTENT)
-        return group if is_held and _fast_axes(uses, group) == {"r"} else None
-    return None if guest.space.r and len(_fast_axes(uses, group)) > 1 else group
+        return group if is_held and read | written == {"r"} else None
+    is_mixed = (guest.space.r and len(read) > 1) or (written and len(read | written) > 1)
+    return None if is_mixed else group
 
 
 def _folds(host: Group, guest: Group) -> frozenset[Node]:
@@ -209,10 +211,24 @@ def _fast_axes(uses: Uses, group: Group) -> set[Axis]:
         for read, at in uses.reads(node, place, group):
             if read in group.places:
                 continue
-            index = offset(at.indices, strides_of(read))
-            if len({var.axis for var in index.variables()}) == 2:
-                found.update(atom.axis for atom, scale in index.terms if isinstance(atom, Var) and scale == 1)
+            found |= _axes(offset(at.indices, strides_of(read)))
     return found
+
+
+def _written_axes(uses: Uses, group: Group) -> set[Axis]:
+    """The same of what a group writes.
+
+    A kernel that reduces has no tiles, so one that writes a transposed copy would write element by element.
+    """
+    stored = (node for node in group.places if uses.is_read_outside(node, group))
+    return set[Axis]().union(*(_axes(offset(group.places[node], strides_of(node))) for node in stored))
+
+
+def _axes(index: Index) -> set[Axis]:
+    """Along which axes neighbours lie beside each other, if an index goes along both."""
+    if len({var.axis for var in index.variables()}) < 2:
+        return set()
+    return {atom.axis for atom, scale in index.terms if isinstance(atom, Var) and scale == 1}
 
 
 def _may_fit(host: Space, guest: Space, folds: Container[Node]) -> bool:

@@ -8,7 +8,7 @@ to float8 for two matrix products, in one layout for each, is read once.
 
 from __future__ import annotations
 
-from aotdist.kernels.access import reads, writes
+from aotdist.kernels.access import reads, sides_of, writes
 from aotdist.kernels.index import Index, Var, variable
 from aotdist.kernels.ir import Kernel
 from aotdist.kernels.polynomial import hint_of
@@ -45,5 +45,4 @@ def _sides(kernel: Kernel) -> list[Var]:
 
 def _side(index: Index) -> Var | None:
     """The variable along which an index goes in steps of one element."""
-    steps = (atom for atom, scale in index.terms if isinstance(atom, Var) and scale == 1)
-    return next((var for var in steps if hint_of(var.size) >= MIN_SIDE), None)
+    return next((var for var in sides_of(index) if hint_of(var.size) >= MIN_SIDE), None)

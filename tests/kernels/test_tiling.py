@@ -28,6 +28,10 @@ TILED: dict[str, tuple[Callable[[Tensor], object], tuple[int, ...]]] = {
     "the first dimension last": (lambda x: x.sin().permute(1, 2, 0).contiguous(), (48, 3, 80)),
     "sides that fill no tile": (lambda x: x.sin().t().contiguous(), (301, 259)),
     "a sum of both": (lambda x: x + x.t(), (64, 64)),
+    "heads beside each other, transposed": (
+        lambda x: x.sin().transpose(1, 2).reshape(-1, 4 * 32).t().contiguous(),
+        (2, 4, 48, 32),
+    ),
 }
 
 
@@ -42,6 +46,18 @@ def test_two_orders(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         accesses = [(load.index, load.stored) for load in kernel.loads()]
         accesses += [(store.index, store.stored) for store in kernel.stores]
         assert {vector_length(kernel, index, dtype) for index, dtype in accesses} == {4}
+
+
+def a_sum_and_a_transposed_copy(x: Tensor) -> tuple[Tensor, Tensor]:
+    return x.exp().sum(1), x.cos().t().contiguous()
+
+
+def test_a_kernel_that_reduces_writes_no_transposed_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would write it element by element."""
+    emissions = Emissions(monkeypatch)
+    assert_same(a_sum_and_a_transposed_copy, numbers(48, 80))
+    sums, copies = (one.kernel for fused in emissions.made for one in fused.kernels)
+    assert (sums.is_tiled, copies.is_tiled) in ((False, True), (True, False))
 
 
 ONE_ORDER: dict[str, tuple[Callable[[Tensor], object], tuple[int, ...]]] = {
