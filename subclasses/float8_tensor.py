@@ -1,8 +1,8 @@
 """Float8Tensor: a matrix kept in 8 bits, and the scales that say what it stands for.
 
 `float8 * scale` is the tensor that it stands for. One scale serves the whole tensor, or one serves each block
-of it. Products of two are taken by `torch._scaled_mm` where there is one scale each, on a GPU and on a CPU,
-and by `float8_blocks.mm_blocks` where there are blocks.
+of it. Products of two are taken by `torch._scaled_mm` where there is one scale each, on a CPU by an operator
+that multiplies out, and by `float8_blocks.mm_blocks` where there are blocks.
 
 Rounding is to nearest, ties to even, and saturates: what is beyond the largest number of the format becomes
 that number, so that a scale that is too small (delayed scaling's may be) costs accuracy and makes no NaN.
@@ -20,6 +20,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.float8_blocks import ALIGNMENT as ALIGNMENT
 from aotdist.subclasses.float8_blocks import Block as Block
 from aotdist.subclasses.float8_blocks import flat, in_blocks, mm_blocks, multiplied_out
+from aotdist.subclasses.own_operators import define
 from aotdist.torch_seam.dtensor import local_part, local_tensor, make_dtensor, retyped_spec
 
 aten = torch.ops.aten
@@ -218,9 +219,33 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     # Hopper's tensor cores add with fewer bits than fp32. That does for a forward; a gradient, which is e5m2,
     # is added up exactly, as in torchao.
     is_forward = a.float8.dtype == b.float8.dtype == E4M3
-    return aten._scaled_mm.default(
-        left, right.t(), a.scale, b.scale, out_dtype=a.dtype, use_fast_accum=is_forward
-    )
+    product = torch.ops.aotdist.mm_scaled if left.device.type == "cpu" else _by_kernel
+    return product(left, right.t(), a.scale, b.scale, a.dtype, is_forward)
+
+
+def _by_kernel(left: torch.Tensor, right: torch.Tensor, *scales_dtype_and_fast: Any) -> torch.Tensor:
+    *scales, dtype, fast = scales_dtype_and_fast
+    return aten._scaled_mm.default(left, right, *scales, out_dtype=dtype, use_fast_accum=fast)
+
+
+def _run_scaled(left: torch.Tensor, right: torch.Tensor, *others: Any) -> torch.Tensor:
+    """`_scaled_mm`, on a CPU multiplied out in fp32, as PyTorch does on those without matrix units.
+
+    On those with units for 8-bit integers and none for floats it asks oneDNN, whose reference answers: 1.2 s
+    for 256 x 128 x 256 in e4m3 on a Xeon of model 207, where this takes 1 ms (torch 2.13, one thread).
+    """
+    if left.device.type != "cpu":
+        return _by_kernel(left, right, *others)
+    left_scale, right_scale, dtype, _ = others
+    return torch.mm(left.float() * left_scale, right.float() * right_scale).to(dtype)
+
+
+define(
+    "mm_scaled(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, ScalarType dtype, bool fast)"
+    " -> Tensor",
+    _run_scaled,
+    _by_kernel,
+)
 
 
 def _aligned(matrix: torch.Tensor) -> torch.Tensor:

@@ -72,8 +72,8 @@ def test_casts_are_nodes_of_the_graph(recipe: str) -> None:
 
 PRODUCTS = {
     "delayed": {
-        "forward": [("aten._scaled_mm.default", True)],
-        "backward": [("aten._scaled_mm.default", False)] * 2,
+        "forward": [("aotdist.mm_scaled.default", True)],
+        "backward": [("aotdist.mm_scaled.default", False)] * 2,
     },
     "blockwise": {
         "forward": [("aotdist.mm_blocks.default", False)],
@@ -96,7 +96,7 @@ def products(graph: torch.fx.GraphModule) -> list[tuple[str, bool]]:
     return [
         (str(node.target), node.args[-1] is True)
         for node in graph.graph.nodes
-        if str(node.target).partition(".")[2].startswith(("mm", "_scaled_mm"))
+        if str(node.target).partition(".")[2].startswith("mm")
     ]
 
 
