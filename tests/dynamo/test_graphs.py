@@ -31,6 +31,31 @@ class Doubled(torch.autograd.Function):
         return 2 * grad * x.cos()
 
 
+class Sine(torch.autograd.Function):
+    """With its context apart, as `torch.func` wants it."""
+
+    @staticmethod
+    def forward(x):
+        return x.sin()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return grad * x.cos()
+
+
+class Halved(Sine):
+    """Its backward is not its forward's derivative."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad / 2
+
+
 def broken(x):
     y = x.sin()
     y.add_(1)
@@ -78,6 +103,7 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], int]] = {
     "random numbers": (lambda x: F.dropout(x, 0.3) + torch.rand_like(x), 1),
     "cond": (lambda x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), 1),
     "func.grad": (lambda x: torch.func.grad(lambda y: y.sin().sum())(x), 1),
+    "func.grad of an autograd.Function": (lambda x: torch.func.grad(lambda y: Sine.apply(y).sum())(x), 1),
     "vmap": (lambda x: torch.vmap(lambda row: row.sin() * row.sum())(x), 1),
     "a nested region": (lambda x: nested(nested(x)), 1),
     "a hook": (hooked, 1),
@@ -93,6 +119,15 @@ def test_programs(name: str):
     program, num_regions = PROGRAMS[name]
     made = same_as_eager(program, lambda: (leaf(4, 4),))
     assert len(made) <= num_regions
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("backend", ["eager", "aotdist"])
+def test_dynamo_drops_backwards_under_transforms(backend: str) -> None:
+    """A row of docs/torch_compile.md: Dynamo's graph holds the forward alone, whoever compiles it."""
+    torch._dynamo.reset()
+    fn = torch.compile(lambda x: torch.func.grad(lambda y: Halved.apply(y).sum())(x), backend=backend)
+    assert fn(torch.zeros(3)).tolist() == [1.0] * 3  # eager and `aotdist.compile`: 0.5
 
 
 def test_modules(made):

@@ -376,6 +376,28 @@ def test_a_custom_function_keeps_its_backward():
     same_as_eager(lambda: Scene(lambda x: Tripled.apply(x.sin(), 3).exp(), (leaf(),)), calls=2)
 
 
+class WritesItsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad.mul_(3)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_gradient_is_written_that_others_read(first: bool) -> None:
+    """Who reads it afterwards reads what was written; who did before does not."""
+
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        parts = (WritesItsGradient.apply(y), y.sin())
+        return (parts[first] + parts[not first]) * w
+
+    same_as_eager(lambda: Scene(program, (leaf(), torch.randn(3, 4))), calls=2)
+
+
 class Flat(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):

@@ -15,11 +15,31 @@ def loss(row: torch.Tensor) -> torch.Tensor:
     return (row.sin() * row).sum()
 
 
+class Halved(torch.autograd.Function):
+    """Its backward is not its forward's derivative, so that nobody can make it up."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: object, output: object) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient / 2
+
+
 INSIDE: dict[str, Callable[[torch.Tensor], object]] = {
     "vmap": lambda x: vmap(lambda row: row.sin().sum())(x),
     "vmap with other dims": lambda x: vmap(lambda row: row * 2, in_dims=1, out_dims=1)(x),
     "grad": lambda x: grad(loss)(x) * x,
     "gradients by sample": lambda x: vmap(grad(loss))(x),
+    "an autograd.Function": lambda x: grad(lambda x: loss(Halved.apply(x)))(x),
+    "an autograd.Function by sample": lambda x: vmap(grad(lambda row: loss(Halved.apply(row))))(x),
     "jacrev": lambda x: jacrev(lambda x: x.sin().sum(0))(x),
     "hessian": lambda x: hessian(loss)(x[0]),
     "jvp": lambda x: jvp(torch.sin, (x,), (x,))[1],
