@@ -229,9 +229,10 @@ class ModuleGuard:
         # A new attribute may hide one of the class, or be looked for; the values of others are compared.
         self._attributes = tuple(map(vars, self._modules))
         # All of the state is read at a call, so one that is gone is noticed there; one more shows only here.
-        # Comparing names would take 7 us for 300 dictionaries; their lengths take 3 us for 225.
-        empty = (holder for holder in (*hooks, *children) if not holder)
-        self._counted = (*self._attributes, *named, *empty)
+        # Comparing names would take 7 us for 300 dictionaries; their lengths take 3 us for 225, and whether
+        # one that was empty is so no more, half of that: most are, seven dictionaries of hooks a module.
+        self._empty = tuple(holder for holder in (*hooks, *children, *named) if not holder)
+        self._counted = (*self._attributes, *self._named)
         self._counts = list(map(len, self._counted))
         shared: dict[frozenset[str], frozenset[str]] = {}  # by modules of one kind
         self._names = tuple(shared.setdefault(names, names) for names in map(frozenset, self._attributes))
@@ -241,6 +242,8 @@ class ModuleGuard:
     def __call__(self) -> bool:
         """Whether everything is as it was."""
         if tuple(map(type, self._modules)) != self._classes:
+            return False
+        if any(self._empty):
             return False
         if list(map(len, self._counted)) != self._counts and not self._has_noted_attributes():
             return False
