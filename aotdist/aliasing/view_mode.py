@@ -28,7 +28,7 @@ from aotdist.aliasing.views import Opened, ViewEntry, share_memory
 from aotdist.facts import DETACH, ViewStep, data_of
 from aotdist.subclasses.protocol import is_wrapper, wrapper_rule
 from aotdist.torch_seam.functional import FunctionalTensor
-from aotdist.torch_seam.modes import TorchDispatchMode, torch_functions_off
+from aotdist.torch_seam.modes import OutOfDynamo, TorchDispatchMode, torch_functions_off
 from aotdist.torch_seam.operators import (
     HigherOrderOperator,
     OpOverload,
@@ -61,7 +61,7 @@ _LIFT = torch.ops.aten.lift_fresh.default
 """What `torch.tensor` calls on its data; to the program the result is not a view."""
 
 
-class ViewMode(TorchDispatchMode):
+class ViewMode(OutOfDynamo, TorchDispatchMode):
     """Logs views, and in-place changes of metadata.
 
     Args:
@@ -87,7 +87,8 @@ class ViewMode(TorchDispatchMode):
         kwargs = kwargs or {}
         if self._is_off:
             return func(*args, **kwargs)
-        return self._dispatch(func, args, kwargs)
+        with torch_functions_off() if _runs_no_users_code(func, types) else nullcontext():
+            return self._dispatch(func, args, kwargs)
 
     def _dispatch(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call an operator, and log it if it makes a view, or changes a tensor's metadata in place."""
@@ -290,3 +291,12 @@ def _as_what_is_viewed(func: OpOverload, args: Sequence[Any]) -> AbstractContext
         stack.enter_context(torch.no_grad())
         return stack
     return nullcontext()
+
+
+def _runs_no_users_code(func: Any, types: Sequence[type]) -> bool:
+    """Whether an operator of PyTorch's is called on plain tensors, beneath all wrappers.
+
+    Torch-function modes, which the backward leaves on, would hear of each attribute that is read, in 5 us.
+    """
+    is_of_torch = is_operator(func) and func.namespace in ("aten", "prim")
+    return is_of_torch and all(issubclass(cls, FunctionalTensor) for cls in types)

@@ -6,10 +6,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
+from torch._ops import OpOverload
 
 # Tensors without data, and what they raise when data is asked for.
 from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
@@ -56,9 +58,89 @@ def fake_on(fake: FakeTensor, device: torch.device) -> FakeTensor:
         return FakeTensor(fake.fake_mode, meta, device)
 
 
+@dataclass(frozen=True, slots=True)
+class Likeness:
+    """What a dense fake of certain sizes is like, in all that operators ask.
+
+    Args:
+        size: sizes, in elements.
+        stride: strides, in elements.
+        offset: where it begins in its storage, in elements.
+        memory: size of the storage, in bytes.
+        dtype: of its elements.
+        device: that it claims to be on.
+        keys: its dispatch keys, in bits; they tell conjugates and tensors made in inference mode.
+    """
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    memory: int
+    dtype: torch.dtype
+    device: torch.device
+    keys: int
+
+    @classmethod
+    def of(cls, fake: FakeTensor) -> Likeness | None:
+        """What a fake is like; None if there is more to it, or if it has symbolic sizes."""
+        if fake.constant is not None or fake.layout is not torch.strided or fake.requires_grad:
+            return None
+        size, stride, offset = tuple(fake.size()), fake.stride(), fake.storage_offset()
+        memory, keys = fake.untyped_storage().nbytes(), torch._C._dispatch_keys(fake).raw_repr()
+        if any(isinstance(number, torch.SymInt) for number in (*size, *stride, offset, memory)):
+            return None
+        return cls(size, stride, int(offset), memory, fake.dtype, fake.fake_device, keys)
+
+    def made(self, mode: FakeTensorMode, owner: torch.Tensor | None) -> FakeTensor:
+        """A fake that is like that, in new memory or in that of `owner`."""
+        with torch_functions_off(), torch._C._DisableTorchDispatch():
+            meta = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+            if owner is not None:
+                meta.set_(owner.untyped_storage(), self.offset, self.size, self.stride)
+            return FakeTensor(mode, meta, self.device)
+
+
+def may_be_made_anew(mode: FakeTensorMode) -> bool:
+    """Whether a mode's fakes are no more than their sizes and the like: no real tensors go along."""
+    return mode.cache_enabled and not (mode.cache_crosscheck_enabled or mode.propagate_real_tensors)
+
+
 def functional(fake: torch.Tensor) -> FunctionalTensor:
     """A functional tensor around `fake`: writes to it are recorded, and never reach `fake`."""
     return FunctionalTensor.to_functional(fake)
+
+
+def functional_results(mode: FunctionalTensorMode, result: Any) -> Any:
+    """A functional operator's result, a fake or several, each in a functional tensor."""
+    if isinstance(result, torch.Tensor):
+        return FunctionalTensor(torch._to_functional_tensor(result), mode)
+    if isinstance(result, (list, tuple)):
+        return type(result)([functional_results(mode, one) for one in result])
+    return result
+
+
+def functional_of_one(
+    mode: FunctionalTensorMode, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """What functionalisation's rule for an operator of one tensor gives: a view of that, or several.
+
+    PyTorch's mode asks twenty questions first, of which `is_of_one_tensor` knows the answers.
+    """
+    given, key = args[0], torch._C.DispatchKey.Functionalize
+    torch._sync(given)
+    include = torch._C._dispatch_tls_local_include_set() | torch._C.DispatchKeySet(key)
+    exclude = torch._C._dispatch_tls_local_exclude_set().remove(key) - FunctionalTensor._extra_dispatch_keys
+    with torch._C._ForceDispatchKeyGuard(include, exclude):
+        before = torch._functionalize_enable_reapply_views(True)
+        try:
+            made = func._op_dk(key, given.elem, *args[1:], **kwargs)
+        finally:
+            torch._functionalize_enable_reapply_views(before)
+    results = [FunctionalTensor(one, mode) for one in (made if isinstance(made, (list, tuple)) else (made,))]
+    if func.is_view:
+        for view in results:
+            torch._functionalize_unsafe_set(view, given)
+    return type(made)(results) if isinstance(made, (list, tuple)) else results[0]
 
 
 def second_shell(tensor: FunctionalTensor) -> FunctionalTensor:

@@ -118,6 +118,34 @@ def can_decompose(op: OpOverload) -> bool:
     return torch._C._dispatch_has_kernel(op.name()) and op._can_decompose()
 
 
+@functools.cache
+def is_functional(op: OpOverload) -> bool:
+    """Whether functionalisation takes an operator of PyTorch's as it is: it has no rule for it."""
+    return _is_pure(op) and not (_has_functional_rule(op) or op.is_view)
+
+
+@functools.cache
+def is_of_one_tensor(op: OpOverload) -> bool:
+    """Whether functionalisation has a rule for an operator that takes one tensor, and that first.
+
+    Most make views of it; `_unsafe_view` makes what might be one.
+    """
+    tensors = ["Tensor" in str(argument.type) for argument in op._schema.arguments]
+    return _is_pure(op) and _has_functional_rule(op) and sum(tensors) == 1 and tensors[0]
+
+
+def _is_pure(op: OpOverload) -> bool:
+    """Whether an operator of PyTorch's writes nothing, is not broken up and lifts no constant."""
+    if op.namespace != "aten" or not torch._C._dispatch_has_kernel(op.name()):  # `sym_stride` has none
+        return False
+    other = op._schema.is_mutable or can_decompose(op) or has_effects(op)
+    return not (other or op.name().startswith("aten::lift"))
+
+
+def _has_functional_rule(op: OpOverload) -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "Functionalize")
+
+
 def is_left_whole_in_inference(func: Any) -> bool:
     """Whether a call is of an operator that eager breaks up, and that modes see whole in inference mode."""
     if not torch.is_inference_mode_enabled() or not is_operator(func) or func.namespace == "prim":

@@ -113,7 +113,7 @@ class _Packer(pickle.Pickler):
         if cls is Node:
             return _node, (self._positions[obj],)
         if cls is FakeTensor and (place := _place_of(obj)) is not None:
-            return _fake, (obj.fake_mode, *place, obj.dtype, obj.device)
+            return _fake, (obj.fake_mode, *place, obj.dtype, obj.fake_device)
         if cls is immutable_list:
             return list, (tuple(obj),)
         if cls is immutable_dict:

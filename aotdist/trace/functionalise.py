@@ -6,7 +6,7 @@ order in which it draws random numbers. Both show: sums run in another order, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,8 @@ from aotdist.torch_seam.functional import (
     FunctionalTensor,
     FunctionalTensorMode,
     functional,
+    functional_of_one,
+    functional_results,
     functional_storage_id,
     functional_value,
     is_functional_base,
@@ -25,14 +27,16 @@ from aotdist.torch_seam.functional import (
     replace_functional_value,
     second_shell,
 )
-from aotdist.torch_seam.modes import set_aside
+from aotdist.torch_seam.modes import OutOfDynamo, set_aside
 from aotdist.torch_seam.operators import (
     HigherOrderOperator,
     OpOverload,
     broken_up,
     handle_in_mode,
     has_effects,
+    is_functional,
     is_left_whole_in_inference,
+    is_of_one_tensor,
     is_operator,
     out_names,
     written_by,
@@ -51,7 +55,7 @@ from aotdist.trace.strided import Strided
 _FILL_DIAGONAL = torch.ops.aten.fill_diagonal_.default
 
 
-class Functionalisation(FunctionalTensorMode):
+class Functionalisation(OutOfDynamo, FunctionalTensorMode):
     """Turns writes into new values, of the layout of what is written."""
 
     supports_higher_order_operators = True
@@ -63,6 +67,8 @@ class Functionalisation(FunctionalTensorMode):
         self.rebinding = Rebinding(self.strided)
         self.on_write: Callable[[FunctionalTensor], None] | None = None
         """Called with every tensor before an operator writes it."""
+        self.recorded_again: Callable[..., Any] | None = None
+        """Records an operator with fakes for arguments whose result is known, or gives `NotImplemented`."""
 
     def remember(self, tensor: FunctionalTensor) -> FunctionalTensor:
         """Let `tensor` keep its layout through all writes, if it owns its memory and is not contiguous.
@@ -128,6 +134,14 @@ class Functionalisation(FunctionalTensorMode):
             self._remember_viewed(args[0])
         return self.remember(result) if isinstance(result, FunctionalTensor) else result
 
+    def _again(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator with which PyTorch's mode would do nothing, where its result is known."""
+        if self.recorded_again is None or not is_functional(func):
+            return NotImplemented
+        named = {name: _values((value,))[0] for name, value in kwargs.items()}
+        result = self.recorded_again(func, _values(args), named)
+        return result if result is NotImplemented else functional_results(self, result)
+
     def _tell_of_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.on_write is not None and is_operator(func):
             for tensor in written_by(func, args, kwargs):
@@ -148,6 +162,9 @@ class Functionalisation(FunctionalTensorMode):
             keep_bases_of_views(self, [*args, *kwargs.values()])
         if getattr(func, "is_view", False) and isinstance(args[0], FunctionalTensor):
             self.strided.note_owner(args[0])
+        is_plain = is_operator(func) and not torch.is_inference_mode_enabled()
+        if is_plain and is_of_one_tensor(func) and isinstance(args[0], FunctionalTensor):
+            return functional_of_one(self, func, args, kwargs)
         try:
             # PyTorch's mode does not know stand-ins that have a user's class as well.
             own = [FunctionalTensor if issubclass(cls, FunctionalTensor) else cls for cls in types]
@@ -182,7 +199,7 @@ class Functionalisation(FunctionalTensorMode):
         if rows := corrections.of("operator", func):
             with self:
                 return corrections.corrected(rows, func, args, kwargs)
-        return NotImplemented
+        return self._again(func, args, kwargs)
 
     def _for_its_effect(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that prints or raises: the graph has it as it is, in order, and nothing drops it.
@@ -221,6 +238,20 @@ def _make_views_again(given: Any) -> None:
         for one in pytree.tree_leaves(given):
             if isinstance(one, FunctionalTensor):
                 functional_value(one)
+
+
+def _values(given: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments of an operator with fakes in the place of functional tensors."""
+    return tuple(
+        [
+            functional_value(one)
+            if isinstance(one, FunctionalTensor)
+            else _values(one)
+            if isinstance(one, (list, tuple))
+            else one
+            for one in given
+        ]
+    )
 
 
 def computed_elsewhere(tensor: torch.Tensor) -> UnsupportedProgram:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -30,7 +30,7 @@ from aotdist.torch_seam.functional import (
     DynamicOutputShapeException,
     FakeTensor,
 )
-from aotdist.torch_seam.modes import set_aside
+from aotdist.torch_seam.modes import OutOfDynamo, set_aside
 from aotdist.torch_seam.operators import (
     HigherOrderOperator,
     OpOverload,
@@ -44,12 +44,14 @@ from aotdist.torch_seam.proxies import (
     ProxyTorchDispatchMode,
     PythonKeyTracer,
     decomposition_option,
+    is_recording,
     node_of,
     track,
     track_number,
 )
 from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, has_floats
 from aotdist.torch_seam.trees import pytree
+from aotdist.trace.known_results import KnownResults
 from aotdist.trace.numbers.data_guards import DataGuards, NeedsSizes, NotKnown, result_of
 from aotdist.trace.numbers.scalars import Scalars, current_scalars, needs_value
 from aotdist.trace.numbers.unbacked import Unbacked
@@ -77,6 +79,7 @@ _ATOMS = (
 )
 
 
+_DEVICE = torch.ops.prim.device.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
 _ZEROS_WITHOUT_MEMORY = torch.ops.aten._efficientzerotensor.default
 _ZEROS = torch.ops.aten.zeros.default
@@ -86,7 +89,7 @@ class _NeedsGeneralMode(Exception):
     """An argument is of a kind that only the general mode knows how to record."""
 
 
-class ProxyMode(ProxyTorchDispatchMode):
+class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
     """Records operations as nodes of a tracer's graph.
 
     Args:
@@ -98,6 +101,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         stream: where random numbers come from, if from a seed and an offset; else None.
         size: gives the node of a symbolic number, or the number itself if it is a certain one.
         unbacked: the numbers that depend on data; None where there may be none.
+        known: what results were like.
         symbolic: whether sizes may be symbolic.
         on_gpu: whether the trace is for a GPU, though it is on the CPU.
         refuses_data: no number may depend on data here, though numbers of the enclosing program may.
@@ -115,6 +119,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         stream: Stream | None,
         size: Callable[[Any], Any],
         unbacked: Unbacked | None,
+        known: KnownResults,
         *,
         symbolic: bool,
         on_gpu: bool,
@@ -131,6 +136,7 @@ class ProxyMode(ProxyTorchDispatchMode):
         self._refuses_data = refuses_data
         self._symbolic, self._on_gpu = symbolic, on_gpu
         self._is_direct: dict[OpOverload, bool] = {}
+        self._known = known
 
     @set_aside
     def __torch_dispatch__(
@@ -141,6 +147,8 @@ class ProxyMode(ProxyTorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
+            return args[0].fake_device  # asked for each tensor that is made, 20 us by way of all modes
         if self._unbacked is not None:
             self._unbacked.check()
         if isinstance(func, HigherOrderOperator):
@@ -253,6 +261,21 @@ class ProxyMode(ProxyTorchDispatchMode):
                 return self._record(func, args, kwargs, node_args, node_kwargs)
         return self._dispatch_generally(func, types, args, kwargs)
 
+    def record_again(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operator whose result for such arguments is known; `NotImplemented` where it is not."""
+        if self._unbacked is not None or current_scalars() is not None or not is_recording(self):
+            return NotImplemented
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return NotImplemented
+        key = self._known.key(func, args, kwargs)
+        if not self._known.knows(key) or not self._is_recorded_directly(func) or corrections.of("node", func):
+            return NotImplemented
+        try:
+            node_args, node_kwargs = self._node_arguments(args, kwargs)
+        except _NeedsGeneralMode:
+            return NotImplemented
+        return self._record(func, args, kwargs, node_args, node_kwargs, key)
+
     def _dispatch_generally(
         self, func: OpOverload, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -322,8 +345,14 @@ class ProxyMode(ProxyTorchDispatchMode):
         kwargs: dict[str, Any],
         node_args: tuple[Any, ...],
         node_kwargs: dict[str, Any],
+        key: Hashable | None = None,
     ) -> Any:
-        result = corrections.fake_result(func, args, kwargs, on_gpu=self._on_gpu)
+        result = self._known.result(
+            key or self._known.key(func, args, kwargs),
+            args,
+            kwargs,
+            lambda: corrections.fake_result(func, args, kwargs, on_gpu=self._on_gpu),
+        )
         if func is _ZEROS_WITHOUT_MEMORY and self._decompositions:  # compilers read memory
             node = self._create(_ZEROS, node_args, node_kwargs)
             self._bind(result, node)  # pyright: ignore[reportArgumentType]  # zeros are one tensor

@@ -54,6 +54,7 @@ from aotdist.torch_seam.symbols import depends_on_data, expression, hint, number
 from aotdist.torch_seam.tensors import unwrapped
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.functionalise import Functionalisation, computed_elsewhere
+from aotdist.trace.known_results import KnownResults
 from aotdist.trace.numbers.data_guards import DataGuards
 from aotdist.trace.numbers.unbacked import Unbacked
 from aotdist.trace.operators.attention import chosen_for
@@ -155,6 +156,7 @@ class Recorder:
         self.unbacked: Unbacked | None = None
         if of_data and self.shape_env is not None:
             self.unbacked = Unbacked(self.shape_env, self._tracer.graph, self._stamp, self.size)
+        self._known = KnownResults(self.fake_mode)
         self._proxy_mode = ProxyMode(
             self._tracer,
             decompositions,
@@ -164,10 +166,12 @@ class Recorder:
             stream,
             self.size,
             self.unbacked,
+            self._known,
             symbolic=symbolic,
             on_gpu=target is not None,
             refuses_data=within is not None and within.of_data,
         )
+        self._functionalisation.recorded_again = self._proxy_mode.record_again
         self._rng: list[torch.fx.Node] = []
         self._serials = itertools.count()
         self._origins = Origins()
@@ -493,6 +497,7 @@ class Recorder:
         """
         for symbol in symbols:
             self.size(symbol)
+        self._known.forget_fakes()
         graph, now = self._tracer.graph, dict[torch.fx.Node, torch.fx.Node]()
         if self._goes_on:
             graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)

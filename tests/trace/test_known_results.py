@@ -1,0 +1,212 @@
+"""Results that are made from what an equal call gave: the graph is, node for node, the one without."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import aotdist
+from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.tensors import storage_id
+from aotdist.trace import functionalise
+from aotdist.trace.known_results import KnownResults
+from aotdist.trace.operators import corrections
+from aotdist.trace.recorder import Recorder
+
+
+class Attending(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, (2, 4)).transpose(1, 2) for part in self.qkv(self.norm(x)).chunk(3, -1))
+        return x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Routed(nn.Module):
+    """Dense experts, the best two of which count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(8, 3), nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weights, chosen = self.gate(x).softmax(-1).topk(2, -1)
+        mask = torch.zeros(*x.shape[:-1], 3).scatter_(-1, chosen, weights)
+        return x + sum(mask[..., k : k + 1] * expert(x).tanh_() for k, expert in enumerate(self.experts))
+
+
+def _normalised() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2), nn.ReLU(inplace=True))
+
+
+def _checkpointed(block: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(2):
+            x = cast("torch.Tensor", checkpoint(block, x, use_reentrant=False))
+        return x
+
+    return run
+
+
+def _with_autocast(block: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return block(x).float()
+
+    return run
+
+
+def _translating(model: nn.Transformer) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: model(x, x.flip(1))
+
+
+def _recurrent(layers: nn.LSTM) -> Callable[[torch.Tensor], torch.Tensor]:
+    """The gradients of two biases are one tensor."""
+    return lambda x: layers(x)[0]
+
+
+def _constants(x: torch.Tensor) -> torch.Tensor:
+    """1, 1.0 and True are equal, and so are results of unequal dtypes that come of them."""
+    whole = x.detach().long()
+    return x.sum() + (whole * 1).sum() + (whole * 1.0).sum() + (whole * True).sum() + whole.div(2).sum()
+
+
+def _views(x: torch.Tensor) -> torch.Tensor:
+    """Views of one kind, of the same and of other memory, written, conjugated, and with an offset."""
+    first, second = x.clone(), x.clone()
+    for one in (first, second):
+        one[:, 1:].mul_(2)
+        one.t()[1].add_(one[0, 1])
+    turned = torch.view_as_complex(first.view(-1, 4, 2)).conj()
+    return (turned * turned).real.sum() + second.as_strided((2, 3), (3, 1), 1).sum() + first.split(2)[1].sum()
+
+
+def _without_grad(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        other = x.sin().sin()
+        other.t().add_(1)
+        other = other.t().sin()
+    return (x.t() * other).sum()
+
+
+SEQUENCES, IMAGES = (2, 3, 8), (2, 2, 4, 4)
+PROGRAMS: dict[str, tuple[Callable[[], Callable[[torch.Tensor], torch.Tensor]], tuple[int, ...]]] = {
+    "attention": (lambda: nn.Sequential(*(Attending() for _ in range(3))), SEQUENCES),
+    "dropout": (
+        lambda: nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout()) for _ in range(3))),
+        SEQUENCES,
+    ),
+    "experts": (lambda: nn.Sequential(Routed(), Routed()), SEQUENCES),
+    "norms with buffers": (lambda: nn.Sequential(_normalised(), _normalised()), IMAGES),
+    "turns": (lambda: nn.Sequential(Attending(), Routed(), Attending(), Routed()), SEQUENCES),
+    "one block twice": (lambda: nn.Sequential(*[Attending()] * 2), SEQUENCES),
+    "checkpoints": (lambda: _checkpointed(nn.Sequential(Attending(), nn.Dropout())), SEQUENCES),
+    "autocast": (lambda: _with_autocast(nn.Sequential(Attending(), Attending())), SEQUENCES),
+    "encoder and decoder": (
+        lambda: _translating(nn.Transformer(8, 2, 1, 2, 16, batch_first=True)),
+        SEQUENCES,
+    ),
+    "recurrent": (lambda: _recurrent(nn.LSTM(8, 8, 2)), SEQUENCES),
+    "constants": (lambda: _constants, SEQUENCES),
+    "views": (lambda: _views, (4, 8)),
+    "without grad": (lambda: _without_grad, (4, 8)),
+}
+
+
+def _described(value: Any, memory: dict[int, int]) -> Any:
+    """A value of a graph, with the storages in the order of first use."""
+    if isinstance(value, (list, tuple)):
+        return [_described(one, memory) for one in value]
+    if not isinstance(value, torch.Tensor):
+        return str(value)
+    of_storage = str(value.untyped_storage().nbytes()), str(value.storage_offset())
+    lies_in = memory.setdefault(storage_id(value), len(memory)), of_storage
+    sizes = str(value.size()), str(value.stride())
+    keys = str(torch._C._dispatch_keys(value))  # pyright: ignore[reportPrivateUsage]
+    flags = value.requires_grad, value.is_conj(), value.is_neg(), value._is_view(), value.is_inference()
+    return type(value).__name__, sizes, lies_in, value.dtype, value.device, keys, flags
+
+
+def _recorded(
+    program: Callable[..., torch.Tensor], size: tuple[int, ...], patch: pytest.MonkeyPatch
+) -> list[list[Any]]:
+    """The graphs that a compilation of `program` records: their nodes, with all that is known of each."""
+    graphs: list[list[Any]] = []
+    record = Recorder.graph
+
+    def recorded(self: Recorder, *args: Any) -> Any:
+        graph, memory = record(self, *args), dict[int, int]()
+        nodes = graph.gm.graph.nodes
+        metas = [{key: _described(value, memory) for key, value in node.meta.items()} for node in nodes]
+        lines = [(n.op, n.name, n.target, str(n.args), str(n.kwargs)) for n in nodes]
+        graphs.append(list(zip(lines, metas, strict=True)))
+        return graph
+
+    with patch.context() as here:
+        here.setattr(Recorder, "graph", recorded)
+        torch.manual_seed(0)
+        FakeTensorMode.cache_clear()  # PyTorch's own cache forgets which results are one tensor
+        call = aotdist.compile(_calling(program), backend="fx")
+        call(torch.ones(size, requires_grad=True)).sum().backward()
+    return graphs
+
+
+def _calling(program: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    def call(x: torch.Tensor) -> torch.Tensor:
+        return program(x)
+
+    return call
+
+
+def _unknown(*_: object) -> None:
+    return None
+
+
+def _never(_: object) -> bool:
+    return False
+
+
+def _forgetful(patch: pytest.MonkeyPatch) -> None:
+    """Every result is computed, and functional operators go through PyTorch's mode."""
+    patch.setattr(KnownResults, "key", _unknown)
+    patch.setattr(functionalise, "is_of_one_tensor", _never)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_graph_is_the_one_of_results_that_are_all_computed(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, size = PROGRAMS[name]
+    program = make()
+    found = _recorded(program, size, monkeypatch)
+    with monkeypatch.context() as patch:
+        _forgetful(patch)
+        expected = _recorded(program, size, monkeypatch)
+    assert [len(graph) for graph in found] == [len(graph) for graph in expected]
+    assert len(found) > 0 and len(found[0]) > 10
+    for graph, other in zip(found, expected, strict=True):
+        for node, computed in zip(graph, other, strict=True):
+            assert node == computed
+
+
+def test_more_layers_take_no_more_fake_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    computed: list[Any] = []
+    compute = corrections.fake_result
+
+    def counted(operator: Any, *args: Any, **kwargs: Any) -> Any:
+        computed.append(operator)
+        return compute(operator, *args, **kwargs)
+
+    monkeypatch.setattr(corrections, "fake_result", counted)
+    counts = []
+    for depth in (2, 5):
+        _recorded(nn.Sequential(*(Attending() for _ in range(depth))), SEQUENCES, monkeypatch)
+        counts.append(len(computed))
+        computed.clear()
+    assert counts[0] == counts[1] > 20
