@@ -3,6 +3,12 @@
 Promises: what is emitted computes what the graph says, frees an argument after its last use, and says what it
 may do otherwise (round, draw, lay out).
 
+Equal layers
+------------
+Inductor takes the time that a graph has nodes, and most of these are the same layer again. Where collectives
+stand between layers nothing fuses across them, so a graph is cut there, and what is equal up to names is
+compiled once (`codegen/regions.py`). Graphs without collectives go to the compiler as a whole.
+
 Random numbers under Inductor
 -----------------------------
 `codegen/random_operators.py`: on a CPU each random operator of a graph becomes one of ours that calls eager's

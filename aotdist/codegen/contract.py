@@ -125,6 +125,28 @@ class Portable:
     functions: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Region:
+    """A part of a graph that was compiled by itself.
+
+    Args:
+        call: what runs it.
+        name: in text.
+    """
+
+    call: BoxedCall
+    name: str
+
+    @property
+    def __name__(self) -> str:
+        """What it is called where it is printed."""
+        return self.name
+
+    def __call__(self, args: list[Any]) -> Sequence[Any]:
+        """Run it."""
+        return self.call(args)
+
+
 def _nothing_pending() -> None:
     return None
 
@@ -154,6 +176,7 @@ class Emitted:
         is_settled: whether a call with such arguments compiles nothing and looks at nothing any more; None if
             that holds of every call.
         graphs: graphs that it holds, to make `with_modules` of.
+        regions: how often each of the regions is called that it was compiled by; none if it was as a whole.
     """
 
     call: BoxedCall
@@ -170,6 +193,7 @@ class Emitted:
     with_modules: Callable[[], BoxedCall] | None = None
     is_settled: Callable[[Sequence[Any]], bool] | None = None
     graphs: tuple[Graph, ...] = ()
+    regions: tuple[int, ...] = ()
 
 
 def finished(emitted: Emitted) -> Emitted:

@@ -19,6 +19,7 @@ from aotdist.codegen.gloo_gathers import gathers_into_buffers
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.marks import with_marks
 from aotdist.codegen.numbers import numbers_apart
+from aotdist.codegen.regions import emit_by_regions
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph, Role, Slot, Split
 from aotdist.settings import Settings
@@ -136,7 +137,7 @@ class Emitter:
         # The reference emitter runs functions of numbers like any operator.
         apart = None if isinstance(self.backend, FxBackend) else numbers_apart(graph, self.fake_mode)
         graph = graph if apart is None else apart.rest
-        emitted = self.backend.emit(graph, emission)
+        emitted = emit_by_regions(self.backend, graph, emission)
         if self.settings.cuda_graphs:
             # What was recorded is replayed as a whole.
             emitted = replace(with_cuda_graphs(emitted, graph, emission), with_modules=None)

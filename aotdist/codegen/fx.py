@@ -20,7 +20,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from aotdist.codegen.any_strides import takes_any_strides, with_reshapes
-from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted
+from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted, Region
 from aotdist.codegen.marks import module_mark
 from aotdist.codegen.python_source import Bindings, load_function
 from aotdist.codegen.tensor_text import tensor_text
@@ -140,7 +140,7 @@ def print_graph(graph: Graph, *, marked: bool = False) -> PrintedGraph:
     """
     bindings = Bindings({"forward", "slice", "Ellipsis", *_local_names(graph.gm)})
     writer = _Writer(graph.gm, bindings)
-    args = bindings.reserve("args")
+    args = writer.args
     mark = bindings.name(RecordFunctionFast, "mark") if marked else ""
     body = [*_arguments(graph, args), *_statements(graph.gm.graph, writer, mark), *_return(graph, writer)]
     text = "\n".join([*writer.functions, f"def forward({args}):", *(f"    {line}" for line in body)])
@@ -194,7 +194,7 @@ def _statements(graph: torch.fx.Graph, writer: _Writer, mark: str = "") -> Itera
     deaths = _deaths(graph)
     shown, around = "", ""
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
+        if node.op in ("placeholder", "get_attr", "output") or _is_of_region(node):
             continue
         module = module_mark(node) if mark else ""
         if module and module != around:
@@ -205,7 +205,10 @@ def _statements(graph: torch.fx.Graph, writer: _Writer, mark: str = "") -> Itera
         if comment and comment != shown:
             yield f"{indent}# {comment}"
             shown = comment
-        yield f"{indent}{_statement(node, writer, deaths.get(node, ()))}"
+        if isinstance(node.target, Region):
+            yield from (f"{indent}{line}" for line in _region(node, writer, deaths.get(node, ())))
+        else:
+            yield f"{indent}{_statement(node, writer, deaths.get(node, ()))}"
 
 
 def _statement(node: Node, writer: _Writer, dying: Sequence[Node]) -> str:
@@ -215,6 +218,20 @@ def _statement(node: Node, writer: _Writer, dying: Sequence[Node]) -> str:
         text += f"; del {', '.join(dead.name for dead in dying)}"
     shape = _shape(node)
     return f"{text}  # {shape}" if shape else text
+
+
+def _is_of_region(node: Node) -> bool:
+    source = node.args[0] if node.target is operator.getitem else None
+    return isinstance(source, Node) and isinstance(source.target, Region)
+
+
+def _region(node: Node, writer: _Writer, dying: Sequence[Node]) -> Iterator[str]:
+    """A call that frees its arguments: nobody else has those that die here."""
+    region = cast("Region", node.target)
+    freed = f"; del {', '.join(dead.name for dead in dying)}" if dying else ""
+    results = "".join(f"{result.name}, " for result in node.users)
+    yield f"{writer.args} = {writer.spell(node.args[0])}{freed}"
+    yield f"({results.rstrip()}) = {writer.bindings.name(region.call, region.name)}({writer.args})"
 
 
 def _return(graph: Graph, writer: _Writer) -> Iterator[str]:
@@ -244,6 +261,7 @@ class _Writer:
         self.gm = gm
         self.functions: list[str] = []  # lines that define the graphs inside this one
         self.bindings = bindings
+        self.args = bindings.reserve("args")  # what a graph, or a region, is called with
         self._interned: dict[str, Any] = {}  # equal constants that come as separate objects
         self._names: dict[int, str] = {}
 

@@ -32,6 +32,7 @@ class GraphSummary:
         fusion: its kernels and what was left to the library, from a backend that writes its own.
         recordings: what became of its calls, if it is recorded as a CUDA graph.
         from_cache: its code was found in the compile cache.
+        regions: how often each of its regions is called; none if it was compiled as a whole.
     """
 
     name: str
@@ -40,6 +41,7 @@ class GraphSummary:
     fusion: Fusion | None
     recordings: Recordings | None
     from_cache: bool
+    regions: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,4 +180,12 @@ def _graph_summary(name: str, graph: Graph, emitted: Emitted | None) -> GraphSum
         return GraphSummary(name, count, collectives(graph), None, None, from_cache=False)
     fusion = emitted.fusion() if emitted.fusion else None
     recordings = emitted.recordings() if emitted.recordings else None
-    return GraphSummary(name, count, collectives(graph), fusion, recordings, from_cache=emitted.from_cache)
+    return GraphSummary(
+        name,
+        count,
+        collectives(graph),
+        fusion,
+        recordings,
+        from_cache=emitted.from_cache,
+        regions=emitted.regions,
+    )

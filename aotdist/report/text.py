@@ -44,6 +44,9 @@ def named_facts(summary: ArtifactSummary) -> Iterator[tuple[str, str]]:
         yield "saved for backward", format_bytes(summary.saved_bytes)
     if found := [graph.name for graph in summary.graphs if graph.from_cache]:
         yield "from the compile cache", ", ".join(found)
+    if cut := [graph for graph in summary.graphs if graph.regions]:
+        regions = (f"{graph.name} {len(graph.regions)} for {sum(graph.regions)} calls" for graph in cut)
+        yield "compiled once for equal layers", ", ".join(regions)
     if summary.written:
         yield "writes", _some(summary.written)
     for conversion, paths in summary.converted.items():

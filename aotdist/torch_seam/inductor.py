@@ -288,6 +288,22 @@ def merges_gathers() -> bool:
     return scheduled or options.get("bucket_all_gathers_fx", "none") != "none"
 
 
+_MOVES_COLLECTIVES = (
+    "reorder_for_compute_comm_overlap",
+    "_micro_pipeline_tp",
+    "_fuse_ddp_communication",
+    "aten_distributed_optimizations.enable_overlap_scheduling",
+)
+_MERGES_COLLECTIVES = ("bucket_all_gathers_fx", "bucket_reduce_scatters_fx", "bucket_all_reduces_fx")
+
+
+def moves_collectives() -> bool:
+    """Whether the user has Inductor order, merge or split collectives, for which it must see them."""
+    options = inductor_options()
+    moves = any(options.get(name) for name in _MOVES_COLLECTIVES)
+    return moves or any(options.get(name) not in (None, "none") for name in _MERGES_COLLECTIVES)
+
+
 def inductor_extensions() -> Iterator[tuple[Any, Any]]:
     """Operators with what Inductor makes of each: PyTorch's own functions, and those that others registered.
 

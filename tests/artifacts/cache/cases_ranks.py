@@ -1,20 +1,48 @@
 """What the ranks of `test_backend.py` and `test_of_a_rank.py` run."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import aotdist
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.torch_seam.inductor import inductor_config
 from tests.artifacts.cache.of_a_rank import OF_A_RANK, Program, gathering_twice, of_a_group
-from tests.artifacts.programs import sharded_evenly
+from tests.artifacts.programs import Made, sharded_evenly
 
 
 def compiled_by(folder: str) -> int:
     """How many graphs this rank rewrote or emitted; its step is close to eager's."""
+    return _compiled(sharded_evenly, folder)[0]
+
+
+def in_layers(num_layers: int) -> Made:
+    """FSDP2, each layer a unit."""
+    torch.manual_seed(0)
+    layers = (nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(num_layers))
+    model = nn.Sequential(*layers)
+    for layer in model:
+        fully_shard(layer)
+    return fully_shard(model), (torch.randn(3, 8) + dist.get_rank(),)
+
+
+def deeper_than_compiled(folder: str) -> tuple[int, int, str]:
+    """How many graphs this rank emitted for four layers, and then for five; the report of these."""
+    shallow, _ = _compiled(partial(in_layers, 4), folder, ("emit",))
+    deep, report = _compiled(partial(in_layers, 5), folder, ("emit",))
+    return shallow, deep, report
+
+
+def _compiled(
+    make: Callable[[], Made], folder: str, steps: tuple[str, ...] = ("prepare_joint", "emit")
+) -> tuple[int, str]:
+    """How often this rank took these steps, and the report; its step is close to eager's."""
     made = 0
 
     def counted(original: Any) -> Any:
@@ -25,16 +53,16 @@ def compiled_by(folder: str) -> int:
 
         return counting
 
-    expected = _gradients(*sharded_evenly())
-    model, args = sharded_evenly()
+    expected = _gradients(*make())
+    model, args = make()
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("prepare_joint", "emit"):
+        for name in steps:
             patch.setattr(InductorBackend, name, counted(getattr(InductorBackend, name)))
         dist.barrier()
         aotdist.compile(model, backend="inductor", settings={"cache_folder": folder})
         for ours, theirs in zip(_gradients(model, args), expected, strict=True):
             torch.testing.assert_close(ours, theirs)
-    return made
+    return made, str(aotdist.explain(model))
 
 
 def _gradients(model: torch.nn.Module, args: tuple[torch.Tensor, ...]) -> list[Any]:

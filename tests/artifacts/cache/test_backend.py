@@ -277,3 +277,12 @@ def test_graphs_and_tapes_of_dynamo_are_kept(tmp_path: Path, monkeypatch: pytest
 def test_one_rank_compiles_and_the_others_take_it(world2: World, tmp_path: Path) -> None:
     emitted = world2.run(cases_ranks.compiled_by, str(tmp_path), timeout=110.0)
     assert sum(emitted) == 3
+
+
+@pytest.mark.ranks
+def test_a_deeper_model_takes_what_a_shallow_one_left(world2: World, tmp_path: Path) -> None:
+    told = world2.run(cases_ranks.deeper_than_compiled, str(tmp_path), timeout=110.0)
+    shallow, deep, reports = zip(*told, strict=True)
+    assert deep == (0, 0) and sorted(shallow) == [0, 5]
+    for report in reports:
+        assert "compiled once for equal layers: forward 1 for 5 calls, backward 4 for 9 calls" in report
