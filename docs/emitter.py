@@ -187,6 +187,11 @@ def machine_page() -> Iterator[str]:
         f"{count:>3} {name}" for name, count in sorted(binary.instructions.items()) if is_telling(name)
     )
     yield code("\n".join([usage, *counted]), "text")
+    yield words(
+        "On a GPU, all kernels of a graph are compiled in threads, in all the ways that may be needed, while "
+        "the rest is still being emitted (`kernels/background.py`); kernels that differ in nothing but names "
+        "are compiled once in a process, under the name of the first."
+    )
     yield "## How large its blocks are"
     yield words(
         "A memory model (`kernels/costs.py`) estimates the cost of each way to cut a kernel into blocks. It "

@@ -37,10 +37,10 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (55_888, 42_000),
-    "lines of its core": (32_335, 23_500),
-    "classes of its core": (302, 200),
-    "files of aotdist/": (309, 235),
+    "lines of aotdist/": (56_770, 42_000),
+    "lines of its core": (32_556, 23_500),
+    "classes of its core": (305, 200),
+    "files of aotdist/": (311, 235),
     "import floors": (18, 15),
     "most parameters of a function": (13, 8),
     "most fields of a class": (21, 14),
