@@ -81,7 +81,7 @@ def _checked(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
     Raises:
         BadSettings: a mode that is another compiler's, an option that nothing here could honour.
     """
-    if options.get("dynamic"):
+    if options.get("dynamic") not in (None, False, "auto"):  # the last is what Dynamo does by itself
         raise BadSettings(
             "the option `dynamic` cannot be honoured: Dynamo decides which sizes are open",
             fix="call `torch.compile(..., dynamic=True)`",

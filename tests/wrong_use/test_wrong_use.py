@@ -278,7 +278,7 @@ def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_many_signatures_warn_once_and_say_what_changes() -> None:
-    fn = compiled(lambda x: x * 2, settings={"max_artifacts": 2})
+    fn = compiled(lambda x: x * 2, settings={"max_artifacts": 2, "dynamic": False})
     fn(torch.ones(1))
     fn(torch.ones(2))
     with pytest.warns(UserWarning, match=r"`args\[0\]` .*float32\[2\].*float32\[3\].*mark_dynamic\(args"):
