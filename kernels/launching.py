@@ -105,9 +105,10 @@ def _blocks(kernel: Kernel, reduced: int, is_held: bool, gpu: Gpu, *, is_interpr
         return Config(max(1, min(results, _INTERPRETED_BLOCK // rblock)), rblock, 4)
     if is_wide(kernel):
         return _column_blocks(kernel, rblock, gpu, is_held=is_held)
-    if kernel.p is not None:  # few blocks, which hold sums besides: 16 elements a thread
+    if kernel.p is not None:  # few blocks, which hold sums besides: 16 elements a thread, of many tensors 8
         xblock = max(1, min(results, _PART_BLOCK // rblock))
-        return Config(xblock, rblock, min(16, max(4, xblock * rblock // 512)))
+        is_large = len([*reads(kernel), *writes(kernel)]) > _MANY
+        return Config(xblock, rblock, min(16, max(4, xblock * rblock // (256 if is_large else 512))))
     xblock = max(1, min(results, _BLOCK // rblock))
     return Config(xblock, rblock, 8 if xblock * rblock >= 4096 else 4)
 
