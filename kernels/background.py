@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 from weakref import WeakValueDictionary
@@ -22,21 +23,6 @@ from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.launching import Config, blocks_of
 
 _MOST_THREADS = 32
-
-
-class Code:
-    """A kernel cut in one way, which is compiled or being compiled.
-
-    Args:
-        made: ends with the kernel as Triton has it.
-    """
-
-    def __init__(self, made: Future[Any]) -> None:
-        self._made = made
-
-    def wait(self) -> Any | None:
-        """The kernel, when it is compiled; None if it could not be."""
-        return None if self._made.exception() else self._made.result()
 
 
 class Background:
@@ -50,7 +36,7 @@ class Background:
     def __init__(self, backend: Any, arch: int | str) -> None:
         self._backend = backend
         self._arch = arch
-        self._codes = WeakValueDictionary[tuple[Any, ...], Code]()
+        self._codes = WeakValueDictionary[tuple[Any, ...], Future[Any]]()
         self._launchers = dict[tuple[Any, ...], threading.Lock]()
         self._lock = threading.Lock()
 
@@ -59,7 +45,9 @@ class Background:
         """That of the current GPU, the same for all graphs; None if there is none."""
         return None if triton_seam.current_gpu() is None else _for_target(*triton_seam.target_here())
 
-    def code(self, function: Any, emitted: EmittedKernel, way: Config, likeness: str) -> Code:
+    def code(
+        self, function: Any, emitted: EmittedKernel, way: Config, likeness: str
+    ) -> Callable[[], Any | None]:
         """Start compiling a kernel of known sizes, unless one like it was.
 
         Args:
@@ -67,6 +55,9 @@ class Background:
             emitted: the kernel.
             way: how it is cut.
             likeness: equal for kernels that do the same to other tensors, see `tuning.likeness`.
+
+        Returns:
+            What waits for the kernel as Triton has it; it gives None if that could not be compiled.
         """
         key = (likeness, way)
         with self._lock:
@@ -74,8 +65,8 @@ class Background:
             if code is None:
                 pointers, blocks = pointers_of(emitted), blocks_of(emitted.kernel, way)
                 task = functools.partial(self._compile, function, pointers, blocks, way.options)
-                code = self._codes[key] = Code(_pool().submit(task))
-        return code
+                code = self._codes[key] = _pool().submit(task)
+        return functools.partial(_finished, code)
 
     def _compile(self, function: Any, pointers: Any, blocks: Any, options: Any) -> Any:
         made = triton_seam.compiled(
@@ -90,6 +81,10 @@ class Background:
             lock = self._launchers.setdefault(signature, threading.Lock())
         with lock:
             triton_seam.build_launcher(made)
+
+
+def _finished(code: Future[Any]) -> Any | None:
+    return None if code.exception() else code.result()
 
 
 @functools.cache

@@ -29,7 +29,7 @@ from aotdist.kernels.online import online
 from aotdist.kernels.polynomial import Polynomial
 from aotdist.kernels.printing import Printed, print_kernel
 from aotdist.kernels.rule import sizes_of, strides_of, val_of
-from aotdist.kernels.running import Jitted, Runner
+from aotdist.kernels.running import Jitted, Runner, nothing_compiled
 from aotdist.kernels.scheduling import Schedule, Step
 from aotdist.kernels.sized import SizedLaunch, SizedResult, names_needed
 from aotdist.kernels.space import Group
@@ -228,10 +228,10 @@ class _Copies:
         """A kernel in one way, which is compiled as soon as there is time, if it is likely to be needed."""
         function = self._functions[step.printed.name]
         blocks, count = blocks_of(step.kernel, way), step.num_blocks_in(way)
-        if self._background is None or not ahead:
-            return Jitted(function, count, blocks, way.options, device)
-        code = self._background.code(function, step, way, source)
-        return Jitted(function, count, blocks, way.options, device, code.wait)
+        code = nothing_compiled
+        if self._background is not None and ahead:
+            code = self._background.code(function, step, way, source)
+        return Jitted(function, count, blocks, way.options, device, code)
 
 
 def _result(node: Node, printed: Printed) -> SizedResult:

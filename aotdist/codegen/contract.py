@@ -126,7 +126,7 @@ class Portable:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Region:
+class CompiledRegion:
     """A part of a graph that was compiled by itself.
 
     Args:

@@ -20,7 +20,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from aotdist.codegen.any_strides import takes_any_strides, with_reshapes
-from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted, Region
+from aotdist.codegen.contract import BoxedCall, CompiledRegion, Decompositions, Emission, Emitted
 from aotdist.codegen.marks import module_mark
 from aotdist.codegen.python_source import Bindings, load_function
 from aotdist.codegen.tensor_text import tensor_text
@@ -205,7 +205,7 @@ def _statements(graph: torch.fx.Graph, writer: _Writer, mark: str = "") -> Itera
         if comment and comment != shown:
             yield f"{indent}# {comment}"
             shown = comment
-        if isinstance(node.target, Region):
+        if isinstance(node.target, CompiledRegion):
             yield from (f"{indent}{line}" for line in _region(node, writer, deaths.get(node, ())))
         else:
             yield f"{indent}{_statement(node, writer, deaths.get(node, ()))}"
@@ -222,12 +222,12 @@ def _statement(node: Node, writer: _Writer, dying: Sequence[Node]) -> str:
 
 def _is_of_region(node: Node) -> bool:
     source = node.args[0] if node.target is operator.getitem else None
-    return isinstance(source, Node) and isinstance(source.target, Region)
+    return isinstance(source, Node) and isinstance(source.target, CompiledRegion)
 
 
 def _region(node: Node, writer: _Writer, dying: Sequence[Node]) -> Iterator[str]:
     """A call that frees its arguments: nobody else has those that die here."""
-    region = cast("Region", node.target)
+    region = cast("CompiledRegion", node.target)
     freed = f"; del {', '.join(dead.name for dead in dying)}" if dying else ""
     results = "".join(f"{result.name}, " for result in node.users)
     yield f"{writer.args} = {writer.spell(node.args[0])}{freed}"

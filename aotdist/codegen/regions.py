@@ -23,7 +23,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from aotdist.codegen.contract import Backend, Emission, Emitted, Region
+from aotdist.codegen.contract import Backend, CompiledRegion, Emission, Emitted
 from aotdist.codegen.fx import attribute_of, load_graph, print_graph
 from aotdist.errors import UnsupportedProgram
 from aotdist.partition.traits import is_collective, is_view, is_wait
@@ -39,7 +39,7 @@ three are: what fuses across a cut, and the choice of layouts there, are lost.""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Cut:
+class Segment:
     """Nodes of a graph between two collectives.
 
     Args:
@@ -54,17 +54,17 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Call:
+class RegionCall:
     """A region where it stands.
 
     Args:
-        cut: its nodes.
+        segment: its nodes.
         graph: them alone, the same for all regions of a kind.
         emission: what is known of that graph.
         kind: see `kind_of`.
     """
 
-    cut: Cut
+    segment: Segment
     graph: Graph
     emission: Emission
     kind: Hashable
@@ -81,19 +81,19 @@ def emit_by_regions(backend: Backend, graph: Graph, emission: Emission) -> Emitt
     if backend.name != "inductor" or moves_collectives():  # other backends are quick, or the user's
         return backend.emit(graph, emission)
     parts = parts_of(graph, emission)
-    kinds = {part.kind: part for part in parts if isinstance(part, Call)}
+    kinds = {part.kind: part for part in parts if isinstance(part, RegionCall)}
     emitted = _emitted(backend, kinds) if _are_worth_it(parts, kinds) else None
     if emitted is None:
         return backend.emit(graph, emission)
     return _joined(graph, parts, emitted, f"{emission.name} {emission.kind}")
 
 
-def _are_worth_it(parts: Sequence[Node | Call], kinds: Mapping[Hashable, Call]) -> bool:
-    everything = sum(len(part.cut.nodes) for part in parts if isinstance(part, Call))
-    return sum(len(call.cut.nodes) for call in kinds.values()) <= WORTH_IT * everything and everything > 0
+def _are_worth_it(parts: Sequence[Node | RegionCall], kinds: Mapping[Hashable, RegionCall]) -> bool:
+    everything = sum(len(part.segment.nodes) for part in parts if isinstance(part, RegionCall))
+    return sum(len(call.segment.nodes) for call in kinds.values()) <= WORTH_IT * everything and everything > 0
 
 
-def _emitted(backend: Backend, kinds: Mapping[Hashable, Call]) -> dict[Hashable, Emitted] | None:
+def _emitted(backend: Backend, kinds: Mapping[Hashable, RegionCall]) -> dict[Hashable, Emitted] | None:
     """A compiled region for each kind; None if one does not compile, or lays results out otherwise."""
     emitted: dict[Hashable, Emitted] = {}
     try:
@@ -119,7 +119,7 @@ def _lies_as_traced(graph: Graph, emitted: Emitted) -> bool:
 # Where a graph is cut.
 
 
-def parts_of(graph: Graph, emission: Emission) -> list[Node | Call]:
+def parts_of(graph: Graph, emission: Emission) -> list[Node | RegionCall]:
     """A graph in the order in which it runs, with its regions; nothing for one that cannot be cut.
 
     Where sizes are symbols, or a step stores new values in its arguments, the compiler gets the whole.
@@ -129,37 +129,38 @@ def parts_of(graph: Graph, emission: Emission) -> list[Node | Call]:
     if emission.kind == "inference" and any(slot.role == "write" for slot in graph.outs):
         return []
     parts, placeholders = _cut_up(graph), graph.placeholders()
-    if not all(_is_of_tensors(part, graph.gm) for part in parts if isinstance(part, Cut)):
+    if not all(_is_of_tensors(part, graph.gm) for part in parts if isinstance(part, Segment)):
         return []
     static = {placeholders[position] for position in emission.static_ins}
     saved = {placeholders[position] for position in emission.saved_ins}
 
     graphs = dict[Hashable, Graph]()
 
-    def called(cut: Cut) -> Call:
-        arguments = _arguments(cut, graph.gm)
+    def called(segment: Segment) -> RegionCall:
+        arguments = _arguments(segment, graph.gm)
         static_ins = frozenset(at for at, node in enumerate(arguments) if node in static)
         saved_ins = frozenset(at for at, node in enumerate(arguments) if node in saved)
-        kind = (kind_of(cut, graph.gm), static_ins, saved_ins)
+        kind = (kind_of(segment, graph.gm), static_ins, saved_ins)
         if kind not in graphs:
-            graphs[kind] = region_graph(cut, graph.gm)
-        return Call(cut, graphs[kind], replace(emission, static_ins=static_ins, saved_ins=saved_ins), kind)
+            graphs[kind] = region_graph(segment, graph.gm)
+        known = replace(emission, static_ins=static_ins, saved_ins=saved_ins)
+        return RegionCall(segment, graphs[kind], known, kind)
 
-    return [called(part) if isinstance(part, Cut) else part for part in parts]
+    return [called(part) if isinstance(part, Segment) else part for part in parts]
 
 
-def _cut_up(graph: Graph) -> list[Node | Cut]:
+def _cut_up(graph: Graph) -> list[Node | Segment]:
     held = graph.gm.graph.find_nodes(op="get_attr")  # which stand before their first use, in between
     nodes = [*held, *(node for node in graph.gm.graph.nodes if node.op != "get_attr")]
     fill = _fill_buckets(nodes)
-    found: list[Node | Cut] = []
+    found: list[Node | Segment] = []
     for is_boundary, run in groupby(nodes, _is_boundary):
         run = tuple(run)
-        cut = _cut(tuple(node for node in run if node not in fill))
-        if is_boundary or all(map(is_view, cut.nodes)) or not cut.outs:
+        segment = _segment(tuple(node for node in run if node not in fill))
+        if is_boundary or all(map(is_view, segment.nodes)) or not segment.outs:
             found += run
         else:
-            found += (cut, *filter(fill.__contains__, run))
+            found += (segment, *filter(fill.__contains__, run))
     return found
 
 
@@ -193,17 +194,17 @@ def _computes(node: Node) -> bool:
     return node.op == "output" or not _is_boundary(node)
 
 
-def _cut(nodes: tuple[Node, ...]) -> Cut:
+def _segment(nodes: tuple[Node, ...]) -> Segment:
     inside = set(nodes)
     read = dict.fromkeys(used for node in nodes for used in node.all_input_nodes)
     ins = tuple(used for used in read if used not in inside)
-    return Cut(nodes, ins, tuple(node for node in nodes if not inside.issuperset(node.users)))
+    return Segment(nodes, ins, tuple(node for node in nodes if not inside.issuperset(node.users)))
 
 
-def _is_of_tensors(cut: Cut, gm: GraphModule) -> bool:
+def _is_of_tensors(segment: Segment, gm: GraphModule) -> bool:
     """Whether a region takes and returns tensors, all of whose sizes are known."""
-    around = (node.meta.get("val") for node in (*_arguments(cut, gm), *cut.outs))
-    values = [value for node in cut.nodes for value in _tensors(node)]
+    around = (node.meta.get("val") for node in (*_arguments(segment, gm), *segment.outs))
+    values = [value for node in segment.nodes for value in _tensors(node)]
     is_known = all(value.layout is torch.strided and not is_symbolic(value.shape) for value in values)
     return is_known and all(isinstance(value, torch.Tensor) for value in around)
 
@@ -214,9 +215,9 @@ def _tensors(node: Node) -> Iterator[torch.Tensor]:
     yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
-def _arguments(cut: Cut, gm: GraphModule) -> list[Node]:
+def _arguments(segment: Segment, gm: GraphModule) -> list[Node]:
     """What a region is called with: graphs inside of it are its own."""
-    return [node for node in cut.ins if not _is_graph(node, gm)]
+    return [node for node in segment.ins if not _is_graph(node, gm)]
 
 
 def _is_graph(node: Node, gm: GraphModule) -> bool:
@@ -229,36 +230,36 @@ _PLACES = frozenset({"source", "module", "function", "unit", "seq_nr", "serial",
 """What nodes say of the program that they come from, and that nothing is compiled by."""
 
 
-def region_graph(cut: Cut, gm: GraphModule) -> Graph:
+def region_graph(segment: Segment, gm: GraphModule) -> Graph:
     """A region as a graph of its own, the same for all that are equal up to names."""
     graph, root, copies = torch.fx.Graph(), torch.nn.Module(), dict[Node, Node]()
-    for position, node in enumerate(cut.ins):
+    for position, node in enumerate(segment.ins):
         if _is_graph(node, gm):
             setattr(root, f"graph_{position}", attribute_of(gm, node))
             copies[node] = graph.get_attr(f"graph_{position}")
-    for position, node in enumerate(_arguments(cut, gm)):
+    for position, node in enumerate(_arguments(segment, gm)):
         copies[node] = graph.placeholder(f"x{position}")
         copies[node].meta = {"val": node.meta["val"]}
-    for node in cut.nodes:
+    for node in segment.nodes:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
         copies[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
         copies[node].meta = {key: value for key, value in node.meta.items() if key not in _PLACES}
-    graph.output(tuple(copies[node] for node in cut.outs))
+    graph.output(tuple(copies[node] for node in segment.outs))
     ins = tuple(Slot("primal", node.name) for node in graph.find_nodes(op="placeholder"))
-    outs = tuple(Slot("kept", f"y{position}") for position in range(len(cut.outs)))
+    outs = tuple(Slot("kept", f"y{position}") for position in range(len(segment.outs)))
     return Graph(graph_module(root, graph), ins, outs)
 
 
-def kind_of(cut: Cut, gm: GraphModule) -> Hashable:
+def kind_of(segment: Segment, gm: GraphModule) -> Hashable:
     """What regions have in common that are compiled to the same: operators, constants, metadata of tensors.
 
     Args:
-        cut: a region.
+        segment: a region.
         gm: the graph that it is a part of.
     """
     kinds = _Kinds(gm, _Numbers())
-    given, nodes = tuple(map(kinds.given, cut.ins)), tuple(map(kinds.node, cut.nodes))
-    return given, nodes, kinds.of(cut.outs)
+    given, nodes = tuple(map(kinds.given, segment.ins)), tuple(map(kinds.node, segment.nodes))
+    return given, nodes, kinds.of(segment.outs)
 
 
 class _Numbers(dict[Any, int]):
@@ -330,12 +331,14 @@ def _metadata(tensor: torch.Tensor) -> tuple[Hashable, ...]:
 
 
 def _joined(
-    graph: Graph, parts: Sequence[Node | Call], emitted: Mapping[Hashable, Emitted], label: str
+    graph: Graph, parts: Sequence[Node | RegionCall], emitted: Mapping[Hashable, Emitted], label: str
 ) -> Emitted:
     """The graph as something to call, which calls its regions."""
-    regions = {kind: Region(one.call, f"region_{at}") for at, (kind, one) in enumerate(emitted.items())}
+    regions = {
+        kind: CompiledRegion(one.call, f"region_{at}") for at, (kind, one) in enumerate(emitted.items())
+    }
     whole = _with_calls(graph, parts, regions)
-    printed, counts = print_graph(whole), Counter(part.kind for part in parts if isinstance(part, Call))
+    printed, counts = print_graph(whole), Counter(part.kind for part in parts if isinstance(part, RegionCall))
     sources = (f"# {regions[kind].name}\n{one.source}" for kind, one in emitted.items())
 
     def finish() -> None:
@@ -352,17 +355,19 @@ def _joined(
     )
 
 
-def _with_calls(graph: Graph, parts: Sequence[Node | Call], regions: Mapping[Hashable, Region]) -> Graph:
+def _with_calls(
+    graph: Graph, parts: Sequence[Node | RegionCall], regions: Mapping[Hashable, CompiledRegion]
+) -> Graph:
     """The graph with a node in the place of each region, and one for each of its results."""
     made, copies = torch.fx.Graph(), dict[Node, Node]()
     for part in parts:
         if isinstance(part, Node):
             copies[part] = made.node_copy(part, copies.__getitem__)
             continue
-        args = [copies[node] for node in _arguments(part.cut, graph.gm)]
+        args = [copies[node] for node in _arguments(part.segment, graph.gm)]
         results = made.create_node("call_function", regions[part.kind], (args,), name="results")
-        results.meta = {"module": _module_of(part.cut)}
-        for position, node in enumerate(part.cut.outs):
+        results.meta = {"module": _module_of(part.segment)}
+        for position, node in enumerate(part.segment.outs):
             copies[node] = made.create_node(
                 "call_function", operator.getitem, (results, position), name=node.name
             )
@@ -370,9 +375,9 @@ def _with_calls(graph: Graph, parts: Sequence[Node | Call], regions: Mapping[Has
     return Graph(graph_module(graph.gm, made), graph.ins, graph.outs)
 
 
-def _module_of(cut: Cut) -> str:
+def _module_of(segment: Segment) -> str:
     """The path of the innermost module that most of a region is of."""
-    paths = [str(node.meta.get("module") or "").split(".") for node in cut.nodes]
+    paths = [str(node.meta.get("module") or "").split(".") for node in segment.nodes]
     found = list[str]()
     while True:
         deeper = Counter(path[len(found)] for path in paths if path[: len(found)] == found != path)

@@ -6,7 +6,7 @@ order in which it draws random numbers. Both show: sums run in another order, an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -138,8 +138,8 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
         """Run an operator with which PyTorch's mode would do nothing, where its result is known."""
         if self.recorded_again is None or not is_functional(func):
             return NotImplemented
-        named = {name: _values((value,))[0] for name, value in kwargs.items()}
-        result = self.recorded_again(func, _values(args), named)
+        named = {name: _with_fakes(value) for name, value in kwargs.items()}
+        result = self.recorded_again(func, _with_fakes(args), named)
         return result if result is NotImplemented else functional_results(self, result)
 
     def _tell_of_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -240,18 +240,11 @@ def _make_views_again(given: Any) -> None:
                 functional_value(one)
 
 
-def _values(given: Sequence[Any]) -> tuple[Any, ...]:
-    """Arguments of an operator with fakes in the place of functional tensors."""
-    return tuple(
-        [
-            functional_value(one)
-            if isinstance(one, FunctionalTensor)
-            else _values(one)
-            if isinstance(one, (list, tuple))
-            else one
-            for one in given
-        ]
-    )
+def _with_fakes(given: Any) -> Any:
+    """An argument of an operator, or several, with fakes in the place of functional tensors."""
+    if isinstance(given, FunctionalTensor):
+        return functional_value(given)
+    return tuple([_with_fakes(one) for one in given]) if isinstance(given, (list, tuple)) else given
 
 
 def computed_elsewhere(tensor: torch.Tensor) -> UnsupportedProgram:

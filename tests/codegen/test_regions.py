@@ -14,7 +14,7 @@ from torch import Tensor
 from aotdist.artifacts.cache.key import WrittenGraph, key_of
 from aotdist.codegen.contract import Decompositions, Emission, Emitted
 from aotdist.codegen.fx import FxBackend
-from aotdist.codegen.regions import Call, emit_by_regions, parts_of
+from aotdist.codegen.regions import RegionCall, emit_by_regions, parts_of
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph
 from aotdist.settings import Settings
@@ -73,7 +73,9 @@ class Recording:
 def kinds(graph: Graph, static_ins: frozenset[int] = frozenset()) -> list[int]:
     """The kinds of the regions of a graph, in order, as numbers."""
     calls = [
-        part for part in parts_of(graph, emission(graph, static_ins=static_ins)) if isinstance(part, Call)
+        part
+        for part in parts_of(graph, emission(graph, static_ins=static_ins))
+        if isinstance(part, RegionCall)
     ]
     seen = list(dict.fromkeys(call.kind for call in calls))
     return [seen.index(call.kind) for call in calls]
@@ -196,7 +198,7 @@ def test_a_deeper_model_finds_what_a_shallow_one_left() -> None:
             node.meta.pop("eager_input_vals", None)  # `make_fx` leaves these, our own trace does not
         known = emission(graph)
         assert known.fake_mode is not None
-        alone = [part.graph for part in parts_of(graph, known) if isinstance(part, Call)]
+        alone = [part.graph for part in parts_of(graph, known) if isinstance(part, RegionCall)]
         return {key_of("forward", one, WrittenGraph.of(one, known.fake_mode), Settings()) for one in alone}
 
     assert len(keys(3)) == 2 and keys(3) == keys(9)

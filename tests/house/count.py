@@ -38,7 +38,7 @@ class Measure:
 
 LIMITS: Mapping[str, tuple[int, int]] = {
     "lines of aotdist/": (56_770, 42_000),
-    "lines of its core": (32_556, 23_500),
+    "lines of its core": (32_549, 23_500),
     "classes of its core": (305, 200),
     "files of aotdist/": (311, 235),
     "import floors": (18, 15),

@@ -25,7 +25,6 @@ def assert_faultless(every: int, ways: int, *sources: str) -> None:
     assert num_graphs > 8 and num_compiled > 4
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_one_program_in_many_is_compiled() -> None:
     assert_faultless(60, 1, "operators", "random", "one_kernel")
