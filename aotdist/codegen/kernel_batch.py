@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, cast
@@ -40,14 +42,42 @@ class _Unit:
     load: Callable[[], ModuleType]
 
 
-class KernelBatch:
-    """Collects a module's kernels, starts compiling them, and puts them in their places."""
+class KernelUnits:
+    """Shares kernels out to runs of the compiler."""
 
     def __init__(self) -> None:
-        self._members: list[PendingKernel] = []
+        self._waiting: list[PendingKernel] = []
         self._units: list[_Unit] = []
-        self._scope: dict[str, Any] = {}
         self._lock = threading.Lock()
+
+    def add(self, members: Sequence[PendingKernel]) -> None:
+        """Kernels that the next `start` compiles."""
+        self._waiting += members
+
+    def start(self) -> None:
+        """Start compiling."""
+        for members in _balanced(self._waiting, compile_threads()):
+            source = unit_source([pending.kernel for pending in members])
+            self._units.append(_Unit(members, submit_cpp_module(source)))
+        self._waiting = []
+
+    def finish(self) -> None:
+        """Wait for the compiler. Idempotent, and safe from any thread."""
+        with self._lock:
+            self.start()
+            while self._units:
+                _resolve(self._units[-1])
+                self._units.pop()
+
+
+class KernelBatch:
+    """Collects a module's kernels, and puts them in their places once they are compiled."""
+
+    def __init__(self, units: KernelUnits, *, starts: bool) -> None:
+        self._members: list[PendingKernel] = []
+        self._units = units
+        self._starts = starts
+        self._scope: dict[str, Any] = {}
 
     def add(self, argtypes: Sequence[str], source: str) -> PendingKernel | None:
         """A stand-in for a kernel that is compiled after `submit`; None if it cannot share a unit."""
@@ -59,23 +89,20 @@ class KernelBatch:
         return pending
 
     def submit(self, scope: dict[str, Any]) -> None:
-        """Start compiling; `scope` is the globals that hold the stand-ins."""
+        """All kernels are there; `scope` is the globals that hold the stand-ins."""
         self._scope = scope
-        for members in _balanced(self._members, compile_threads()):
-            source = unit_source([pending.kernel for pending in members])
-            self._units.append(_Unit(members, submit_cpp_module(source)))
+        self._units.add(self._members)
         self._members = []
+        if self._starts:
+            self._units.start()
 
     def finish(self) -> None:
         """Wait for the compiler and replace every stand-in. Idempotent, and safe from any thread."""
-        with self._lock:
-            while self._units:
-                _resolve(self._units[-1])
-                self._units.pop()
-            for name, value in self._scope.items():
-                if isinstance(value, PendingKernel) and value.ready is not None:
-                    self._scope[name] = value.ready
-            self._scope = {}
+        self._units.finish()
+        for name, value in self._scope.items():
+            if isinstance(value, PendingKernel) and value.ready is not None:
+                self._scope[name] = value.ready
+        self._scope = {}
 
 
 def _resolve(unit: _Unit) -> None:
@@ -106,13 +133,33 @@ class KernelBatches:
 
     def __init__(self) -> None:
         self._batches: list[KernelBatch] = []
+        self._together = _TOGETHER.get()
 
     def start(self) -> KernelBatch:
         """A batch for one more module."""
-        self._batches.append(KernelBatch())
+        units = self._together or KernelUnits()
+        self._batches.append(KernelBatch(units, starts=self._together is None))
         return self._batches[-1]
 
     def finish(self) -> None:
         """Wait for every batch."""
         for batch in self._batches:
             batch.finish()
+
+
+_TOGETHER = ContextVar[KernelUnits | None]("kernels_together", default=None)
+
+
+@contextmanager
+def kernels_together() -> Generator[None]:
+    """Compilations meanwhile share runs of the compiler, which start at the end.
+
+    The regions of a Llama's forward have one to six kernels each, and a run costs as much as seven.
+    """
+    units = KernelUnits()
+    token = _TOGETHER.set(units)
+    try:
+        yield
+    finally:
+        _TOGETHER.reset(token)
+    units.start()

@@ -1,10 +1,10 @@
 """Parts of a graph that are equal up to names, compiled once.
 
 A graph that communicates is cut where it does. Collectives stay where the schedule put them, and so does what
-puts parameters into their buckets; what computes in between is a region. Each region is written anew, without
-the names and lines of the program that it comes from, so that those of equal layers are equal. They are
+puts parameters into their buckets; what computes in between is a region. Another graph is cut where its
+layers begin (`codegen/repeats.py`). Regions of equal layers are equal (`codegen/region_graph.py`). They are
 compiled once and called for each layer with what is that layer's, boxed. The compile cache knows a region by
-that form, too: a deep model finds what a shallow one of its width left.
+its form, too: a deep model finds what a shallow one of its width left.
 
 Values do not change: a region is called with what it was compiled for, down to strides and shared memory, and
 results that Inductor might lay out otherwise are told to lie as they were traced.
@@ -16,41 +16,28 @@ import operator
 from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
-from typing import Any
+from itertools import groupby, pairwise
 
 import torch
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from aotdist.codegen.contract import Backend, CompiledRegion, Emission, Emitted
-from aotdist.codegen.fx import attribute_of, load_graph, print_graph
+from aotdist.codegen.fx import load_graph, print_graph
+from aotdist.codegen.kernel_batch import kernels_together
+from aotdist.codegen.region_graph import Segment, arguments_of, kind_of, region_graph
+from aotdist.codegen.repeats import where_layers_begin
+from aotdist.codegen.write_back import new_values
 from aotdist.errors import UnsupportedProgram
-from aotdist.partition.traits import is_collective, is_view, is_wait
-from aotdist.program import Graph, Slot
-from aotdist.sizes import is_symbolic
+from aotdist.partition.storage import storage_root
+from aotdist.partition.traits import is_collective, is_size, is_view, is_wait
+from aotdist.program import Graph
 from aotdist.torch_seam.inductor import moves_collectives
 from aotdist.torch_seam.proxies import graph_module
-from aotdist.torch_seam.tensors import StorageWeakRef
+from aotdist.torch_seam.symbols import expression, surely_equal, symbols_in
 
 WORTH_IT = 0.75
 """Which share of the nodes must be left to compile, at most. Two equal layers of a Llama are not worth it,
 three are: what fuses across a cut, and the choice of layouts there, are lost."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Segment:
-    """Nodes of a graph between two collectives.
-
-    Args:
-        nodes: in order.
-        ins: what they read of other nodes, in order of the first use.
-        outs: those of the nodes that others read.
-    """
-
-    nodes: tuple[Node, ...]
-    ins: tuple[Node, ...]
-    outs: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -97,12 +84,13 @@ def _emitted(backend: Backend, kinds: Mapping[Hashable, RegionCall]) -> dict[Has
     """A compiled region for each kind; None if one does not compile, or lays results out otherwise."""
     emitted: dict[Hashable, Emitted] = {}
     try:
-        for kind, call in kinds.items():
-            emitted[kind] = backend.emit(call.graph, call.emission)
-            if not _lies_as_traced(call.graph, emitted[kind]):
-                break
-        else:
-            return emitted
+        with kernels_together():
+            for kind, call in kinds.items():
+                emitted[kind] = backend.emit(call.graph, call.emission)
+                if not _lies_as_traced(call.graph, emitted[kind]):
+                    break
+            else:
+                return emitted
     except UnsupportedProgram:
         pass  # the whole graph tells the line of the program
     for one in emitted.values():
@@ -112,24 +100,28 @@ def _emitted(backend: Backend, kinds: Mapping[Hashable, RegionCall]) -> dict[Has
 
 def _lies_as_traced(graph: Graph, emitted: Emitted) -> bool:
     """Whether results have the strides that the regions behind are compiled for."""
-    traced = [tuple(node.meta["val"].stride()) for node in graph.results() if node is not None]
-    return emitted.output_strides is None or traced == list(emitted.output_strides)
+    traced = [node.meta["val"].stride() for node in graph.results() if node is not None]
+    chosen = emitted.output_strides
+    return chosen is None or all(
+        strides is not None and surely_equal(strides, expected)
+        for strides, expected in zip(chosen, traced, strict=True)
+    )
 
 
 # Where a graph is cut.
 
 
 def parts_of(graph: Graph, emission: Emission) -> list[Node | RegionCall]:
-    """A graph in the order in which it runs, with its regions; nothing for one that cannot be cut.
-
-    Where sizes are symbols, or a step stores new values in its arguments, the compiler gets the whole.
-    """
-    if not any(is_collective(node) for node in graph.gm.graph.nodes):
-        return []
-    if emission.kind == "inference" and any(slot.role == "write" for slot in graph.outs):
-        return []
-    parts, placeholders = _cut_up(graph), graph.placeholders()
-    if not all(_is_of_tensors(part, graph.gm) for part in parts if isinstance(part, Segment)):
+    """A graph in the order in which it runs, with its regions; nothing for one that cannot be cut."""
+    placeholders, symbols = graph.placeholders(), _symbols(graph)
+    writes = _writes(graph) if emission.kind == "inference" else {}
+    parts = [
+        replace(part, ins=_with_symbols(part, symbols), writes=_stored(part, writes))
+        if isinstance(part, Segment)
+        else part
+        for part in _cut_up(graph)
+    ]
+    if not all(_is_compilable(part, graph.gm) for part in parts if isinstance(part, Segment)):
         return []
     static = {placeholders[position] for position in emission.static_ins}
     saved = {placeholders[position] for position in emission.saved_ins}
@@ -137,7 +129,7 @@ def parts_of(graph: Graph, emission: Emission) -> list[Node | RegionCall]:
     graphs = dict[Hashable, Graph]()
 
     def called(segment: Segment) -> RegionCall:
-        arguments = _arguments(segment, graph.gm)
+        arguments = arguments_of(segment, graph.gm)
         static_ins = frozenset(at for at, node in enumerate(arguments) if node in static)
         saved_ins = frozenset(at for at, node in enumerate(arguments) if node in saved)
         kind = (kind_of(segment, graph.gm), static_ins, saved_ins)
@@ -149,9 +141,57 @@ def parts_of(graph: Graph, emission: Emission) -> list[Node | RegionCall]:
     return [called(part) if isinstance(part, Segment) else part for part in parts]
 
 
+def _symbols(graph: Graph) -> dict[str, Node]:
+    """The arguments that are symbols themselves, by name."""
+    numbers = [node for node in graph.placeholders() if is_size(node)]
+    return {expression(node.meta["val"]): node for node in reversed(numbers)}
+
+
+def _with_symbols(segment: Segment, symbols: Mapping[str, Node]) -> tuple[Node, ...]:
+    """What a region reads, and what its sizes are of."""
+    values = (value for node in (*segment.ins, *segment.nodes) for value in _tensors(node))
+    names = {name for value in values for size in _numbers(value) for name in symbols_in(size)}
+    return tuple(dict.fromkeys((*segment.ins, *(symbols[name] for name in sorted(names & symbols.keys())))))
+
+
+def _numbers(value: torch.Tensor) -> Iterator[torch.SymInt]:
+    numbers = (*value.shape, *value.stride(), value.storage_offset())
+    yield from (number for number in numbers if isinstance(number, torch.SymInt))
+
+
+def _writes(graph: Graph) -> dict[Node, Node]:
+    """New values of arguments, with these, that may be stored at once: nobody reads the old ones later."""
+    at = {node: position for position, node in enumerate(graph.gm.graph.nodes)}
+    read_until = dict[Node, int]()
+    for reader in list(graph.gm.graph.nodes)[:-1]:
+        read_until.update((storage_root(node), at[reader]) for node in reader.all_input_nodes)
+    return {
+        new: argument
+        for _, argument, new in new_values(graph.gm, graph.ins, graph.outs)
+        if new.op == "call_function" and read_until.get(argument, 0) <= at[new]
+    }
+
+
+def _stored(segment: Segment, writes: Mapping[Node, Node]) -> dict[Node, Node]:
+    return {new: writes[new] for new in segment.outs if new in writes and writes[new] in segment.ins}
+
+
 def _cut_up(graph: Graph) -> list[Node | Segment]:
     held = graph.gm.graph.find_nodes(op="get_attr")  # which stand before their first use, in between
     nodes = [*held, *(node for node in graph.gm.graph.nodes if node.op != "get_attr")]
+    return _between_collectives(nodes) if any(map(is_collective, nodes)) else _by_layers(nodes)
+
+
+def _by_layers(nodes: Sequence[Node]) -> list[Node | Segment]:
+    computed = [node for node in nodes if node.op == "call_function"]
+    begins = where_layers_begin(computed)
+    pieces = [computed[begin:end] for begin, end in pairwise([0, *begins, len(computed)])]
+    segments = [_segment(tuple(piece)) for piece in pieces if piece]
+    *inputs, output = (node for node in nodes if node.op != "call_function")
+    return [*inputs, *segments, output] if begins else []
+
+
+def _between_collectives(nodes: Sequence[Node]) -> list[Node | Segment]:
     fill = _fill_buckets(nodes)
     found: list[Node | Segment] = []
     for is_boundary, run in groupby(nodes, _is_boundary):
@@ -201,130 +241,28 @@ def _segment(nodes: tuple[Node, ...]) -> Segment:
     return Segment(nodes, ins, tuple(node for node in nodes if not inside.issuperset(node.users)))
 
 
-def _is_of_tensors(segment: Segment, gm: GraphModule) -> bool:
-    """Whether a region takes and returns tensors, all of whose sizes are known."""
-    around = (node.meta.get("val") for node in (*_arguments(segment, gm), *segment.outs))
+def _is_compilable(segment: Segment, gm: GraphModule) -> bool:
+    """Whether a region takes tensors and symbols, returns tensors, and has sizes that are made of these."""
+    arguments = [node.meta.get("val") for node in arguments_of(segment, gm)]
+    given = {expression(value) for value in arguments if isinstance(value, torch.SymInt)}
     values = [value for node in segment.nodes for value in _tensors(node)]
-    is_known = all(value.layout is torch.strided and not is_symbolic(value.shape) for value in values)
-    return is_known and all(isinstance(value, torch.Tensor) for value in around)
+    are_known = all(
+        value.layout is torch.strided
+        and given.issuperset(name for size in _numbers(value) for name in symbols_in(size))
+        for value in values
+    )
+    are_taken = all(isinstance(value, torch.Tensor | torch.SymInt) for value in arguments)
+    return (
+        are_known
+        and are_taken
+        and all(isinstance(node.meta.get("val"), torch.Tensor) for node in segment.outs)
+    )
 
 
 def _tensors(node: Node) -> Iterator[torch.Tensor]:
     val = node.meta.get("val")
     values = val if isinstance(val, tuple | list) else (val,)
     yield from (value for value in values if isinstance(value, torch.Tensor))
-
-
-def _arguments(segment: Segment, gm: GraphModule) -> list[Node]:
-    """What a region is called with: graphs inside of it are its own."""
-    return [node for node in segment.ins if not _is_graph(node, gm)]
-
-
-def _is_graph(node: Node, gm: GraphModule) -> bool:
-    return node.op == "get_attr" and isinstance(attribute_of(gm, node), GraphModule)
-
-
-# A region by itself, and which are equal.
-
-_PLACES = frozenset({"source", "module", "function", "unit", "seq_nr", "serial", "policy", "stack_trace"})
-"""What nodes say of the program that they come from, and that nothing is compiled by."""
-
-
-def region_graph(segment: Segment, gm: GraphModule) -> Graph:
-    """A region as a graph of its own, the same for all that are equal up to names."""
-    graph, root, copies = torch.fx.Graph(), torch.nn.Module(), dict[Node, Node]()
-    for position, node in enumerate(segment.ins):
-        if _is_graph(node, gm):
-            setattr(root, f"graph_{position}", attribute_of(gm, node))
-            copies[node] = graph.get_attr(f"graph_{position}")
-    for position, node in enumerate(_arguments(segment, gm)):
-        copies[node] = graph.placeholder(f"x{position}")
-        copies[node].meta = {"val": node.meta["val"]}
-    for node in segment.nodes:
-        args, kwargs = map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
-        copies[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-        copies[node].meta = {key: value for key, value in node.meta.items() if key not in _PLACES}
-    graph.output(tuple(copies[node] for node in segment.outs))
-    ins = tuple(Slot("primal", node.name) for node in graph.find_nodes(op="placeholder"))
-    outs = tuple(Slot("kept", f"y{position}") for position in range(len(segment.outs)))
-    return Graph(graph_module(root, graph), ins, outs)
-
-
-def kind_of(segment: Segment, gm: GraphModule) -> Hashable:
-    """What regions have in common that are compiled to the same: operators, constants, metadata of tensors.
-
-    Args:
-        segment: a region.
-        gm: the graph that it is a part of.
-    """
-    kinds = _Kinds(gm, _Numbers())
-    given, nodes = tuple(map(kinds.given, segment.ins)), tuple(map(kinds.node, segment.nodes))
-    return given, nodes, kinds.of(segment.outs)
-
-
-class _Numbers(dict[Any, int]):
-    """Numbers what it is asked for, in order."""
-
-    def __missing__(self, key: Any) -> int:
-        return self.setdefault(key, len(self))
-
-
-class _Kinds:
-    """What nodes are up to their names.
-
-    Args:
-        gm: of which they are nodes.
-        storages: numbers for memory, the same for graphs inside of graphs.
-    """
-
-    def __init__(self, gm: GraphModule, storages: _Numbers) -> None:
-        self._gm = gm
-        self._at = _Numbers()
-        self._storages = storages
-
-    def given(self, node: Node) -> Hashable:
-        """What is known of an argument, or is a graph."""
-        number = self._at[node]
-        if not _is_graph(node, self._gm):
-            return number, self.of(node.meta.get("val"))
-        held: GraphModule = attribute_of(self._gm, node)
-        inner = _Kinds(held, self._storages)
-        return number, *map(inner.inside, held.graph.nodes)
-
-    def inside(self, node: Node) -> Hashable:
-        """A node of a graph inside of the graph, which nobody gives its constants."""
-        if node.op in ("call_function", "output"):
-            return self.node(node)
-        held = attribute_of(self._gm, node) if node.op == "get_attr" else None
-        return self.given(node), id(held) if isinstance(held, torch.Tensor) else None
-
-    def node(self, node: Node) -> Hashable:
-        """What is computed."""
-        known = [(key, value) for key, value in node.meta.items() if type(value) in (bool, int, str)]
-        meta = tuple(sorted(item for item in known if item[0] not in _PLACES))
-        arguments = self.of((node.args, node.kwargs))
-        return self._at[node], node.target, arguments, meta, self.of(node.meta.get("val"))
-
-    def of(self, value: Any) -> Hashable:
-        """A value of a graph: a constant, a tensor's metadata, or something with these in it."""
-        match value:
-            case Node():
-                return "node", self._at[value]
-            case torch.Tensor():
-                return *_metadata(value), self._storages[StorageWeakRef(value.untyped_storage()).cdata]
-            case dict():
-                return tuple((key, self.of(item)) for key, item in value.items())
-            case slice():
-                return slice, self.of((value.start, value.stop, value.step))
-            case list() | tuple():
-                return type(value), *map(self.of, value)
-            case _:
-                return type(value), repr(value) if isinstance(value, float) else value
-
-
-def _metadata(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    layout = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
-    return (*layout, tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference())
 
 
 # The whole graph again.
@@ -364,7 +302,7 @@ def _with_calls(
         if isinstance(part, Node):
             copies[part] = made.node_copy(part, copies.__getitem__)
             continue
-        args = [copies[node] for node in _arguments(part.segment, graph.gm)]
+        args = [copies[node] for node in arguments_of(part.segment, graph.gm)]
         results = made.create_node("call_function", regions[part.kind], (args,), name="results")
         results.meta = {"module": _module_of(part.segment)}
         for position, node in enumerate(part.segment.outs):

@@ -1,0 +1,156 @@
+"""A region by itself: what is compiled for all that are equal, and which are.
+
+It is written anew, without the names and lines of the program that it comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from aotdist.codegen.fx import attribute_of
+from aotdist.program import Graph, Slot
+from aotdist.torch_seam.proxies import graph_module
+from aotdist.torch_seam.symbols import expression
+from aotdist.torch_seam.tensors import StorageWeakRef
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Segment:
+    """Nodes of a graph between two collectives, or of one layer.
+
+    Args:
+        nodes: in order.
+        ins: what they read of other nodes, in order of the first use; behind them, symbols in their sizes.
+        outs: those of the nodes that others read.
+        writes: of `outs`, new values of arguments that nobody reads behind them, with these.
+    """
+
+    nodes: tuple[Node, ...]
+    ins: tuple[Node, ...]
+    outs: tuple[Node, ...]
+    writes: Mapping[Node, Node] = field(default_factory=dict[Node, Node])
+
+
+def arguments_of(segment: Segment, gm: GraphModule) -> list[Node]:
+    """What a region is called with: graphs inside of it are its own."""
+    return [node for node in segment.ins if not _is_graph(node, gm)]
+
+
+def _is_graph(node: Node, gm: GraphModule) -> bool:
+    return node.op == "get_attr" and isinstance(attribute_of(gm, node), GraphModule)
+
+
+_PLACES = frozenset({"source", "module", "function", "unit", "seq_nr", "serial", "policy", "stack_trace"})
+"""What nodes say of the program that they come from, and that nothing is compiled by."""
+
+
+def region_graph(segment: Segment, gm: GraphModule) -> Graph:
+    """A region as a graph of its own, the same for all that are equal up to names."""
+    graph, root, copies = torch.fx.Graph(), torch.nn.Module(), dict[Node, Node]()
+    for position, node in enumerate(segment.ins):
+        if _is_graph(node, gm):
+            setattr(root, f"graph_{position}", attribute_of(gm, node))
+            copies[node] = graph.get_attr(f"graph_{position}")
+    for position, node in enumerate(arguments_of(segment, gm)):
+        copies[node] = graph.placeholder(f"x{position}")
+        copies[node].meta = {"val": node.meta["val"]}
+    for node in segment.nodes:
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
+        copies[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+        copies[node].meta = {key: value for key, value in node.meta.items() if key not in _PLACES}
+    graph.output(tuple(copies[node] for node in segment.outs))
+    ins = tuple(Slot("primal", node.name) for node in graph.find_nodes(op="placeholder"))
+    outs = tuple(
+        Slot("write", copies[segment.writes[node]].name)
+        if node in segment.writes
+        else Slot("kept", f"y{position}")
+        for position, node in enumerate(segment.outs)
+    )
+    return Graph(graph_module(root, graph), ins, outs)
+
+
+def kind_of(segment: Segment, gm: GraphModule) -> Hashable:
+    """What regions have in common that are compiled to the same: operators, constants, metadata of tensors.
+
+    Args:
+        segment: a region.
+        gm: the graph that it is a part of.
+    """
+    kinds = _Kinds(gm, _Numbers())
+    given, nodes = tuple(map(kinds.given, segment.ins)), tuple(map(kinds.node, segment.nodes))
+    return given, nodes, kinds.of(segment.outs), kinds.of(dict(segment.writes))
+
+
+class _Numbers(dict[Any, int]):
+    """Numbers what it is asked for, in order."""
+
+    def __missing__(self, key: Any) -> int:
+        return self.setdefault(key, len(self))
+
+
+class _Kinds:
+    """What nodes are up to their names.
+
+    Args:
+        gm: of which they are nodes.
+        storages: numbers for memory, the same for graphs inside of graphs.
+    """
+
+    def __init__(self, gm: GraphModule, storages: _Numbers) -> None:
+        self._gm = gm
+        self._at = _Numbers()
+        self._storages = storages
+
+    def given(self, node: Node) -> Hashable:
+        """What is known of an argument, or is a graph."""
+        number = self._at[node]
+        if not _is_graph(node, self._gm):
+            return number, self.of(node.meta.get("val"))
+        held: GraphModule = attribute_of(self._gm, node)
+        inner = _Kinds(held, self._storages)
+        return number, *map(inner.inside, held.graph.nodes)
+
+    def inside(self, node: Node) -> Hashable:
+        """A node of a graph inside of the graph, which nobody gives its constants."""
+        if node.op in ("call_function", "output"):
+            return self.node(node)
+        held = attribute_of(self._gm, node) if node.op == "get_attr" else None
+        return self.given(node), id(held) if isinstance(held, torch.Tensor) else None
+
+    def node(self, node: Node) -> Hashable:
+        """What is computed."""
+        known = [(key, value) for key, value in node.meta.items() if type(value) in (bool, int, str)]
+        meta = tuple(sorted(item for item in known if item[0] not in _PLACES))
+        arguments = self.of((node.args, node.kwargs))
+        return self._at[node], node.target, arguments, meta, self.of(node.meta.get("val"))
+
+    def of(self, value: Any) -> Hashable:
+        """A value of a graph: a constant, a tensor's metadata, or something with these in it."""
+        match value:
+            case Node():
+                return "node", self._at[value]
+            case torch.Tensor():
+                return *map(self.of, _metadata(value)), self._storages[
+                    StorageWeakRef(value.untyped_storage()).cdata
+                ]
+            case dict():
+                return tuple((self.of(key), self.of(item)) for key, item in value.items())
+            case torch.SymInt():
+                return torch.SymInt, expression(value)
+            case slice():
+                return slice, self.of((value.start, value.stop, value.step))
+            case list() | tuple():
+                return type(value), *map(self.of, value)
+            case _:
+                return type(value), repr(value) if isinstance(value, float) else value
+
+
+def _metadata(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    layout = (*tensor.shape, *tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+    return (*layout, tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference())
