@@ -17,7 +17,6 @@ from aotdist.codegen.fx import attribute_of
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.proxies import graph_module
 from aotdist.torch_seam.symbols import expression
-from aotdist.torch_seam.tensors import StorageWeakRef
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,9 +81,9 @@ def kind_of(segment: Segment, gm: GraphModule) -> Hashable:
         segment: a region.
         gm: the graph that it is a part of.
     """
-    kinds = _Kinds(gm, _Numbers())
-    given, nodes = tuple(map(kinds.given, segment.ins)), tuple(map(kinds.node, segment.nodes))
-    return given, nodes, kinds.of(segment.outs), kinds.of(dict(segment.writes))
+    kinds = _Kinds(gm)
+    arguments, nodes = tuple(map(kinds.given, segment.ins)), tuple(map(kinds.node, segment.nodes))
+    return arguments, nodes, kinds.of(segment.outs), kinds.of(dict(segment.writes))
 
 
 class _Numbers(dict[Any, int]):
@@ -99,21 +98,20 @@ class _Kinds:
 
     Args:
         gm: of which they are nodes.
-        storages: numbers for memory, the same for graphs inside of graphs.
     """
 
-    def __init__(self, gm: GraphModule, storages: _Numbers) -> None:
+    def __init__(self, gm: GraphModule) -> None:
         self._gm = gm
         self._at = _Numbers()
-        self._storages = storages
 
     def given(self, node: Node) -> Hashable:
         """What is known of an argument, or is a graph."""
         number = self._at[node]
         if not _is_graph(node, self._gm):
-            return number, self.of(node.meta.get("val"))
+            val = node.meta.get("val")
+            return number, self.of(val), _alignment(val) if isinstance(val, torch.Tensor) else None
         held: GraphModule = attribute_of(self._gm, node)
-        inner = _Kinds(held, self._storages)
+        inner = _Kinds(held)
         return number, *map(inner.inside, held.graph.nodes)
 
     def inside(self, node: Node) -> Hashable:
@@ -128,7 +126,8 @@ class _Kinds:
         known = [(key, value) for key, value in node.meta.items() if type(value) in (bool, int, str)]
         meta = tuple(sorted(item for item in known if item[0] not in _PLACES))
         arguments = self.of((node.args, node.kwargs))
-        return self._at[node], node.target, arguments, meta, self.of(node.meta.get("val"))
+        start = self.of(_start(node.args[0])) if node.target is _AS_STRIDED else None
+        return self._at[node], node.target, arguments, meta, self.of(node.meta.get("val")), start
 
     def of(self, value: Any) -> Hashable:
         """A value of a graph: a constant, a tensor's metadata, or something with these in it."""
@@ -136,9 +135,7 @@ class _Kinds:
             case Node():
                 return "node", self._at[value]
             case torch.Tensor():
-                return *map(self.of, _metadata(value)), self._storages[
-                    StorageWeakRef(value.untyped_storage()).cdata
-                ]
+                return tuple(map(self.of, _metadata(value)))
             case dict():
                 return tuple((self.of(key), self.of(item)) for key, item in value.items())
             case torch.SymInt():
@@ -152,5 +149,19 @@ class _Kinds:
 
 
 def _metadata(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    layout = (*tensor.shape, *tensor.stride(), tensor.storage_offset(), tensor.dtype, tensor.device)
+    layout = (*tensor.shape, *tensor.stride(), tensor.dtype, tensor.device)
     return (*layout, tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference())
+
+
+_AS_STRIDED = torch.ops.aten.as_strided.default
+"""The one operator that counts from where memory begins, not from where its argument does."""
+
+
+def _start(node: Any) -> Any:
+    return node.meta["val"].storage_offset()
+
+
+def _alignment(tensor: torch.Tensor) -> Hashable:
+    """What compiled code may know of the address: whether vectors of 16 bytes begin there."""
+    start = tensor.storage_offset() * tensor.itemsize
+    return expression(start) if isinstance(start, torch.SymInt) else start % 16

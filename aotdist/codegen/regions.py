@@ -34,6 +34,7 @@ from aotdist.program import Graph
 from aotdist.torch_seam.inductor import moves_collectives
 from aotdist.torch_seam.proxies import graph_module
 from aotdist.torch_seam.symbols import expression, surely_equal, symbols_in
+from aotdist.torch_seam.tensors import StorageWeakRef
 
 WORTH_IT = 0.75
 """Which share of the nodes must be left to compile, at most. Two equal layers of a Llama are not worth it,
@@ -173,7 +174,15 @@ def _writes(graph: Graph) -> dict[Node, Node]:
 
 
 def _stored(segment: Segment, writes: Mapping[Node, Node]) -> dict[Node, Node]:
-    return {new: writes[new] for new in segment.outs if new in writes and writes[new] in segment.ins}
+    """Of these, the ones that a region computes and that share memory with no other argument of it."""
+    memory = Counter(map(_storage, segment.ins))
+    stored = {new: writes[new] for new in segment.outs if new in writes and writes[new] in segment.ins}
+    return {new: argument for new, argument in stored.items() if memory[_storage(argument)] == 1}
+
+
+def _storage(node: Node) -> int | None:
+    val = node.meta.get("val")
+    return StorageWeakRef(val.untyped_storage()).cdata if isinstance(val, torch.Tensor) else None
 
 
 def _cut_up(graph: Graph) -> list[Node | Segment]:
