@@ -71,12 +71,16 @@ class KernelUnits:
 
 
 class KernelBatch:
-    """Collects a module's kernels, and puts them in their places once they are compiled."""
+    """Collects a module's kernels, and puts them in their places once they are compiled.
 
-    def __init__(self, units: KernelUnits, *, starts: bool) -> None:
+    Args:
+        together: what starts the compiler later, for several modules; without it, `submit` does.
+    """
+
+    def __init__(self, together: KernelUnits | None = None) -> None:
         self._members: list[PendingKernel] = []
-        self._units = units
-        self._starts = starts
+        self._units = together or KernelUnits()
+        self._starts = together is None
         self._scope: dict[str, Any] = {}
 
     def add(self, argtypes: Sequence[str], source: str) -> PendingKernel | None:
@@ -137,8 +141,7 @@ class KernelBatches:
 
     def start(self) -> KernelBatch:
         """A batch for one more module."""
-        units = self._together or KernelUnits()
-        self._batches.append(KernelBatch(units, starts=self._together is None))
+        self._batches.append(KernelBatch(self._together))
         return self._batches[-1]
 
     def finish(self) -> None:

@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
+import aotdist
 from aotdist.artifacts.cache.key import WrittenGraph, key_of
 from aotdist.codegen.contract import Decompositions, Emission, Emitted
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.regions import RegionCall, emit_by_regions, parts_of
 from aotdist.errors import UnsupportedProgram
-from aotdist.program import Graph
+from aotdist.program import Graph, Slot
 from aotdist.settings import Settings
 from aotdist.torch_seam.inductor import inductor_config
 from tests.codegen.captured import captured, emission
@@ -264,3 +265,106 @@ def test_inductor_sees_the_collectives_that_it_is_asked_to_move(name: str) -> No
     assert not whole(Recording())
     with inductor_config(**{name: "all" if name.startswith("bucket") else True}):
         assert whole(Recording())
+
+
+def deep(layer: Layer) -> Callable[..., list[Tensor]]:
+    """Layers with nothing between them."""
+
+    def fn(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        for weight in weights:
+            x = layer(x, weight)
+        return [x]
+
+    return fn
+
+
+def long(x: Tensor, weight: Tensor) -> Tensor:
+    for _ in range(8):
+        x = x - x.softmax(-1) * 0.5
+    return x @ weight
+
+
+def test_layers_are_compiled_once_where_nothing_communicates() -> None:
+    inputs, fn = tensors(5), deep(long)
+    graph, backend = captured(fn, inputs), Recording()
+    emitted = emit_by_regions(backend, graph, emission(graph))
+    assert max(emitted.regions) >= 4 and len(backend.graphs) <= 3
+    args, (expected,) = list(inputs), fn(*inputs)
+    (result,) = emitted.call(args)
+    assert torch.equal(result, expected) and not args
+
+
+def test_new_values_of_arguments_are_stored_by_the_region_that_computes_them() -> None:
+    """A weight that is read again at the end is left to the caller."""
+
+    def fn(x: Tensor, *weights: Tensor) -> list[Tensor]:
+        made = []
+        for weight in weights:
+            x = long(x, weight)
+            made.append(weight * 0.5 + x)
+        return [x + weights[0].t(), *made]
+
+    inputs = tensors(5)
+    graph = captured(fn, inputs)
+    slots = (graph.outs[0], *(Slot("write", f"args[{position}]") for position in range(1, 6)))
+    graph = Graph(graph.gm, graph.ins, slots)
+    calls = [part for part in parts_of(graph, emission(graph)) if isinstance(part, RegionCall)]
+    written = {argument.name for call in calls for argument in call.segment.writes.values()}
+    assert written == {graph.placeholders()[position].name for position in range(2, 6)}
+    roles = [slot.role for call in calls for slot in call.graph.outs]
+    assert roles.count("write") == 4
+
+
+def test_memory_may_begin_elsewhere_if_it_is_aligned_alike() -> None:
+    x, *_ = tensors(1)
+    memory = torch.randn(8 * 16 + 1)
+    alike = [memory[16 * position : 16 * position + 16].view(4, 4) for position in range(4)]
+    assert len(set(kinds(captured(stack(*[mixed] * 4), [x, *alike])))) == 1
+    askew = [*alike[:3], memory[65:81].view(4, 4)]
+    assert kinds(captured(stack(*[mixed] * 4), [x, *askew])) == [0, 0, 0, 1]
+
+
+def test_sizes_that_are_symbols_are_given_to_each_region() -> None:
+    def model() -> torch.nn.Module:
+        torch.manual_seed(0)
+        layers = [torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(5)]
+        return torch.nn.Sequential(*layers)
+
+    eager, compiled = model(), aotdist.compile(model(), backend="inductor", dynamic=True)
+    for length in (5, 7):
+        x = torch.randn(2, length, 8)
+        expected, result = eager(x), compiled(x)
+        expected.square().sum().backward()
+        result.square().sum().backward()
+        torch.testing.assert_close(result, expected)
+    for ours, theirs in zip(compiled.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+    (artifact,) = aotdist.explain(compiled).artifacts
+    assert [max(graph.regions, default=0) for graph in artifact.graphs if graph.regions] == [3, 3]
+
+
+def test_a_whole_step_is_compiled_by_its_layers() -> None:
+    def training() -> tuple[Callable[[Tensor], Tensor], torch.nn.Module]:
+        torch.manual_seed(0)
+        layers = [torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(4)]
+        model = torch.nn.Sequential(*layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, foreach=False)
+
+        def step(x: Tensor) -> Tensor:
+            loss = (model(x) - x.roll(1, 1)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return step, model
+
+    (eager, expected), (plain, model) = training(), training()
+    compiled = aotdist.compile(plain, backend="inductor")
+    for _ in range(3):
+        x = torch.randn(2, 5, 8)
+        torch.testing.assert_close(compiled(x), eager(x))
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(ours, theirs)
+    *_, artifact = aotdist.explain(compiled).artifacts
+    assert sum(count > 1 for count in artifact.graphs[-1].regions) == 3  # forward, backward, optimizer
