@@ -192,12 +192,14 @@ def _cut_up(graph: Graph) -> list[Node | Segment]:
 
 
 def _by_layers(nodes: Sequence[Node]) -> list[Node | Segment]:
-    computed = [node for node in nodes if node.op == "call_function"]
-    begins = where_layers_begin(computed)
-    pieces = [computed[begin:end] for begin, end in pairwise([0, *begins, len(computed)])]
-    segments = [_segment(tuple(piece)) for piece in pieces if piece]
+    segments = _layers([node for node in nodes if node.op == "call_function"])
     *inputs, output = (node for node in nodes if node.op != "call_function")
-    return [*inputs, *segments, output] if begins else []
+    return [*inputs, *segments, output] if len(segments) > 1 else []
+
+
+def _layers(nodes: Sequence[Node]) -> list[Segment]:
+    begins = [0, *where_layers_begin(nodes), len(nodes)]
+    return [_segment(tuple(nodes[begin:end])) for begin, end in pairwise(begins) if begin < end]
 
 
 def _between_collectives(nodes: Sequence[Node]) -> list[Node | Segment]:
@@ -209,7 +211,7 @@ def _between_collectives(nodes: Sequence[Node]) -> list[Node | Segment]:
         if is_boundary or all(map(is_view, segment.nodes)) or not segment.outs:
             found += run
         else:
-            found += (segment, *filter(fill.__contains__, run))
+            found += (*_layers(segment.nodes), *filter(fill.__contains__, run))
     return found
 
 
