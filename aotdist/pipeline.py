@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from aotdist.assumptions import Job, trace_call, with_traces
+from aotdist.assumptions import trace_call
 from aotdist.capture.capture import UserCall
 from aotdist.capture.compile_lock import alone
 from aotdist.codegen.contract import Backend
@@ -17,6 +17,7 @@ from aotdist.codegen.decompose import decompose
 from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.codegen.graph_copy import copied
 from aotdist.convention.stack import Plans
+from aotdist.job import Job
 from aotdist.partition.collector import collector_paused
 from aotdist.partition.derive import Joint, compiled_ahead, derive, without_choices
 from aotdist.partition.gates import linked
@@ -27,6 +28,7 @@ from aotdist.passes.verify import verify_split
 from aotdist.program import Graph
 from aotdist.report.logs import log_compiled
 from aotdist.report.progress import StageTimes, showing
+from aotdist.retracing import with_traces
 from aotdist.runtime.artifact import Artifact, Artifacts, load, nodes_of
 from aotdist.runtime.backwards import DoubleBackwards
 from aotdist.runtime.compilation import Compilation, Inference, Training

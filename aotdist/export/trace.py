@@ -31,7 +31,7 @@ from aotdist.settings import Settings
 from aotdist.torch_seam.inductor import active_fake_mode
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.trace.context import TraceOptions
-from aotdist.trace.recorder import Recorder
+from aotdist.trace.recorder import Recorder, RecordOptions
 from aotdist.trace.trace import Traced, trace
 
 _STATIC = Settings()
@@ -113,22 +113,20 @@ def trace_for_export(
 
         slots = [Slot("primal", item.path) for item in (*tensors, *strays)]
         examples = [item.value for item in (*tensors, *strays)]
-        for slot, example in zip(slots, examples, strict=True):
-            refuse_example(slot.path, example)
-        paths = (slot.path for slot in slots)
-        named = zip(paths, examples, strict=True)
+        for item in (*tensors, *strays):
+            refuse_example(item.path, item.value)
+        named = [(slot.path, example) for slot, example in zip(slots, examples, strict=True)]
         fakes = fakes_of(named, captured.all_closed_over, active_fake_mode())
         if captured.dims:
             refuse_mode_without_symbols(fakes)
         program: Program[PrimalIdx] = Program(fn, Row(slots), Row(examples))
-        recorder = Recorder(decompositions, symbolic=bool(captured.dims), fakes=fakes)
+        recorder = Recorder(RecordOptions(decompositions), symbolic=bool(captured.dims), fakes=fakes)
         recorder.draws.allow(captured.environment.reached.generators)
         options = TraceOptions(training=torch.is_grad_enabled(), dims=captured.dims)
         traced = trace(program, recorder, options, name_closed_over=captured.name_closed_over)
     refuse_strays(traced, len(tensors))
     refuse_metadata_writes(traced)
-    returned = Returned.of(traced.facts)
-    refuse_returned(returned)
+    refuse_returned(returned := Returned.of(traced.facts))
     return ExportTrace(traced, inputs, returned, tuple(requires_grad[:-1]), frozenset(fresh))
 
 

@@ -158,15 +158,7 @@ def freeze(
         UnsupportedProgram: a part of the module is in training mode; or, at a call, the program writes its
             state, an argument requires grad in grad mode, or the program cannot be compiled ahead of time.
     """
-    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # not for the untyped
-        raise BadSettings(f"cannot freeze a {type(module).__name__}", stage="freeze", fix="pass a module")
-    if communicates_around(module) or module_rules(module):
-        raise UnsupportedProgram(
-            f"this {type(module).__name__} communicates in hooks: what it has is spread over ranks",
-            stage="freeze",
-            fix="freeze the plain module on each rank, or compile without freezing: `aotdist.compile`",
-        )
-    _refuse_training(module)
+    _check_module(module)
     _check_arguments(args, kwargs)
     chosen = settings_of(settings)
     resolved = resolve(backend)
@@ -179,6 +171,18 @@ def freeze(
     if args is not None or kwargs is not None:
         frozen.compile_for(args or (), kwargs or {})
     return frozen
+
+
+def _check_module(module: Any) -> None:
+    if not isinstance(module, nn.Module):
+        raise BadSettings(f"cannot freeze a {type(module).__name__}", stage="freeze", fix="pass a module")
+    if communicates_around(module) or module_rules(module):
+        raise UnsupportedProgram(
+            f"this {type(module).__name__} communicates in hooks: what it has is spread over ranks",
+            stage="freeze",
+            fix="freeze the plain module on each rank, or compile without freezing: `aotdist.compile`",
+        )
+    _refuse_training(module)
 
 
 def _refuse_training(module: nn.Module) -> None:

@@ -120,11 +120,11 @@ class Backward:
         mode: CaptureMode | ReplayMode,
         in_python: InBackward,
     ) -> None:
-        recorder.phase = "backward"
+        recorder.tracer.phase = "backward"
         self._recorder = recorder
         self._ends, self._wanted = ends, wanted
         self.mode, self.in_python = mode, in_python
-        self._autocast = recorder.backward_autocast
+        self._autocast = recorder.options.backward_autocast
         if ends and not wanted:
             raise requires_grad_by_itself(node_outs[ends[0][0]].slot)
         self._tangents = {

@@ -110,7 +110,7 @@ class CaptureMode(TorchFunctionMode):
             _RESIZE_STORAGE.default: self._resize_storage,
             torch.Tensor.__repr__: _described,
             torch.Tensor.__format__: _formatted,
-            **corrections.functions(of_bits=recorder.of_bits, target=recorder.target),
+            **corrections.functions(of_bits=recorder.options.of_bits, target=recorder.options.target),
             **(python_numbers.INSTEAD if recorder.unbacked is not None else {}),
         }
 

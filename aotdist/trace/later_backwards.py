@@ -216,7 +216,7 @@ class LaterBackwards:
 
         def run() -> TracedDoubleBackward:
             recorder, backward = self._recorder, self._backward
-            recorder.phase = "forward"
+            recorder.tracer.phase = "forward"
             given = {
                 idx: new_tangent(recorder, *tangent, backward.end(idx), "primal").requires_grad_(
                     idx in recorded
@@ -339,7 +339,7 @@ class LaterBackwards:
         except Exception as error:
             raise _NotOurs(str(error)) from error
         finally:
-            recorder.phase = "backward"
+            recorder.tracer.phase = "backward"
 
     def _no_backward(self, kinds: Kinds, reason: str) -> UnsupportedProgram:
         classes = {

@@ -29,6 +29,7 @@ from aotdist.torch_seam.functional import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensor,
+    FakeTensorMode,
 )
 from aotdist.torch_seam.modes import OutOfDynamo, set_aside
 from aotdist.torch_seam.operators import (
@@ -42,7 +43,6 @@ from aotdist.torch_seam.operators import (
 )
 from aotdist.torch_seam.proxies import (
     ProxyTorchDispatchMode,
-    PythonKeyTracer,
     decomposition_option,
     is_recording,
     node_of,
@@ -57,6 +57,7 @@ from aotdist.trace.numbers.scalars import Scalars, current_scalars, needs_value
 from aotdist.trace.numbers.unbacked import Unbacked
 from aotdist.trace.operators import corrections
 from aotdist.trace.operators.random import Draws
+from aotdist.trace.tracer import Tracer
 
 _PLAIN_NAMESPACES = ("aten", "_c10d_functional")
 _ASK_THE_GENERAL_MODE = (
@@ -95,48 +96,45 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
     Args:
         tracer: whose graph the nodes go to.
         decompositions: operators that are recorded as simpler ones.
-        stamp: the origin of the operation that runs now, for `node.meta`.
-        draws: gives a draw that is repeated (in a checkpoint) the result of the first.
-        data_guards: answers conditions on data that exists before a call.
+        fake_mode: the mode of the trace's fakes.
         stream: where random numbers come from, if from a seed and an offset; else None.
         size: gives the node of a symbolic number, or the number itself if it is a certain one.
         unbacked: the numbers that depend on data; None where there may be none.
-        known: what results were like.
-        symbolic: whether sizes may be symbolic.
         on_gpu: whether the trace is for a GPU, though it is on the CPU.
         refuses_data: no number may depend on data here, though numbers of the enclosing program may.
+
+    Attributes:
+        draws: gives a draw that is repeated (in a checkpoint) the result of the first.
+        data_guards: answers conditions on data that exists before a call.
+        known_results: what results were like.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
         self,
-        tracer: PythonKeyTracer,
+        tracer: Tracer,
         decompositions: Mapping[OpOverload, Callable[..., Any]],
-        stamp: Callable[[], dict[str, Any]],
-        draws: Draws,
-        data_guards: DataGuards,
+        fake_mode: FakeTensorMode,
         stream: Stream | None,
         size: Callable[[Any], Any],
         unbacked: Unbacked | None,
-        known: KnownResults,
         *,
-        symbolic: bool,
         on_gpu: bool,
         refuses_data: bool,
     ) -> None:
         super().__init__(tracer, "fake", **decomposition_option(decompositions))
         self._decompositions = decompositions
-        self._stamp = stamp
-        self._draws = draws
-        self._data_guards = data_guards
+        self._stamp = tracer.stamp
+        self.draws = Draws()
+        self.data_guards = DataGuards()
+        self.known_results = KnownResults(fake_mode)
         self._stream = stream
         self._size = size
         self._unbacked = unbacked
         self._refuses_data = refuses_data
-        self._symbolic, self._on_gpu = symbolic, on_gpu
+        self._symbolic, self._on_gpu = fake_mode.shape_env is not None, on_gpu
         self._is_direct: dict[OpOverload, bool] = {}
-        self._known = known
 
     @set_aside
     def __torch_dispatch__(
@@ -155,7 +153,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
             return handle_in_mode(func, ProxyTorchDispatchMode, self, *args, **kwargs)
         tags = func.tags if is_operator(func) else ()
         if torch.Tag.nondeterministic_seeded in tags:
-            return self._draws.draw(func, args, kwargs, lambda: self._draw(func, types, args, kwargs))
+            return self.draws.draw(func, args, kwargs, lambda: self._draw(func, types, args, kwargs))
         if torch.Tag.data_dependent_output in tags:
             return self._read(func, types, args, kwargs)
         if is_operator(func) and func.namespace == "profiler":
@@ -187,7 +185,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
             is_condition = func is _ITEM and args[0].dtype is torch.bool
             if is_condition and is_asked_by_a_library(inspect.currentframe()):
                 with suppress(NotKnown):
-                    return self._data_guards.answer(node_args[0], self.tracer.root)
+                    return self.data_guards.answer(node_args[0], self.tracer.root)
                 if self._symbolic:
                     raise NeedsSizes("a choice by data takes too many operators to be made at each call")
             if func is _ITEM and scalars is not None:
@@ -267,8 +265,12 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
             return NotImplemented
         if torch.Tag.nondeterministic_seeded in func.tags:
             return NotImplemented
-        key = self._known.key(func, args, kwargs)
-        if not self._known.knows(key) or not self._is_recorded_directly(func) or corrections.of("node", func):
+        key = self.known_results.key(func, args, kwargs)
+        if (
+            not self.known_results.knows(key)
+            or not self._is_recorded_directly(func)
+            or corrections.of("node", func)
+        ):
             return NotImplemented
         try:
             node_args, node_kwargs = self._node_arguments(args, kwargs)
@@ -347,8 +349,8 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
         node_kwargs: dict[str, Any],
         key: Hashable | None = None,
     ) -> Any:
-        result = self._known.result(
-            key or self._known.key(func, args, kwargs),
+        result = self.known_results.result(
+            key or self.known_results.key(func, args, kwargs),
             args,
             kwargs,
             lambda: corrections.fake_result(func, args, kwargs, on_gpu=self._on_gpu),

@@ -4,8 +4,6 @@ Below the user's function stand, from top to bottom, functionalisation (writes b
 proxies (values become nodes) and fake tensors (no data is touched). A tangent, or a tensor that the
 function merely closes over, is met in the middle of the trace, so `argument` can be called at any
 time: its placeholder is inserted after those that are already there.
-
-Every node is stamped with where it comes from, see `aotdist.program.Graph`.
 """
 
 from __future__ import annotations
@@ -15,13 +13,13 @@ import itertools
 import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from aotdist.capture.arguments import NO_FAKES, UserFakes
-from aotdist.capture.origins import Origins, current_module, current_tags, is_asked_by_the_user
+from aotdist.capture.origins import is_asked_by_the_user
 from aotdist.convention.random_numbers import Stream
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.errors import InternalError, UnsupportedProgram
@@ -29,7 +27,7 @@ from aotdist.program import LATE_ROLES, Graph, PrimalIdx, Role, Slot
 from aotdist.sizes import NumberStep
 from aotdist.subclasses.protocol import Plain, is_real, plain_tensors, tracing_wrappers
 from aotdist.torch_seam.ambient import autocast_off, own_autocast_cache
-from aotdist.torch_seam.autograd import next_sequence_nr, running_node, saved_tensor_hooks_off
+from aotdist.torch_seam.autograd import running_node, saved_tensor_hooks_off
 from aotdist.torch_seam.control_flow import calling_to_be_traced
 from aotdist.torch_seam.dynamo import compiled_as_written
 from aotdist.torch_seam.functional import (
@@ -54,31 +52,10 @@ from aotdist.torch_seam.symbols import depends_on_data, expression, hint, number
 from aotdist.torch_seam.tensors import unwrapped
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.functionalise import Functionalisation, computed_elsewhere
-from aotdist.trace.known_results import KnownResults
-from aotdist.trace.numbers.data_guards import DataGuards
 from aotdist.trace.numbers.unbacked import Unbacked
 from aotdist.trace.operators.attention import chosen_for
-from aotdist.trace.operators.random import Draws
 from aotdist.trace.proxy_mode import ProxyMode
-
-Phase = Literal["forward", "backward"]
-
-
-class _Tracer(PythonKeyTracer):
-    """FX's tracer for proxies, which stamps every node that it makes."""
-
-    def __init__(self, stamp: Callable[[], dict[str, Any]]) -> None:
-        super().__init__()
-        self.root = torch.nn.Module()
-        # Literal tensors (`x[0] = 3.0`) become attributes of `root`; FX's own entry point sets this up.
-        self.tensor_attrs: dict[Any, str] = {}
-        self.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
-        self._stamp = stamp
-
-    def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
-        node = super().create_node(*args, **kwargs)
-        node.meta.update(self._stamp())
-        return node
+from aotdist.trace.tracer import Tracer
 
 
 class SymbolsInside(Exception):
@@ -99,38 +76,49 @@ class Writers:
     of_forward: dict[torch.fx.Node, int]
 
 
+@dataclass(frozen=True, slots=True)
+class RecordOptions:
+    """How a program is recorded, and each function that it hands to an operator.
+
+    Args:
+        decompositions: operators to record as simpler ones; empty keeps the program's own.
+        functional_rng: draw random numbers from a seed and an offset, which become the last arguments.
+        backward_autocast: what the backward is recorded in.
+        of_bits: what is recorded runs operator by operator, and is to have eager's bits.
+        target: the generation of the GPUs that a trace on the CPU is for, if it is for any.
+    """
+
+    decompositions: Mapping[OpOverload, Callable[..., Any]] = field(default_factory=dict)
+    functional_rng: bool = False
+    backward_autocast: Callable[[], AbstractContextManager[Any]] = autocast_off
+    of_bits: bool = False
+    target: str | None = None
+
+
 class Recorder:
     """Records what is done to its arguments. Use as a context manager, then call `graph`.
 
     Args:
-        decompositions: operators to record as simpler ones; empty keeps the program's own.
+        options: how to record.
         within: the recorder of the enclosing program, whose tensors are to this one what real tensors are.
-        functional_rng: draw random numbers from a seed and an offset, which become the last arguments.
-        backward_autocast: what the backward is recorded in.
         symbolic: whether sizes may be symbolic.
         of_data: whether sizes and numbers may depend on data.
         fakes: the user's fake tensors, which are treated like real ones. Their mode then decides whether
             sizes may be symbolic.
         finds_out: let the program choose by data of its inputs, see `aotdist.trace.numbers.data_guards`.
-        of_bits: what is recorded runs operator by operator, and is to have eager's bits.
-        target: the generation of the GPUs that a trace on the CPU is for, if it is for any.
     """
 
     def __init__(
         self,
-        decompositions: Mapping[OpOverload, Callable[..., Any]],
+        options: RecordOptions,
         within: Recorder | None = None,
         *,
-        functional_rng: bool = False,
-        backward_autocast: Callable[[], AbstractContextManager[Any]] = autocast_off,
         symbolic: bool = False,
         of_data: bool = False,
         fakes: UserFakes = NO_FAKES,
         finds_out: bool = False,
-        of_bits: bool = False,
-        target: str | None = None,
     ) -> None:
-        self.of_bits, self.target = of_bits, target
+        self.options = options
         if within is not None:
             self.shape_env, self.fake_mode = None, within.fake_mode
         elif fakes.mode is not None:
@@ -141,42 +129,28 @@ class Recorder:
             self.fake_mode = FakeTensorMode(static_shapes=not symbolic, shape_env=self.shape_env)
         self._fakes: UserFakes = fakes if within is None else within._fakes
         self._within = within
-        self.phase: Phase = "forward"
-        self._tracer = _Tracer(self._stamp)
-        self._decompositions = decompositions
-        self.draws = Draws()
-        self.data_guards = DataGuards()
+        self.tracer = Tracer()
         self._finds_out = finds_out
         self._functionalisation = Functionalisation()
         self.strided = self._functionalisation.strided
-        self.backward_autocast = backward_autocast
-        self._stream = stream = Stream(self._rng_state) if functional_rng else None
-        symbolic = self.fake_mode.shape_env is not None
+        self._stream = Stream(self._rng_state) if options.functional_rng else None
         self.of_data = of_data or (within is not None and within.of_data)
         self.unbacked: Unbacked | None = None
         if of_data and self.shape_env is not None:
-            self.unbacked = Unbacked(self.shape_env, self._tracer.graph, self._stamp, self.size)
-        self._known = KnownResults(self.fake_mode)
+            self.unbacked = Unbacked(self.shape_env, self.tracer.graph, self.tracer.stamp, self.size)
         self._proxy_mode = ProxyMode(
-            self._tracer,
-            decompositions,
-            self._stamp,
-            self.draws,
-            self.data_guards,
-            stream,
+            self.tracer,
+            options.decompositions,
+            self.fake_mode,
+            self._stream,
             self.size,
             self.unbacked,
-            self._known,
-            symbolic=symbolic,
-            on_gpu=target is not None,
+            on_gpu=options.target is not None,
             refuses_data=within is not None and within.of_data,
         )
+        self.draws, self.data_guards = self._proxy_mode.draws, self._proxy_mode.data_guards
         self._functionalisation.recorded_again = self._proxy_mode.record_again
         self._rng: list[torch.fx.Node] = []
-        self._serials = itertools.count()
-        self._origins = Origins()
-        self._first_seq_nr = next_sequence_nr()
-        self._forward_origins: dict[int, tuple[str, str]] = {}
         self._arguments: dict[Slot, torch.fx.Node] = {}
         self._first: torch.fx.GraphModule | None = None
         self._goes_on = False
@@ -188,7 +162,7 @@ class Recorder:
             quiet_fakes(),
             own_autocast_cache(),
             saved_tensor_hooks_off(),
-            chosen_for(self.target),
+            chosen_for(self.options.target),
             calling_to_be_traced(),
             compiled_as_written(),
             _anomaly_mode_off(),
@@ -197,7 +171,7 @@ class Recorder:
             no_objects_exchanged(),
             tracing(TracingContext(self.fake_mode)),
             self.fake_mode,
-            decomposing(self._decompositions),
+            decomposing(self.options.decompositions),
             self._proxy_mode,
             self._functionalisation,
         ):
@@ -210,14 +184,7 @@ class Recorder:
 
     def nested(self) -> Recorder:
         """A recorder for a function that the program hands to an operator."""
-        return Recorder(
-            self._decompositions,
-            self,
-            functional_rng=self._stream is not None,
-            backward_autocast=self.backward_autocast,
-            of_bits=self.of_bits,
-            target=self.target,
-        )
+        return Recorder(self.options, self)
 
     @contextlib.contextmanager
     def resumed(self) -> Generator[None]:
@@ -264,7 +231,7 @@ class Recorder:
         """
         node = self._placeholder(slot, fake)
         node.meta["overwritten"] = overwritten
-        track(fake, node, self._tracer)
+        track(fake, node, self.tracer)
         return self._functionalisation.remember(functional(fake))
 
     def note_data(
@@ -287,7 +254,7 @@ class Recorder:
             raise UnsupportedProgram(
                 "a function that is handed to an operator (a branch of `cond`) draws random numbers, which "
                 "`functional_rng` asks to be functions of arguments",
-                where=self._origins.current() or None,
+                where=self.tracer.origins.current() or None,
                 stage="joint",
                 fix="draw them outside of it, or compile without `functional_rng`",
             )
@@ -297,13 +264,13 @@ class Recorder:
             for slot in RNG_SLOTS:
                 fake = self.fake_like(like, self._stream.device)
                 self._rng.append(self._placeholder(slot, fake))
-                track(fake, self._rng[-1], self._tracer)
+                track(fake, self._rng[-1], self.tracer)
         seed, offset = (node.meta["val"] for node in self._rng)
         if seed.device != self._stream.device:
             raise UnsupportedProgram(
                 f"random numbers are drawn on {seed.device} and on {self._stream.device}, and "
                 "`functional_rng` asks for one stream",
-                where=self._origins.current() or None,
+                where=self.tracer.origins.current() or None,
                 stage="joint",
                 fix="draw them all on one device, or compile without `functional_rng`",
             )
@@ -357,10 +324,10 @@ class Recorder:
 
     def _placeholder(self, slot: Slot, val: Any) -> torch.fx.Node:
         """A new argument, after those that are there already."""
-        graph = self._tracer.graph
+        graph = self.tracer.graph
         last = next(reversed(self._arguments.values()), None)
         with graph.inserting_before(None) if last is None else graph.inserting_after(last):
-            node = self._tracer.create_node("placeholder", _identifier(slot), (), {})
+            node = self.tracer.create_node("placeholder", _identifier(slot), (), {})
         node.meta["val"] = val
         self._arguments[slot] = node
         return node
@@ -373,28 +340,9 @@ class Recorder:
         """Note that the storage of `tensor` is larger than the tensor."""
         self._functionalisation.rebinding.in_more.add(functional_storage_id(tensor))
 
-    def _stamp(self) -> dict[str, Any]:
-        seq_nr, function = running_node()
-        # The program itself may call for a backward: `autograd.grad`.
-        if self.phase == "backward" or seq_nr in self._forward_origins:
-            source, module = self._forward_origins.get(seq_nr, ("", "")) if seq_nr is not None else ("", "")
-        else:
-            seq_nr, function = next_sequence_nr() - 1, ""
-            source, module = self._origins.current(), current_module()
-            # The first operation that an autograd node covers is the one the user wrote.
-            self._forward_origins.setdefault(seq_nr, (source, module))
-        stamp: dict[str, Any] = {"phase": self.phase, "source": source, "module": module, **current_tags()}
-        stamp["serial"] = next(self._serials)
-        stamp["grad"] = torch.is_grad_enabled()
-        if function:
-            stamp["function"] = function
-        if seq_nr is not None:
-            stamp["seq_nr"] = seq_nr - self._first_seq_nr
-        return stamp
-
     def asked_for_strides(self, tensor: torch.Tensor) -> None:
         """Note that the program's backward looks at the strides of a tensor, which tangents may decide."""
-        if self.phase != "backward":
+        if self.tracer.phase != "backward":
             return
         for plain in plain_tensors(tensor):
             if isinstance(plain, FunctionalTensor):
@@ -415,14 +363,14 @@ class Recorder:
         return node
 
     def _node_of(self, tensor: FunctionalTensor) -> torch.fx.Node | None:
-        return node_of(functional_value(tensor), self._tracer)
+        return node_of(functional_value(tensor), self.tracer)
 
     def attribute(self, name: str, module: torch.fx.GraphModule) -> torch.fx.Node:
         """A node for a graph that operators of this graph take."""
-        root = self._tracer.root
+        root = self.tracer.root
         unique = next(n for k in itertools.count() if not hasattr(root, n := f"{name}_{k}"))
         root.register_module(unique, module)
-        return self._tracer.create_node("get_attr", unique, (), {})
+        return self.tracer.create_node("get_attr", unique, (), {})
 
     def call(
         self, op: HigherOrderOperator, args: tuple[Any, ...], like: Sequence[torch.Tensor], *, draws: bool
@@ -446,17 +394,17 @@ class Recorder:
         self, op: HigherOrderOperator, args: tuple[Any, ...], like: Sequence[torch.Tensor], *, draws: bool
     ) -> list[torch.Tensor]:
         fakes = [self.fake_like(Plain(f.size(), f.stride(), f.dtype), f.device) for f in like]
-        node = self._tracer.create_node("call_function", op, args, {})
+        node = self.tracer.create_node("call_function", op, args, {})
         node.meta.update(val=tuple(fakes), draws=draws)
         for position, fake in enumerate(fakes):
-            pick = self._tracer.create_node("call_function", operator.getitem, (node, position), {})
+            pick = self.tracer.create_node("call_function", operator.getitem, (node, position), {})
             pick.meta["val"] = fake
-            track(fake, pick, self._tracer)
+            track(fake, pick, self.tracer)
         return fakes
 
     def num_nodes(self) -> int:
         """How many nodes are recorded by now."""
-        return len(self._tracer.graph.nodes)
+        return len(self.tracer.graph.nodes)
 
     @contextlib.contextmanager
     def noting_writers(self) -> Generator[Writers]:
@@ -481,12 +429,12 @@ class Recorder:
     @contextlib.contextmanager
     def on_trial(self) -> Generator[None]:
         """Erase what is recorded inside when the context is left: it is only to be looked at."""
-        nodes = self._tracer.graph.nodes
+        nodes = self.tracer.graph.nodes
         before = set(nodes)
         yield
         for node in reversed([node for node in nodes if node not in before]):
             if node.op == "call_function" and not node.users:
-                self._tracer.graph.erase_node(node)
+                self.tracer.graph.erase_node(node)
 
     def graph(
         self, results: Sequence[tuple[Slot, torch.fx.Node | None]], symbols: Iterable[Any] = ()
@@ -497,17 +445,17 @@ class Recorder:
         """
         for symbol in symbols:
             self.size(symbol)
-        self._known.forget_fakes()
-        graph, now = self._tracer.graph, dict[torch.fx.Node, torch.fx.Node]()
+        self._proxy_mode.known_results.forget_fakes()
+        graph, now = self.tracer.graph, dict[torch.fx.Node, torch.fx.Node]()
         if self._goes_on:
             graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
-            graph.graph_copy(self._tracer.graph, now)
+            graph.graph_copy(self.tracer.graph, now)
         graph.output(tuple(now.get(node, node) if node is not None else None for _, node in results))
         slots = sorted(self._arguments, key=lambda slot: _SEGMENTS.index(slot.role))
         for slot in reversed(slots):
             node = self._arguments[slot]
             next(iter(graph.nodes)).prepend(now.get(node, node))
-        gm = graph_module(self._tracer.root, graph)
+        gm = graph_module(self.tracer.root, graph)
         self._first = gm if self._first is None else self._first
         return Graph(gm, tuple(slots), tuple(slot for slot, _ in results))
 
@@ -515,7 +463,7 @@ class Recorder:
         """Allow more to be recorded after `graph`: the graph that was handed out becomes a copy."""
         if self._goes_on or self._first is None:
             return
-        recorded, handed_out = self._tracer.graph, torch.fx.Graph(tracer_cls=PythonKeyTracer)
+        recorded, handed_out = self.tracer.graph, torch.fx.Graph(tracer_cls=PythonKeyTracer)
         handed_out.output(handed_out.graph_copy(recorded, {}))
         self._first.graph = handed_out
         recorded.erase_node(recorded.output_node())

@@ -113,9 +113,7 @@ def trace(
         stack.enter_context(recorder)
         if recorder.unbacked is not None:
             stack.enter_context(python_numbers.followed(recorder.unbacked))
-        tensors = [
-            inputs.add(slot, example) for slot, example in zip(program.ins, program.examples, strict=True)
-        ]
+        tensors = list(map(inputs.add, program.ins, program.examples))
         for view, make in inputs.made_again():
             log.views.note_given(view, make)
         stack.enter_context(symbols.counting(options.counts))
@@ -126,8 +124,7 @@ def trace(
         forward = read_forward(context, outs, lifting)
         backward = BackwardTrace(context, forward).effects()
     facts = _facts(context, forward, backward)
-    row = inputs.row()
-    seen = Program(program.fn, row.map(lambda s: s.slot), row.map(lambda s: s.example))
+    seen = Program(program.fn, inputs.row().map(lambda s: s.slot), inputs.row().map(lambda s: s.example))
     later = _later_backwards(context, seen, facts, forward, backward)
     symbols.note(recorder.sizes())
     graph = recorder.graph(forward.results + backward.results, symbols)

@@ -43,7 +43,7 @@ from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import TorchDispatchMode
 from aotdist.torch_seam.operators import OpOverload, is_operator
 from aotdist.trace.context import TraceOptions
-from aotdist.trace.recorder import Recorder
+from aotdist.trace.recorder import Recorder, RecordOptions
 from aotdist.trace.trace import trace
 
 ATEN = torch.ops.aten
@@ -67,7 +67,7 @@ def facts_of(program: Program[PrimalIdx], *, training: bool = True) -> Facts:
 
     with torch.set_grad_enabled(training):
         options = TraceOptions(training=training)
-        return trace(program, Recorder({}), options, name_closed_over=name_closed_over).facts
+        return trace(program, Recorder(RecordOptions()), options, name_closed_over=name_closed_over).facts
 
 
 def call_of(program: Program[Any]) -> Call:

@@ -12,7 +12,7 @@ from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functional import FunctionalTensor, functional, functional_value
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.operators import OpOverload
-from aotdist.trace.recorder import Recorder
+from aotdist.trace.recorder import Recorder, RecordOptions
 
 ATEN = torch.ops.aten
 X, Y = Slot("primal", "x"), Slot("primal", "y")
@@ -21,7 +21,7 @@ ELSEWHERE = torch.ones(3)
 
 @pytest.fixture
 def recorder() -> Iterator[Recorder]:
-    with Recorder({}) as recorder:
+    with Recorder(RecordOptions()) as recorder:
         yield recorder
 
 
@@ -118,7 +118,7 @@ def test_nodes_know_where_they_come_from(recorder: Recorder) -> None:
     x = argument(recorder, X, 3)
     with torch.no_grad():
         forward = recorder.value(x.sin())
-    recorder.phase = "backward"
+    recorder.tracer.phase = "backward"
     backward = recorder.value(x.cos())
     assert (forward.meta["phase"], backward.meta["phase"]) == ("forward", "backward")
     assert forward.meta["grad"] is False and "x.sin()" in forward.meta["source"]

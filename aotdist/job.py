@@ -1,0 +1,100 @@
+"""What is compiled, and how: what the settings and the backend ask of a trace."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from aotdist.capture.capture import Captured, UserCall
+from aotdist.capture.source import Source
+from aotdist.codegen.ahead import TargetBackend
+from aotdist.codegen.contract import Backend, Decompositions
+from aotdist.errors import BadSettings
+from aotdist.passes.linear_losses import WHOLE
+from aotdist.program import PrimalIdx, Program
+from aotdist.settings import Settings
+from aotdist.torch_seam.ambient import autocast_off, autocast_only
+from aotdist.torch_seam.functional import is_fake
+from aotdist.trace.recorder import RecordOptions
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is compiled, and how; see `aotdist.pipeline.compile_call`.
+
+    Args:
+        call: the call.
+        backend: turns graphs into callables.
+        settings: how to compile.
+        symbolic: try symbolic sizes, if the call, settings or marks ask for them.
+        finds_out: let the program choose by data of this call, see `aotdist.trace.numbers.data_guards`.
+        counts: places of numbers that symbols are to stand for.
+        counted: such numbers among the arguments, by path.
+        opens: let dimensions differ that `call.guess` names.
+    """
+
+    call: UserCall
+    backend: Backend
+    settings: Settings
+    symbolic: bool = True
+    finds_out: bool = True
+    counts: tuple[Source, ...] = ()
+    counted: tuple[str, ...] = ()
+    opens: bool = False
+
+    def needs_symbols(self) -> bool:
+        """Whether it is of no use without symbols."""
+        return bool(self.counts or self.counted or self.opens)
+
+
+def dims_of(job: Job, captured: Captured) -> Mapping[int, frozenset[int]]:
+    """The dimensions that symbols are to stand for, by the identity of the tensor."""
+    if not job.opens:
+        return captured.dims
+    none = frozenset[int]()
+    keys = {*captured.dims, *captured.guessed}
+    return {key: captured.dims.get(key, none) | captured.guessed.get(key, none) for key in keys}
+
+
+def refuse_fakes(program: Program[PrimalIdx], backend: Backend) -> None:
+    """Refuse to make machine code for a call with fake tensors: it would read memory that is not there."""
+    for slot, example in zip(program.ins, program.examples, strict=True):
+        if is_fake(example) and backend.name in ("inductor", "triton"):
+            raise BadSettings(
+                f"`{slot}` is a fake tensor, and what `{backend.name}` emits reads memory",
+                stage="capture",
+                fix='compile with `backend="fx"`, or export the program: `aotdist.export`',
+            )
+
+
+def record_options(backend: Backend, settings: Settings) -> RecordOptions:
+    """How settings, and the backend that is to run it, have a program recorded."""
+    return RecordOptions(
+        _decompositions(backend, settings),
+        functional_rng=settings.functional_rng,
+        backward_autocast=_backward_autocast(settings),
+        # A CUDA graph holds nothing that waits for data, as eager's formulas do.
+        of_bits=backend.name == "fx" and not settings.cuda_graphs,
+        target=backend.target if isinstance(backend, TargetBackend) else None,
+    )
+
+
+def _backward_autocast(settings: Settings) -> Callable[[], AbstractContextManager[Any]]:
+    match settings.backward_autocast:
+        case "off":
+            return autocast_off
+        case "same_as_forward":
+            return nullcontext
+        case _:
+            return functools.partial(autocast_only, settings.explicit_autocast())
+
+
+def _decompositions(backend: Backend, settings: Settings) -> Decompositions:
+    """The operators that the trace decomposes; losses that a pass may look for are left whole."""
+    table = backend.decompositions()
+    if settings.loss_chunk_bytes is None:
+        return table
+    return {op: made for op, made in table.items() if op not in WHOLE}

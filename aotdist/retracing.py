@@ -1,0 +1,130 @@
+"""Traces a program anew for its later backwards, where the first trace was let go of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from hashlib import sha256
+from typing import Any, TypeVar
+
+import torch
+
+from aotdist.assumptions import TracedCall, traced_by_itself
+from aotdist.capture.constants import is_constant
+from aotdist.equivalence import are_same, held_in, without_returned
+from aotdist.errors import UnsupportedProgram
+from aotdist.job import Job
+from aotdist.subclasses.protocol import Plain, is_real, leaves, plain_tensors, rebuild, recipe_of
+from aotdist.torch_seam.functional import memory_of
+from aotdist.torch_seam.trees import pytree
+from aotdist.torch_seam.undo import raise_interrupt
+from aotdist.trace.later_backwards import LaterBackwards, Traces
+from aotdist.trace.trace import Traced
+
+T = TypeVar("T")
+
+
+def _remaking(tensor: Any) -> Callable[[], Any]:
+    """Makes a constant, or a tensor like this one, which it does not hold: for another call like it."""
+    if not isinstance(tensor, torch.Tensor):
+        return lambda: tensor
+    recipe, requires_grad, is_leaf = recipe_of(tensor), tensor.requires_grad, tensor.is_leaf
+    devices = [plain.device for plain in plain_tensors(tensor)]
+
+    def make() -> torch.Tensor:
+        pairs = zip(leaves(recipe), devices, strict=True)
+        plains = [
+            torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device=device)
+            for (_, leaf), device in pairs
+        ]
+        made = rebuild(recipe, plains)
+        if requires_grad:
+            made.requires_grad_()
+        return made if is_leaf or not requires_grad else made.view_as(made)
+
+    return make
+
+
+def with_traces(job: Job, found: TracedCall) -> Traced:
+    """The trace of a call, which can be let go of where it can be made anew."""
+    later = found.traced.later_backwards
+    if later is None:
+        return found.traced
+    return replace(found.traced, traces=Traces(later, _retracing(job, found)))
+
+
+def _retracing(job: Job, found: TracedCall) -> Callable[[], LaterBackwards] | None:
+    """Traces a program anew for its backwards, once its trace was let go of.
+
+    None where that may give another trace: what it depends on is not the module and what its arguments are
+    like alone, or may be another by then.
+
+    Args:
+        job: what was traced.
+        found: the trace.
+    """
+    call, captured, traced = job.call, found.captured, found.traced
+    tensors, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
+    given = [each for each in tensors if isinstance(each, torch.Tensor)]
+    outs = (out.recipe for out in traced.facts.node_outs)
+    depends = (
+        tuple(traced.symbols)
+        or not all(isinstance(recipe, Plain) for recipe in (*traced.facts.recipes, *outs))
+        or traced.facts.data_guards
+        or captured.ambient.autocast
+        or captured.leaves is not None
+        or not all(isinstance(each, torch.Tensor) or is_constant(each) for each in tensors)
+        or any(each._base is not None or not is_real(each) for each in given)
+        or len({memory_of(plain) for each in given for plain in plain_tensors(each)}) < len(given)
+    )
+    if depends:
+        return None
+    makers = [_remaking(each) for each in tensors]
+    name, (recorded, held) = captured.name, _recorded(traced)
+    empty = replace(job, call=replace(call, args=(), kwargs={}, dims={}, guess=None, prints=False))
+
+    def again() -> LaterBackwards:
+        made = [make() for make in makers]
+        args, kwargs = pytree.tree_unflatten(made, spec)
+        asked = replace(empty, call=replace(empty.call, args=args, kwargs=kwargs))
+        try:
+            another = _in_a_thread(lambda: traced_by_itself(asked))
+        except Exception as error:
+            raise_interrupt(error)
+            raise _changed(name, str(error).partition("\n")[0]) from error
+        later = another.traced.later_backwards
+        recorded_anew, held_anew = _recorded(another.traced)
+        if later is None or recorded_anew != recorded or not are_same(held, held_anew):
+            raise _changed(name, "it is another program now")
+        return later
+
+    return again
+
+
+def _in_a_thread(run: Callable[[], T]) -> T:
+    """What `run` returns, called where no backward runs: autograd's formulas ask whether one does."""
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(run).result()
+
+
+def _recorded(traced: Traced) -> tuple[Any, list[torch.Tensor]]:
+    """What a trace recorded, for another to be compared with, and the tensors that its graph holds.
+
+    Of the operations a digest, since passes change the graph itself, and the forward's alone: only these hand
+    values on to another backward.
+    """
+    nodes = traced.graph.gm.graph.nodes
+    forward = (node for node in nodes if node.op == "call_function" and node.meta["phase"] == "forward")
+    said = ((node.meta.get("serial"), node, node.target, node.args, node.kwargs) for node in forward)
+    digest = sha256("\n".join(map(str, said)).encode()).hexdigest()
+    held = [each for each in held_in(traced.graph) if isinstance(each, torch.Tensor)]
+    return (traced.program.ins, without_returned(traced.facts), digest), held
+
+
+def _changed(name: str, reason: str) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"`{name}` is traced anew for gradients of gradients, or gradients of other kinds, and {reason}",
+        stage="joint",
+        fix="leave the module as it was when it was called; or compile a clone of it for these calls",
+    )

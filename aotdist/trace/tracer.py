@@ -1,0 +1,61 @@
+"""FX's tracer for proxies, which stamps every node with where it comes from; see `aotdist.program.Graph`."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, Literal
+
+import torch
+
+from aotdist.capture.origins import Origins, current_module, current_tags
+from aotdist.torch_seam.autograd import next_sequence_nr, running_node
+from aotdist.torch_seam.proxies import PythonKeyTracer
+
+Phase = Literal["forward", "backward"]
+
+
+class Tracer(PythonKeyTracer):
+    """Makes nodes.
+
+    Attributes:
+        phase: of the program, what is recorded now.
+        origins: knows the line of the user's that runs now.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.root = torch.nn.Module()
+        # Literal tensors (`x[0] = 3.0`) become attributes of `root`; FX's own entry point sets this up.
+        self.tensor_attrs: dict[Any, str] = {}
+        self.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
+        self.phase: Phase = "forward"
+        self.origins = Origins()
+        self._serials = itertools.count()
+        self._first_seq_nr = next_sequence_nr()
+        self._of_forward: dict[int, tuple[str, str]] = {}
+
+    def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
+        """A node, stamped."""
+        node = super().create_node(*args, **kwargs)
+        node.meta.update(self.stamp())
+        return node
+
+    def stamp(self) -> dict[str, Any]:
+        """The origin of the operation that runs now, for `node.meta`."""
+        seq_nr, function = running_node()
+        # The program itself may call for a backward: `autograd.grad`.
+        if self.phase == "backward" or seq_nr in self._of_forward:
+            source, module = self._of_forward.get(seq_nr, ("", "")) if seq_nr is not None else ("", "")
+        else:
+            seq_nr, function = next_sequence_nr() - 1, ""
+            source, module = self.origins.current(), current_module()
+            # The first operation that an autograd node covers is the one the user wrote.
+            self._of_forward.setdefault(seq_nr, (source, module))
+        stamp: dict[str, Any] = {"phase": self.phase, "source": source, "module": module, **current_tags()}
+        stamp["serial"] = next(self._serials)
+        stamp["grad"] = torch.is_grad_enabled()
+        if function:
+            stamp["function"] = function
+        if seq_nr is not None:
+            stamp["seq_nr"] = seq_nr - self._first_seq_nr
+        return stamp
