@@ -18,7 +18,7 @@ from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.codegen.graph_copy import copied
 from aotdist.convention.stack import Plans
 from aotdist.job import Job
-from aotdist.partition.collector import collector_paused
+from aotdist.partition.builder import collector_paused
 from aotdist.partition.derive import Joint, compiled_ahead, derive, without_choices
 from aotdist.partition.gates import linked
 from aotdist.partition.policy import partition

@@ -56,7 +56,7 @@ class Settings:
             Where they are more, the loss and its gradients are computed in the forward, chunk by chunk of
             rows, and summed up in another order than in eager: close to it, not equal bit for bit. Logits
             that anything else reads are made whole. None leaves all losses as they are written.
-        disabled_passes: names of graph passes to leave out (see `aotdist.passes.order`).
+        disabled_passes: names of graph passes to leave out (see `aotdist.passes.run`).
         max_artifacts: compiled programs that one callable keeps, one a signature. When there is one more, the
             one that was used longest ago is dropped: results that it made can still be differentiated, and a
             call that it was for compiles again. 64 hold every length of an epoch that pads to multiples of 8

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from aotdist.report.allocation import most_allocated_by
+from aotdist.report.profile import most_allocated_by
 from benchmarks import workers
 from benchmarks.effort import Case, Effort
 from benchmarks.models import LlamaShape

@@ -23,7 +23,7 @@ from typing import Literal, TypeAlias
 import torch
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam.sparse24 import cutlass_word_places
+from aotdist.torch_seam.tensors import cutlass_word_places
 
 MaskKind: TypeAlias = Literal["row", "transposable"]
 

@@ -23,7 +23,7 @@ from aotdist.torch_seam.autograd import (
     set_creation_meta,
 )
 from aotdist.torch_seam.operators import OpOverload
-from aotdist.torch_seam.swaps import swap_histories
+from aotdist.torch_seam.tensors import swap_histories
 
 _ATEN = torch.ops.aten
 

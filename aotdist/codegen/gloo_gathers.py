@@ -16,8 +16,7 @@ import torch
 from torch.fx import Node
 
 from aotdist.codegen.graph_copy import copied
-from aotdist.partition.storage import view_base
-from aotdist.partition.traits import is_wait
+from aotdist.partition.traits import is_wait, view_base
 from aotdist.passes.collectives import group_name
 from aotdist.program import Graph
 from aotdist.torch_seam.groups import runs_on_gloo

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from aotdist.aliasing.memory import may_repeat
-from aotdist.partition.storage import view_base
+from aotdist.partition.traits import view_base
 from aotdist.program import Graph
 from aotdist.sizes import is_symbolic
 from aotdist.torch_seam.inductor import EAGER_ARGUMENTS, needs_exact_strides

@@ -3,7 +3,8 @@
 Promises: `lift` undoes `lower`, for results and for writes to arguments. What is left for the graph is a
 function of plain tensors without aliases or writes.
 
-The steps, from the outside in ------------------------------
+The steps, from the outside in:
+
 1. `dedupe`: an argument given twice is one input.
 2. `bases`: inputs that share memory, one of them written, are read through one base (see below).
 3. `epilogue`: outputs that alias something are rebuilt outside of the compiled region, by view replay. Views

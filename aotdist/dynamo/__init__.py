@@ -19,8 +19,7 @@ PyTorch asks for their key (`torch_seam/dynamo.py`). While a program is traced n
 trace runs a backward itself.
 """
 
-from aotdist.dynamo.backend import backend
-from aotdist.dynamo.region import Region, regions
+from aotdist.dynamo.backend import Region, backend, regions
 from aotdist.dynamo.tape import compile_backward
 
 __all__ = ["Region", "backend", "compile_backward", "regions"]

@@ -25,7 +25,7 @@ from aotdist.export.refusals import (
     refuse_strays,
 )
 from aotdist.facts import OutputFact
-from aotdist.partition.collector import collector_paused
+from aotdist.partition.builder import collector_paused
 from aotdist.program import PrimalIdx, Program, Row, Slot
 from aotdist.settings import Settings
 from aotdist.torch_seam.inductor import active_fake_mode

@@ -16,8 +16,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from aotdist.freezing.folding import constant_nodes
-from aotdist.partition.storage import storage_root
-from aotdist.partition.traits import is_view
+from aotdist.partition.traits import is_view, storage_root
 from aotdist.passes.editing import emit
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.operators import OpOverload

@@ -18,8 +18,7 @@ from torch.fx.node import map_arg
 from aotdist.codegen.fx import attribute_of
 from aotdist.freezing.state import FrozenState
 from aotdist.partition.builder import GraphBuilder
-from aotdist.partition.storage import storage_root, value_bytes
-from aotdist.partition.traits import is_collective, is_effectful, is_wait
+from aotdist.partition.traits import is_collective, is_effectful, is_wait, storage_root, value_bytes
 from aotdist.torch_seam.ambient import autocast_off
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.proxies import graph_module

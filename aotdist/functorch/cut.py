@@ -17,8 +17,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.functorch.convention import Order, flat_results
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.halves import find_halves
-from aotdist.partition.storage import storage_root
-from aotdist.partition.traits import is_view
+from aotdist.partition.traits import is_view, storage_root
 from aotdist.passes.collectives import collectives
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.proxies import graph_module

@@ -16,9 +16,9 @@ from aotdist.codegen.backend import CallableBackend, Compiler
 from aotdist.compiled import CompiledFunction, Compiling, OpenDims
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.functorch.backend import FunctorchBackend
-from aotdist.functorch.open_sizes import OpenSizes
+from aotdist.functorch.convention import OpenSizes
 from aotdist.functorch.partitions import PartitionFn, default_partition
-from aotdist.passes.order import PASS_NAMES
+from aotdist.passes.run import PASS_NAMES
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.symbols import hint

@@ -40,11 +40,11 @@ differentiates other results than its peers is a `RankDivergence` on all of them
 `runtime/ranks/fingerprint.py`).
 
 Without `retain_graph` autograd frees what a node saved, once. Which results lose their backward with that of
-another is read off autograd's graph (`BackwardFacts.freed`, `runtime/released_saved.py`).
+another is read off autograd's graph (`BackwardFacts.freed`, `runtime/held.py`).
 
 Autograd keeps a gradient that nobody else holds as a leaf's `.grad`, and adds the next one to it in place. So
 two gradients that are one tensor in eager (`x + w`) have to be one wrapper, not two around the same memory,
-and one that is passed on has to be the wrapper that arrived (`runtime/grad_rebuilder.py`). What lies inside
+and one that is passed on has to be the wrapper that arrived (`runtime/backward.py`). What lies inside
 of a gradient may also have other strides than in the trace, where the gradient that arrived has: the
 wrapper's are made to fit.
 """

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from aotdist.facts import Facts
-from aotdist.partition.builder import GraphBuilder
+from aotdist.partition.builder import GraphBuilder, returning
 from aotdist.partition.halves import find_halves
-from aotdist.partition.returning import returning
 from aotdist.partition.split import backward_from
 from aotdist.partition.traits import is_late, is_random
 from aotdist.program import Graph, NodeOutIdx, Split

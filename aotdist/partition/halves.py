@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from aotdist.errors import InternalError
-from aotdist.partition.storage import view_base
-from aotdist.partition.traits import is_effectful, is_getitem, is_late, is_size, is_wait
+from aotdist.partition.traits import is_effectful, is_getitem, is_late, is_size, is_wait, view_base
 from aotdist.program import BACKWARD_ROLES, FORWARD_ROLES, LATE_ROLES, Graph
 
 

@@ -14,7 +14,7 @@ from typing import Literal, assert_never
 
 from torch.fx import Node
 
-from aotdist.partition.collector import collector_paused
+from aotdist.partition.builder import collector_paused
 from aotdist.partition.halves import Halves, find_halves
 from aotdist.partition.split import split
 from aotdist.partition.traits import is_size, is_view

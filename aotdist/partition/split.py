@@ -15,8 +15,7 @@ from torch.fx import Node
 from aotdist.errors import InternalError
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.halves import Halves, results_of
-from aotdist.partition.storage import storage_bytes
-from aotdist.partition.traits import is_effectful, is_size
+from aotdist.partition.traits import is_effectful, is_size, storage_bytes
 from aotdist.program import FORWARD_ROLES, LATE_ROLES, Graph, Slot, Split
 
 

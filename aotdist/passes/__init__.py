@@ -1,4 +1,4 @@
-"""From a graph to a graph: named passes with one signature, run in the order that `order.py` lists.
+"""From a graph to a graph: named passes with one signature, run in the order that `run.py` lists.
 
 Promises: each pass is timed, verified after, and can be disabled by name.
 

@@ -29,7 +29,7 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
-from aotdist.partition.storage import value_bytes
+from aotdist.partition.traits import value_bytes
 from aotdist.passes.collectives import arguments, group_name, wait_of
 from aotdist.passes.context import PassContext
 from aotdist.passes.editing import emit, erase_unused, hoist, private_copy, sink

@@ -21,7 +21,7 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
-from aotdist.partition.storage import value_bytes
+from aotdist.partition.traits import value_bytes
 from aotdist.passes.context import PassContext
 from aotdist.passes.editing import emit, erase_unused, private_copy
 from aotdist.passes.linear_cross_entropy import LINEAR_CROSS_ENTROPY

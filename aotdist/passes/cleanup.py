@@ -19,8 +19,7 @@ import torch
 from torch.fx import Node
 
 from aotdist.partition.builder import GraphBuilder
-from aotdist.partition.storage import storage_root, value_bytes
-from aotdist.partition.traits import is_effectful, is_view
+from aotdist.partition.traits import is_effectful, is_view, storage_root, value_bytes
 from aotdist.passes.context import PassContext
 from aotdist.program import Graph
 from aotdist.torch_seam.operators import OpOverload

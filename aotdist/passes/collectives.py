@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from aotdist.partition.storage import value_bytes
-from aotdist.partition.traits import is_collective, is_wait
+from aotdist.partition.traits import is_collective, is_wait, value_bytes
 from aotdist.program import Graph
 from aotdist.torch_seam.operators import OpOverload, argument_names
 from aotdist.torch_seam.symbols import estimate

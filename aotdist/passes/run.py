@@ -1,17 +1,58 @@
-"""Runs the passes of one stage: each named, timed, switchable, and verified after."""
+"""The graph passes of each stage, in their order: each named, timed, switchable, and verified after.
+
+To add a pass: write `(Graph, PassContext) -> Graph` in a module of its own name, never touching the graph
+that it is given, and name it in `ORDER`, the only place that says in which order they run.
+`settings.disabled_passes` leaves a pass out by name.
+"""
 
 from __future__ import annotations
 
 import difflib
 import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from aotdist.errors import BadSettings
+from aotdist.passes.bucket import bucket
+from aotdist.passes.chunk_losses import chunk_losses
+from aotdist.passes.cleanup import cleanup
 from aotdist.passes.context import PassContext, Stage
-from aotdist.passes.order import ORDER, PASS_NAMES
+from aotdist.passes.overlap import overlap
 from aotdist.passes.verify import verify
 from aotdist.program import Graph
 from aotdist.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """A named step from graph to graph.
+
+    Args:
+        name: what settings and reports call it.
+        run: the step; returns a new graph, or its argument when there is nothing to do.
+    """
+
+    name: str
+    run: Callable[[Graph, PassContext], Graph]
+
+
+_CLEANUP = Pass("cleanup", cleanup)
+_BUCKET = Pass("bucket", bucket)
+_CHUNK_LOSSES = Pass("chunk_losses", chunk_losses)
+_OVERLAP = Pass("overlap", overlap)
+
+ORDER: Mapping[Stage, tuple[Pass, ...]] = MappingProxyType(
+    {
+        "joint": (_CLEANUP, _CHUNK_LOSSES),
+        "forward": (_BUCKET, _OVERLAP),
+        "backward": (_BUCKET, _OVERLAP),
+    }
+)
+"""Which passes run on which graph, in order."""
+
+PASS_NAMES = tuple(dict.fromkeys(step.name for steps in ORDER.values() for step in steps))
+"""Every name that `settings.disabled_passes` may hold."""
 
 
 @dataclass(frozen=True, slots=True)

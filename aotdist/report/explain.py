@@ -16,8 +16,7 @@ import torch
 
 from aotdist.files import AS_USUAL, path_of, refuse_unwritable, write_whole
 from aotdist.program import Graph
-from aotdist.report.details import Details, details_of
-from aotdist.report.ranks import Told, compared, meet
+from aotdist.report.details import Details, Told, compared, details_of, meet
 from aotdist.report.summary import Report, report_of
 from aotdist.report.text import format_bytes
 from aotdist.runtime.artifact import Artifact

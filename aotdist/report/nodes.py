@@ -10,8 +10,7 @@ import torch
 from torch.fx import Node
 
 from aotdist.codegen.tensor_text import tensor_text
-from aotdist.partition.storage import value_bytes
-from aotdist.partition.traits import is_collective, is_getitem, is_view, is_wait
+from aotdist.partition.traits import is_collective, is_getitem, is_view, is_wait, value_bytes
 from aotdist.passes.collectives import collectives
 from aotdist.program import Graph, Slot, Split
 from aotdist.report import words

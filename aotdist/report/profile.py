@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import gzip
 import inspect
+import itertools
 import json
 import tempfile
 import types
@@ -299,3 +301,29 @@ def _table(title: str, seconds: Mapping[str, float], whole: float) -> Iterator[s
 
 def _share(seconds: float, whole: float) -> str:
     return f"{1e3 * seconds:9.2f} ms {100 * seconds / whole if whole else 0.0:5.1f} %"
+
+
+MIB = 2.0**20
+
+
+def most_allocated_by(work: Callable[[], object]) -> float:
+    """MiB, beyond what is allocated before; what `work` leaves behind counts. Of a GPU, if one is used."""
+    gc.collect()
+    return (_on_the_gpu(work) if torch.cuda.is_initialized() else _on_the_cpu(work)) / MIB
+
+
+def _on_the_gpu(work: Callable[[], object]) -> int:
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def _on_the_cpu(work: Callable[[], object]) -> int:
+    quiet_kineto()
+    with torch_profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+        work()
+    changes = [event for event in trace_of(recorded)["traceEvents"] if event.get("name") == "[memory]"]
+    # Not "Total Allocated": that goes on from what the process profiled before.
+    sizes = (change["args"]["Bytes"] for change in sorted(changes, key=lambda event: event["ts"]))
+    return max(itertools.accumulate(sizes), default=0)

@@ -23,6 +23,7 @@ from aotdist.runtime.compilation import Compilation, Inference, Training, withou
 from aotdist.runtime.double_backward import Nodes
 from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.guards import MISS, Guards
+from aotdist.runtime.held import SavedSharing
 from aotdist.runtime.hooks import detaching, shielding, silencing
 from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.node import make_node, without_autocast
@@ -40,7 +41,6 @@ from aotdist.runtime.ranks import (
     fingerprint_of,
     naming_lost_ranks,
 )
-from aotdist.runtime.released_saved import SavedSharing
 from aotdist.runtime.results import Versions, detached_views, result_views, setting_versions, versions_to_set
 from aotdist.sizes import concrete, evaluate
 from aotdist.torch_seam.locks import process_lock

@@ -13,14 +13,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import torch
+from torch.fx import Interpreter, Node
 
 from aotdist.capture.compile_lock import alone
+from aotdist.codegen.any_strides import takes_any_strides, with_reshapes
 from aotdist.codegen.contract import BoxedCall
 from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.partition.derive import BackwardRequest, Derived, Joint, derive
 from aotdist.passes.run import run_passes
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Row
-from aotdist.runtime.anomaly import pointing_at_the_forward
 from aotdist.runtime.double_backward import DoubleBackward
 from aotdist.runtime.held import Arguments
 from aotdist.runtime.plan import NodePlan, is_plain
@@ -198,3 +199,53 @@ def _where(guards: Sequence[Expression], graph: Graph, call: BoxedCall, otherwis
         return (call if all(evaluate(guard, symbols) for guard in guards) else otherwise)(args)
 
     return chosen
+
+
+def pointing_at_the_forward(call: BoxedCall, backward: Graph) -> BoxedCall:
+    """`call`, or in anomaly mode `backward` under observation."""
+
+    def run(args: list[Any]) -> Sequence[Any]:
+        if not torch.is_anomaly_enabled():
+            return call(args)
+        graph = with_reshapes(backward) if takes_any_strides(backward) else backward
+        observed = _Observed(graph.gm)
+        observed.extra_traceback = False  # the error says it better
+        return observed.boxed_run(args)
+
+    return run
+
+
+class _Observed(Interpreter):
+    """Runs a graph, and stops at the first node whose result goes wrong."""
+
+    def run_node(self, n: Node) -> Any:
+        try:
+            value = super().run_node(n)
+        except Exception as error:
+            error.add_note(f"in the backward ({_name(n)}) of {_line(n)}")
+            raise
+        if torch.is_anomaly_check_nan_enabled() and _leaves_its_node(n) and _has_nan(value):
+            raise RuntimeError(f"Function '{_name(n)}' returned nan values.\n  at {_line(n)}")
+        return value
+
+
+def _name(node: Node) -> str:
+    return str(node.meta.get("function") or node.target)
+
+
+def _line(node: Node) -> str:
+    return str(node.meta.get("source") or "an unknown line")
+
+
+def _leaves_its_node(node: Node) -> bool:
+    """Whether a value passes from one autograd node to another, or out of the graph."""
+    if node.op != "call_function" or node.meta.get("phase") != "backward":
+        return False
+    own = node.meta.get("seq_nr")
+    return any(user.op == "output" or user.meta.get("seq_nr") != own for user in node.users)
+
+
+def _has_nan(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
+        return False
+    return bool(value.isnan().any())

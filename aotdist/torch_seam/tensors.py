@@ -3,7 +3,8 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+import copyreg
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,6 +16,8 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 # A weak reference to a storage: whether anybody holds the memory, without holding it.
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
+
+from aotdist.torch_seam.patches import Patch
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -91,3 +94,49 @@ def another_storage(memory: torch.Tensor) -> torch.UntypedStorage:
 def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
     """`copy_` for many tensors, in few launches on a GPU."""
     torch._foreach_copy_(targets, sources)
+
+
+def cutlass_word_places(words: torch.Tensor) -> torch.Tensor:
+    """Where CUTLASS keeps each word of 2:4 metadata. Shapes: (R, W) int16 or int32 -> (R * W,) int64."""
+    from torch.sparse._semi_structured_conversions import _calculate_meta_reordering_scatter_offsets
+
+    rows, columns = words.shape
+    return _calculate_meta_reordering_scatter_offsets(rows, columns, words.dtype, words.device)
+
+
+_swap_bodies = torch._C._swap_tensor_impl
+
+
+def intercept_swaps(hear: Callable[[torch.Tensor, torch.Tensor], None]) -> AbstractContextManager[None]:
+    """Where `torch.utils.swap_tensors` would exchange what two tensors are, in this thread, `hear` is called.
+
+    By then its checks are done, and what the two have of their own as Python objects is exchanged already.
+    """
+    return _SWAPS.applied(hear)
+
+
+def _tell_of_swap(first: torch.Tensor, second: torch.Tensor) -> None:
+    (_SWAPS.value or _swap_bodies)(first, second)
+
+
+_SWAPS = Patch[Callable[[torch.Tensor, torch.Tensor], None]](
+    "swap_hearers", lambda: [(torch._C, "_swap_tensor_impl", _tell_of_swap)]
+)
+
+
+def swap_attributes(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Exchange what two tensors have of their own as Python objects: class, attributes, slots."""
+    slots = copyreg._slotnames(type(first))
+    held = [{name: getattr(t, name) for name in slots if hasattr(t, name)} for t in (first, second)]
+    first.__class__, second.__class__ = second.__class__, first.__class__
+    first.__dict__, second.__dict__ = second.__dict__, first.__dict__
+    for tensor, before, now in ((first, *held), (second, *reversed(held))):
+        for name in before:
+            delattr(tensor, name)
+        for name, value in now.items():
+            setattr(tensor, name, value)
+
+
+def swap_histories(first: torch.Tensor, second: torch.Tensor) -> None:
+    """Exchange what autograd knows of two tensors that are the same in all else: history, base, views."""
+    _swap_bodies(first, second)

@@ -44,13 +44,35 @@ from aotdist.torch_seam.operators import (
 from aotdist.torch_seam.proxies import unknown_to_the_innermost_tracer
 from aotdist.torch_seam.tensors import is_unheard, seen_by_modes
 from aotdist.torch_seam.trees import pytree
-from aotdist.trace.bits import is_read_otherwise, memory_to_read_as, with_bits_flipped
 from aotdist.trace.failures import refusal
 from aotdist.trace.operators import collectives, corrections
 from aotdist.trace.operators.fakes import as_in_eager
 from aotdist.trace.operators.functionalised import is_list_write
 from aotdist.trace.rebinding import Rebinding
 from aotdist.trace.strided import Strided
+
+
+def is_read_otherwise(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors differ in one of the bits."""
+    return (a.is_conj(), a.is_neg()) != (b.is_conj(), b.is_neg())
+
+
+def with_bits_flipped(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
+    """A view of `tensor` with those bits flipped that are set in `model`."""
+    if model.is_conj():
+        tensor = torch.ops.aten._conj.default(tensor)
+    return torch.ops.aten._neg_view.default(tensor) if model.is_neg() else tensor
+
+
+def memory_to_read_as(model: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What memory has to hold for a tensor with the bits of `model` to be equal to `value`."""
+    memory = with_bits_flipped(value, value)
+    if value.is_neg() != model.is_neg():
+        memory = torch.ops.aten.neg.default(memory)
+    if value.is_conj() != model.is_conj():
+        memory = torch.ops.aten._conj_physical.default(memory)
+    return memory
+
 
 _FILL_DIAGONAL = torch.ops.aten.fill_diagonal_.default
 

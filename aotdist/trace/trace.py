@@ -21,7 +21,7 @@ from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.patches import intercept_saved_tensor_hooks
-from aotdist.torch_seam.swaps import intercept_swaps, swap_attributes
+from aotdist.torch_seam.tensors import intercept_swaps, swap_attributes
 from aotdist.torch_seam.transforms import swapped_unseen
 from aotdist.trace.backward_effects import BackwardEffects, BackwardTrace
 from aotdist.trace.body import Enclosing

@@ -8,7 +8,7 @@ from collections.abc import Container
 import torch
 from torch.fx import Node
 
-from aotdist.partition.storage import storage_root, value_bytes
+from aotdist.partition.traits import storage_root, value_bytes
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.operators import OpOverload, writes_arguments
 

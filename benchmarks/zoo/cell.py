@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import aotdist
-from aotdist.report.allocation import most_allocated_by
+from aotdist.report.profile import most_allocated_by
 from benchmarks.timing import Contender, Pace, take_turns
 from benchmarks.zoo.families import Size, make, make_batch
 from benchmarks.zoo.layouts import mesh_of, spread

@@ -20,7 +20,7 @@ import aotdist
 from aotdist.artifacts.build import Made, called_by, refuse_arguments
 from aotdist.errors import BadSettings
 from aotdist.launch.commands.build import maker_named
-from aotdist.report.allocation import most_allocated_by
+from aotdist.report.profile import most_allocated_by
 from aotdist.settings import Settings
 from aotdist.torch_seam.dtensor import local_part
 from aotdist.torch_seam.trees import pytree

@@ -16,7 +16,7 @@ import aotdist
 from aotdist.launch.commands import bench, build, cache, doctor, explain, train
 from aotdist.launch.commands.main import main
 from aotdist.launch.config import parse_options
-from aotdist.passes.order import PASS_NAMES
+from aotdist.passes.run import PASS_NAMES
 from tests.house.tree import ROOT
 from tests.pages import python_blocks, run
 

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, assume, event, given, settings
 import aotdist.functorch as ours
 from aotdist.codegen.backend import CallableBackend
 from aotdist.errors import UnsupportedProgram
-from aotdist.passes.order import PASS_NAMES
+from aotdist.passes.run import PASS_NAMES
 from tests.semantics.observation import same_as_eager
 from tests.semantics.programs import Program, programs
 from tests.semantics.searching import REFUSALS, SWEEP

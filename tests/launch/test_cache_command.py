@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aotdist.artifacts.cache.entry import Entry
-from aotdist.artifacts.cache.folder import Folder
+from aotdist.artifacts.cache.folder import Entry, Folder
 from aotdist.launch.commands.main import main
 
 

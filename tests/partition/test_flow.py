@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aotdist.partition.flow import Network, Scale
+from aotdist.partition.min_cut import Network, Scale
 
 INT32 = 2**31 - 1
 

@@ -7,8 +7,7 @@ from torch.fx import Node
 
 from aotdist.partition import partition
 from aotdist.partition.policy import Policy
-from aotdist.partition.storage import view_base
-from aotdist.partition.traits import is_getitem, is_random, is_view
+from aotdist.partition.traits import is_getitem, is_random, is_view, view_base
 from aotdist.passes.verify import verify, verify_split
 from aotdist.program import Graph, Split
 from tests.partition.random_joints import Recipe, build_joint, random_arguments, recipes

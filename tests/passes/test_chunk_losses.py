@@ -14,7 +14,7 @@ from torch.nn import functional as F
 import aotdist
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.passes.linear_cross_entropy import LINEAR_CROSS_ENTROPY
-from aotdist.report.allocation import MIB, most_allocated_by
+from aotdist.report.profile import MIB, most_allocated_by
 from aotdist.settings import Settings
 
 ROWS, FEATURES, CLASSES = 60, 24, 200

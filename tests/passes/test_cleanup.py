@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from torch.fx import Node
 
-from aotdist.partition.storage import storage_root
+from aotdist.partition.traits import storage_root
 from aotdist.passes.cleanup import cleanup
 from aotdist.passes.context import PassContext
 from aotdist.passes.verify import verify

@@ -1,8 +1,7 @@
 """A report of a model that nobody had to compile: as many nodes as one asks for."""
 
-from aotdist.report.details import Details, EmittedSource, KernelDetails, Stage, TensorFacts
+from aotdist.report.details import Details, EmittedSource, KernelDetails, Stage, TensorFacts, compared
 from aotdist.report.nodes import CollectiveDetails, GraphDetails, GraphNode, Saved
-from aotdist.report.ranks import compared
 
 NODES_OF_LAYER = 20
 """Ten in forward, and ten in backward that belong to them."""

@@ -12,9 +12,8 @@ from torch import nn
 
 import aotdist
 from aotdist.api import compiled_call
-from aotdist.report.details import Details, details_of
+from aotdist.report.details import Details, compared, details_of
 from aotdist.report.explain import embedded, told_by
-from aotdist.report.ranks import compared
 from tests.report.big_report import HOSTILE
 
 

@@ -5,7 +5,7 @@ in every process; so an entry that is found was made of exactly the graph that w
 which it happens:
 
 - `key.py`, `environment.py`: all that an entry depends on, as one hash;
-- `folder.py`, `entry.py`: entries on disk, checked before anything of them is used;
+- `folder.py`: entries on disk, checked before anything of them is used;
 - `turns.py`: of all processes that look for an entry in vain, one makes it;
 - `backend.py`: a backend that looks before it compiles.
 

@@ -8,8 +8,7 @@ from dataclasses import fields as fields_of
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from aotdist.artifacts.cache.entry import Entry
-from aotdist.artifacts.cache.folder import Folder, Turn
+from aotdist.artifacts.cache.folder import Entry, Folder, Turn
 from aotdist.artifacts.cache.key import WrittenGraph, about, key_of, key_of_toolchain, with_origins
 from aotdist.artifacts.live import NOTHING_LIVE
 from aotdist.artifacts.values import Json, Values

@@ -36,7 +36,6 @@ from aotdist.runtime.ranks.board import (
     spell,
 )
 from aotdist.runtime.ranks.failing import farewell, meet_again, refusals_of, report
-from aotdist.runtime.ranks.patience import Patience
 from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import (
     Sequenced,
@@ -57,6 +56,7 @@ from aotdist.runtime.ranks.verdict import (
     Agreed,
     Differ,
     Entry,
+    Patience,
     Refused,
     Verdict,
     judge,

@@ -33,7 +33,7 @@ from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.failures import refusal
 from aotdist.trace.numbers import data_guards
-from aotdist.trace.numbers.functions import functions_recorded
+from aotdist.trace.numbers.python_numbers import functions_recorded
 
 _READ = torch.ops.aten._local_scalar_dense.default
 _KINDS: Mapping[torch.dtype, type] = {

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from aotdist.artifacts.cache.entry import Entry
-from aotdist.artifacts.cache.folder import Folder, turn
+from aotdist.artifacts.cache.folder import Entry, Folder, turn
 from aotdist.errors import CacheCorrupt
 
 KEY = "k" * 64
