@@ -103,7 +103,7 @@ def printed(compilation: Compilation) -> Artifact:
     fit, settings = fit_of(compilation), compilation.settings
     refuse_overlap(fit)
     if settings.validate_guards:
-        prove_guards(fit.sizes, [count.name for count in fit.counts])
+        prove_guards(fit.numbers.sizes, [count.name for count in fit.numbers.counts])
     return load(compilation, fit)
 
 

@@ -38,12 +38,24 @@ def default_cache_folder() -> str:
 
 
 _TRACEBACK = "AOTDIST_TRACEBACK"
-_OF_NO_PROGRAM = ("cache_folder", "cache_bytes", "unsupported", "keep_freed_memory")
-"""Settings that change nothing in what is compiled."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OfNoGraph:
+    """The settings that change nothing in a compiled graph; `Settings` says what they mean."""
+
+    max_artifacts: int = 64
+    rank_timeout_s: float = 300.0
+    check_ranks: str = "every"
+    cache_folder: str = field(default_factory=default_cache_folder)
+    cache_bytes: int = 2 * 2**30
+    report_side_effects: bool = False
+    unsupported: Unsupported = "raise"
+    keep_freed_memory: bool = True
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(_OfNoGraph):
     """How to compile.
 
     Args:
@@ -111,9 +123,6 @@ class Settings:
     bucket_bytes: int = 64 * 2**20
     loss_chunk_bytes: int | None = None
     disabled_passes: frozenset[str] = field(default_factory=frozenset)
-    max_artifacts: int = 64
-    rank_timeout_s: float = 300.0
-    check_ranks: str = "every"
     verify: bool = True
     dynamic: Dynamic = "auto"
     validate_guards: bool = False
@@ -121,13 +130,8 @@ class Settings:
     functional_rng: bool = False
     emulate_casts: bool = False
     tune_kernels: bool = True
-    cache_folder: str = field(default_factory=default_cache_folder)
-    cache_bytes: int = 2 * 2**30
     cuda_graphs: bool = False
     is_compiling: bool = False
-    report_side_effects: bool = False
-    unsupported: Unsupported = "raise"
-    keep_freed_memory: bool = True
 
     def __post_init__(self) -> None:
         for name, hint in _hints().items():
@@ -221,10 +225,10 @@ class Settings:
         return cls.make(**options)
 
     def fingerprint(self) -> str:
-        """A hash of every setting that what is compiled may depend on: part of each cache key."""
+        """A hash of every setting that a compiled graph may depend on: part of each cache key."""
         fields = dataclasses.asdict(self)
-        for name in _OF_NO_PROGRAM:
-            del fields[name]
+        for of_none in dataclasses.fields(_OfNoGraph):
+            del fields[of_none.name]
         fields["disabled_passes"] = sorted(self.disabled_passes)
         return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]
 

@@ -148,7 +148,7 @@ def _region(region: Training | Inference, values: Values, graphs: Graphs) -> Jso
                 "saved_primals": values.written(split.saved_primals, "the split"),
                 "saved_bytes": split.saved_bytes,
                 "ahead": values.written(region.backwards.ahead, "the backward"),
-                "meets_other_kinds": region.node.has_other_kinds,
+                "meets_other_kinds": region.node.variants.of_kinds,
             }
 
 

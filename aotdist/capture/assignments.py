@@ -50,9 +50,10 @@ class Assignments:
         ]
         self._wholes = [
             Watched(source, held, tuple(held), functools.partial(tuple, held))
-            for source, held in reached.wholes
+            for source, held in reached.assignable.wholes
         ]
-        entered = [*modules.values(), *(held for _, held in (*reached.owners, *reached.containers))]
+        found = reached.assignable
+        entered = [*modules.values(), *(held for _, held in (*found.owners, *found.containers))]
         self._entered = frozenset(map(id, entered))
         self._existing = [*entered, *self._before()]
         self.existing = frozenset(map(id, self._existing))
@@ -263,12 +264,12 @@ def _of_parameters(modules: Mapping[str, nn.Module]) -> Iterator[Watched]:
 
 
 def _of_reached(reached: Reached) -> Iterator[Watched]:
-    for source, owner in reached.owners:
+    for source, owner in reached.assignable.owners:
         if isinstance(vars(owner), dict):  # `list[int]` shows its class's, and takes no assignments
             yield _container(source.attribute("__dict__", source.path), vars(owner))
-    for source, container in reached.containers:
+    for source, container in reached.assignable.containers:
         yield _container(source, container)
-    watched = {id(held) for _, held in (*reached.containers, *reached.owners)}
+    watched = {id(held) for _, held in (*reached.assignable.containers, *reached.assignable.owners)}
     for source, _ in (*reached.tensors, *reached.constants):
         if not source.steps or isinstance(source.steps[-1], Applied):
             continue
@@ -277,7 +278,7 @@ def _of_reached(reached: Reached) -> Iterator[Watched]:
         owner = source.owner().read_or(ABSENT)
         if not isinstance(owner, (torch.Tensor, tuple, deque)) and id(owner) not in watched:
             yield _variable(source)
-    yield from map(_variable, reached.assigned)
+    yield from map(_variable, reached.assignable.variables)
 
 
 def _variable(source: Source) -> Watched:

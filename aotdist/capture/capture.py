@@ -218,7 +218,7 @@ class Environment:
     def is_attribute(self, place: Source) -> bool:
         """Whether it is an attribute of a module or of an object, rather than an item of a dictionary."""
         held = shared(place.owner().read())
-        owners = (*self.modules.values(), *(owner for _, owner in self.reached.owners))
+        owners = (*self.modules.values(), *(owner for _, owner in self.reached.assignable.owners))
         return any(held is shared(vars(owner)) for owner in owners)
 
 
@@ -388,7 +388,7 @@ def capture(
 
 def _refuse_reached(arguments: Arguments, objects: Sequence[Any], reached: Reached) -> None:
     """Refuse an argument object that the program also finds elsewhere: a trace is given another instance."""
-    owners = {id(owner): source for source, owner in reached.owners}
+    owners = {id(owner): source for source, owner in reached.assignable.owners}
     for instance, value in zip(arguments.instances, objects, strict=True):
         if (source := owners.get(id(value))) is not None:
             raise UnsupportedProgram(
@@ -458,7 +458,10 @@ def _call(
     """Run the user's code; returns its flat results, what it assigned, and how to put them back."""
     assignments = environment.assignments()
     reached = environment.reached
-    with no_python_random(reached.python_generators), none_advanced((*reached.opaque, *reached.owners)):
+    with (
+        no_python_random(reached.python_generators),
+        none_advanced((*reached.opaque, *reached.assignable.owners)),
+    ):
         found = _run(run, changes, assignments, inputs, examples)
     if settings.report_side_effects:
         for path in assignments.side_effects():

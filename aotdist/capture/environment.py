@@ -17,6 +17,25 @@ from aotdist.capture.source import Applied, Item, Source, Spot
 
 
 @dataclass(frozen=True, slots=True)
+class Assignable:
+    """What a program may change, besides tensors.
+
+    Args:
+        owners: objects whose attributes it may reassign: arguments, and tensors of the user's classes, are
+            some.
+        containers: lists and dictionaries whose items it may reassign.
+        wholes: sets and deques.
+        variables: variables, and attributes of classes, that it may assign without reading them, existing or
+            not.
+    """
+
+    owners: list[tuple[Source, Any]] = field(default_factory=list)
+    containers: list[tuple[Source, list[Any] | dict[Any, Any]]] = field(default_factory=list)
+    wholes: list[tuple[Source, set[Any] | deque[Any]]] = field(default_factory=list)
+    variables: list[Source] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
 class Reached:
     """What the walk has found; its lists grow while it goes on.
 
@@ -27,12 +46,7 @@ class Reached:
         identities: functions, built-in ones too, modules, classes, and other objects on whose identity the
             program depends.
         again: further places of an object that was found before, each with the first place.
-        owners: objects whose attributes the program may reassign: arguments, and tensors of the user's
-            classes, are some.
-        containers: lists and dictionaries whose items the program may reassign.
-        wholes: sets and deques, which the program may change.
-        assigned: variables, and attributes of classes, that the program may assign without reading them,
-            existing or not.
+        assignable: what the program may change.
         generators: random generators.
         python_generators: those of Python's and NumPy's, which the program may not draw from.
         caches: functions that keep what they return (`functools.lru_cache`).
@@ -48,10 +62,7 @@ class Reached:
     constants: list[tuple[Source, Any]] = field(default_factory=list)
     identities: list[tuple[Source, Any]] = field(default_factory=list)
     again: list[tuple[Source, Source]] = field(default_factory=list)
-    owners: list[tuple[Source, Any]] = field(default_factory=list)
-    containers: list[tuple[Source, list[Any] | dict[Any, Any]]] = field(default_factory=list)
-    wholes: list[tuple[Source, set[Any] | deque[Any]]] = field(default_factory=list)
-    assigned: list[Source] = field(default_factory=list)
+    assignable: Assignable = field(default_factory=Assignable)
     generators: list[torch.Generator] = field(default_factory=list)
     python_generators: list[tuple[str, Any]] = field(default_factory=list)
     caches: list[Any] = field(default_factory=list)
@@ -81,7 +92,7 @@ class Reached:
         places: dict[int, list[Source]] = {}
         for source, first in self.again:
             places.setdefault(id(first), []).append(source)
-        for source, held in self.containers:
+        for source, held in self.assignable.containers:
             its = (source, *places.get(id(source), ()))
             if isinstance(held, list) and all(name_of(p) in names or name_of_dict(p) in names for p in its):
                 yield source

@@ -188,7 +188,7 @@ class _Walk:
         if is_of_own_class(tensor):
             self.seen.setdefault(id(tensor), source)
         if not is_wrapper(tensor):
-            self.found.owners.append((source, tensor))
+            self.found.assignable.owners.append((source, tensor))
         self.named.append(_Named(source, tensor, not (of_module or is_wrapper(tensor))))
 
     def follow_names(self) -> None:
@@ -202,7 +202,7 @@ class _Walk:
         for named in self.named:
             if isinstance(named.value, type) and is_users_class(named.value):
                 absent = sorted(name for name in self.code.stored if not hasattr(named.value, name))
-                self.found.assigned.extend(named.source.attribute(name) for name in absent)
+                self.found.assignable.variables.extend(named.source.attribute(name) for name in absent)
 
     def tie_gradients(self) -> None:
         """Note tensors that are the gradients of others, if the program may read these as `.grad`, too."""
@@ -274,7 +274,7 @@ class _Walk:
         if hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
             self.found.caches.append(value)
         if hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
-            self.found.owners.append((source, value))
+            self.found.assignable.owners.append((source, value))
         if hasattr(value, "__dict__") or is_users_class(type(value)):
             self.named.append(_Named(source, value))
         if source.steps and not isinstance(value, types.ModuleType):
@@ -292,7 +292,7 @@ class _Walk:
     def _unnamed_items(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
         """The items of a deque, by position; a set, whose items have no places, is noted as a whole."""
         if not isinstance(value, frozenset):
-            self.found.wholes.append((source, value))
+            self.found.assignable.wholes.append((source, value))
         if isinstance(value, deque):
             yield from self._items(source, value)
         elif is_constant(tuple(value)):
@@ -318,7 +318,7 @@ class _Walk:
     def _items(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
         """What a container holds; one that holds nothing but constants is one constant itself."""
         if isinstance(value, (list, dict)):
-            self.found.containers.append((source, value))
+            self.found.assignable.containers.append((source, value))
         keys = keys_of(value)
         items = items_of(value)
         if is_constant(items):
@@ -407,11 +407,11 @@ class _Walk:
         names = names_in(fn.__code__)
         itself = Source(fn.__name__, fn)
         self._identity(itself.attribute("__code__"), fn.__code__)  # which IPython's autoreload replaces
-        self.found.owners.append((itself, fn))
+        self.found.assignable.owners.append((itself, fn))
         self.named.append(_Named(itself, fn))
         self.code.enter(names, special=special)
         yield from cells_of(fn)
-        self.found.assigned.extend(empty_cells_of(fn))
+        self.found.assignable.variables.extend(empty_cells_of(fn))
         yield from defaults_of(fn)
         if not names.attributes.isdisjoint(("environ", "getenv")):
             yield Source("os", os).attribute("environ"), os.environ
@@ -419,7 +419,7 @@ class _Walk:
         for name in sorted(read & fn.__globals__.keys()):
             yield Source(name, fn.__globals__).item(name, name), fn.__globals__[name]
         for name in sorted(names.assigned - names.globals):
-            self.found.assigned.append(Source(name, fn.__globals__).item(name, name))
+            self.found.assignable.variables.append(Source(name, fn.__globals__).item(name, name))
 
 
 def _own_attributes(value: Any) -> Mapping[str, Any]:

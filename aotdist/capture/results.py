@@ -98,7 +98,7 @@ def show_as(tensor: torch.Tensor, cls: type[torch.Tensor], attributes: Mapping[s
 
 def _places(reached: Reached) -> Mapping[int, Source]:
     """Of the objects that are not constants, by identity, the place where each is read."""
-    known = [*reached.containers, *reached.owners, *reached.identities]
+    known = [*reached.assignable.containers, *reached.assignable.owners, *reached.identities]
     return {id(value): source for source, value in known if not isinstance(value, torch.Tensor)}
 
 

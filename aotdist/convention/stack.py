@@ -18,15 +18,38 @@ from aotdist.program import PrimalIdx, Program
 
 
 @dataclass(frozen=True, slots=True)
+class InsidePlans:
+    """What leads from the graph to the autograd node around it.
+
+    Args:
+        unwrap: how inputs are taken apart and outputs put together.
+        writes: writes without history; what is written has been dropped from the results that remain.
+        rng: where seed and offset come from, if the graph takes them.
+    """
+
+    unwrap: UnwrapPlan
+    writes: PlainWrites
+    rng: RngPlan = HIDDEN_STATE
+
+    def lift(self, call: Call, sizes: Sequence[int] = ()) -> Call:
+        """What `call`, the graph's convention, is inside of the autograd node.
+
+        Args:
+            call: plain tensors, sizes, seed and offset -> results.
+            sizes: the numbers that it takes.
+        """
+        drawing = self.rng.lift(call)
+        return self.unwrap.lift(self.writes.lift(lambda plains: drawing([*plains, *sizes])))
+
+
+@dataclass(frozen=True, slots=True)
 class Plans:
-    """What leads from the graph back to the program. The first three act outside of the autograd node."""
+    """What leads from the graph back to the program: outside of the autograd node, then inside of it."""
 
     epilogue: EpiloguePlan
     switched_on: SwitchedOn
     writes: DifferentiableWrites
-    unwrap: UnwrapPlan
-    plain_writes: PlainWrites
-    rng: RngPlan = HIDDEN_STATE
+    inside: InsidePlans
 
     @classmethod
     def of(cls, program: Program[PrimalIdx], facts: Facts, drawn_on: torch.device | None = None) -> Plans:
@@ -41,20 +64,8 @@ class Plans:
             plan_epilogue(facts),
             switched_on(program, facts),
             plan_differentiable(program, facts),
-            plan_unwrap(facts),
-            plan_plain(program, facts),
-            RngPlan(drawn_on),
+            InsidePlans(plan_unwrap(facts), plan_plain(program, facts), RngPlan(drawn_on)),
         )
-
-    def lift_inside(self, call: Call, sizes: Sequence[int] = ()) -> Call:
-        """What `call`, the graph's convention, is inside of the autograd node.
-
-        Args:
-            call: plain tensors, sizes, seed and offset -> results.
-            sizes: the numbers that it takes.
-        """
-        drawing = self.rng.lift(call)
-        return self.unwrap.lift(self.plain_writes.lift(lambda plains: drawing([*plains, *sizes])))
 
     def lift_outside(self, call: Call, *, enables_grad: bool = False) -> Call:
         """What `call`, the node's convention, is to the caller.

@@ -154,7 +154,7 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
         case Inference() as region:
             print_inference(
                 _printing(printer, fit, compilation, region.emitted, watches["forward"]),
-                compilation.plans,
+                compilation.plans.inside,
                 region.graph.sizes(),
                 views=result_views(region.graph),
                 recorded=_is_recorded(compilation),
@@ -177,8 +177,8 @@ def _printing(
     return ForwardPrinter(
         printer,
         fit.primal_variables(),
-        fit.symbols(),
-        fit.told,
+        fit.numbers.symbols(),
+        fit.numbers.told,
         _forward(compilation, emitted),
         watch,
         _versions(compilation),
@@ -251,7 +251,7 @@ def nodes_of(region: Training) -> Nodes:
 
 
 def _versions(compilation: Compilation) -> Versions:
-    unwrap, outs = compilation.plans.unwrap, list(compilation.traced.facts.node_outs)
+    unwrap, outs = compilation.plans.inside.unwrap, list(compilation.traced.facts.node_outs)
     match compilation.region:
         case Training() as region:
             return versions_to_set(unwrap, outs, region.graphs.split.forward, region.halves.forward)
@@ -322,7 +322,7 @@ def reference(artifact: Artifact) -> Call:
     compilation, fit = artifact.compilation, artifact.fit
 
     def inner(primals: Sequence[Any]) -> list[Any]:
-        return _lifted(compilation, fit.sizes.read(primals))(primals)
+        return _lifted(compilation, fit.numbers.sizes.read(primals))(primals)
 
     return fit.dedupe.lift(compilation.bases.lift(inner))
 
@@ -340,7 +340,7 @@ def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
         case Inference() as region:
             forward, views = _forward(compilation, region.emitted), result_views(region.graph)
             sizes = [evaluate(size, symbols) for size in region.graph.sizes()]
-            call = plans.lift_inside(lambda given: detached_views(forward(list(given)), views), sizes)
+            call = plans.inside.lift(lambda given: detached_views(forward(list(given)), views), sizes)
             call = setting_versions(call, _versions(compilation))
             call = torch.no_grad()(call) if _is_recorded(compilation) else call
         case _:

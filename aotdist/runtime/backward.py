@@ -147,7 +147,7 @@ class Backward:
         """
         there = self._there(tangents)
         changes = NOTHING if self.in_python is None or not there else self.in_python.changes(there.keys())
-        is_known = len(there) == len(self.plan.tangents) or tuple(there) in self.plan.choices
+        is_known = len(there) == len(self.plan.tangents) or tuple(there) in self.plan.variants.of_results
         if changes.kept and not is_known:
             raise UnsupportedProgram(
                 "the backward (a hook, an autograd function) keeps tensors that it computes, and of the "
@@ -172,7 +172,7 @@ class Backward:
         with class_functions_off():  # wrappers may come for plain tensors
             results = iter(compiled.call(args))
         grads = rebuild_in_order(specialize_sizes(ctx, compiled.returned), results, put)
-        self._write(ctx, results, plan.choices.get(request.results) if ordinary else None)
+        self._write(ctx, results, plan.variants.of_results.get(request.results) if ordinary else None)
         self.after()
         kept = changes.kept if compiled.kept is None else compiled.kept
         return tuple(grads), rebuild_in_order(specialize_sizes(ctx, kept), results, put)
@@ -182,7 +182,7 @@ class Backward:
         results, is_part = tuple(there), len(there) < len(plan.tangents)
         if is_watched(ctx):
             return BackwardRequest(results, watched=True)
-        if plan.has_other_kinds and (not plan.takes(there) or (is_part and plan.adds_layouts)):
+        if plan.variants.of_kinds and (not plan.takes(there) or (is_part and plan.variants.of_layouts)):
             return BackwardRequest(results, kinds=tuple(map(recipe_of, there.values())))
         return BackwardRequest(results)
 
@@ -211,7 +211,7 @@ class Backward:
         """The saved values; those that a later backward, of other results, needs are kept for it."""
         if not self.plan.saved.frees:
             return []
-        writes = bool(self.plan.backward_writes.bumps) and tuple(there) not in self.plan.choices
+        writes = bool(self.plan.backward_writes.bumps) and tuple(there) not in self.plan.variants.of_results
         if len(there) == len(self.plan.tangents) or writes:
             return list(ctx.saved_tensors)
         shares = self.shares()

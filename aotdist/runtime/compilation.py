@@ -185,10 +185,11 @@ def without_tensors(compilation: Compilation) -> Compilation:
     """
     captured, traced = compilation.captured, compilation.traced
     environment = captured.environment
-    for source in (*(source for source, _ in environment.reached.owners), *captured.closed_over.values()):
+    assignable = environment.reached.assignable
+    for source in (*(source for source, _ in assignable.owners), *captured.closed_over.values()):
         if isinstance(source.root, Argument):
             source.root.example = None
-    reached = replace(environment.reached, tensors=[], owners=[])
+    reached = replace(environment.reached, tensors=[], assignable=replace(assignable, owners=[]))
     return replace(
         compilation,
         captured=replace(

@@ -24,7 +24,7 @@ from aotdist.convention.bases import BasePlan, ViewBase
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.mutation import differentiable_writes
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import DataGuard, Facts
+from aotdist.facts import Facts
 from aotdist.program import ArgIdx, DistinctIdx, NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.compilation import Compilation, shell
 from aotdist.runtime.printer import Told, variable_names
@@ -51,6 +51,7 @@ class EnvironmentGuards:
         constants: closed-over constants, with their values.
         identities: closed-over functions and modules.
         again: pairs of places that hold the same object.
+        prepare: functions to call first, each with its argument.
     """
 
     ambient: Ambient
@@ -58,6 +59,30 @@ class EnvironmentGuards:
     constants: tuple[tuple[Source, Any], ...]
     identities: tuple[tuple[Source, Any], ...]
     again: tuple[tuple[Source, Source], ...]
+    prepare: tuple[tuple[Callable[[Any], None], Any], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The numbers that differ from call to call.
+
+    Args:
+        sizes: the symbols in sizes of the call's tensors.
+        counts: numbers that the program finds and changes.
+        told: unbacked symbols, each with the position of the plain result that holds its value, or with how
+            Python computes it from those before.
+    """
+
+    sizes: Sizes
+    counts: tuple[Count, ...]
+    told: Told
+
+    def symbols(self) -> list[str]:
+        """The names of those that are known before the call."""
+        return [*(name for name, _ in self.sizes.symbols), *(count.name for count in self.counts)]
+
+    def __bool__(self) -> bool:
+        return bool(self.symbols() or self.told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +91,6 @@ class Guards:
 
     Args:
         arguments: structure and constants of the call.
-        changes_given: whether the program changes lists or dictionaries among them.
         variables: a name for each flat tensor: the arguments', then those of `sources`.
         sources: where to read the tensors that are not arguments, in the order of the flat inputs.
         dedupe: which of all these are the same tensor.
@@ -74,23 +98,15 @@ class Guards:
         base_variables: a name for each base that is none of them.
         slots: names of what the program takes: bases, then the distinct tensors.
         examples: what it took at capture.
-        recipes: how each is put together.
-        sizes: the symbols in them.
-        counts: numbers that the program finds and changes.
-        told: unbacked symbols, each with the position of the plain result that holds its value, or with how
-            Python computes it from those before.
+        facts: what the trace showed of them.
+        numbers: those that differ from call to call.
         written: inputs that the program writes.
-        with_history: those that it writes with history.
-        asked: what the program asks autograd about inputs, and the answers; see `Facts.asked`.
-        data_guards: conditions on data of inputs that the program chose by.
         storages: plain tensors beneath inputs, by position, and the offset and bytes of storage to be found.
         around: what the call has to find besides its tensors.
-        prepare: functions to call first, each with its argument.
         leaves: puts back the objects that the program leaves in Python; the artifact then fits one call only.
     """
 
     arguments: Arguments
-    changes_given: bool
     variables: tuple[str, ...]
     sources: tuple[Source, ...]
     dedupe: DedupePlan
@@ -98,26 +114,16 @@ class Guards:
     base_variables: tuple[str, ...]
     slots: Row[PrimalIdx, Slot]
     examples: Row[PrimalIdx, torch.Tensor]
-    recipes: Row[PrimalIdx, Recipe]
-    sizes: Sizes
-    counts: tuple[Count, ...]
-    told: Told
+    facts: Facts
+    numbers: Numbers
     written: tuple[PrimalIdx, ...]
-    with_history: tuple[PrimalIdx, ...]
-    asked: tuple[tuple[PrimalIdx, str, bool | int], ...]
-    data_guards: tuple[DataGuard, ...]
     storages: tuple[tuple[PrimalIdx, int, tuple[int, int]], ...]
     around: EnvironmentGuards
-    prepare: tuple[tuple[Callable[[Any], None], Any], ...]
     leaves: Callable[[], None] | None
 
-    def symbols(self) -> list[str]:
-        """The names of all symbols."""
-        return [*(name for name, _ in self.sizes.symbols), *(count.name for count in self.counts)]
-
-    def has_numbers(self) -> bool:
-        """Whether numbers differ from call to call, known before it or not."""
-        return bool(self.symbols() or self.told)
+    def with_history(self) -> tuple[PrimalIdx, ...]:
+        """The inputs that the program writes with history."""
+        return tuple(idx for idx, _, _ in differentiable_writes(self.facts))
 
     def has_classes(self) -> bool:
         """Whether tensors of the call have a `__torch_function__`, which must not be called."""
@@ -129,7 +135,7 @@ class Guards:
 
     def reads_places(self) -> bool:
         """Whether a call has to look anything up besides its arguments."""
-        places = self.sources or self.around.constants or self.counts
+        places = self.sources or self.around.constants or self.numbers.counts
         return bool(places or self.around.identities or self.around.again or self.base_variables)
 
     def distinct_variables(self) -> list[str]:
@@ -169,12 +175,11 @@ def fit_of(compilation: Compilation) -> Guards:
     inputs = {source.spot() for source in sources}
     paths = [*captured.arguments.tensor_paths(), *(source.path for source in sources)]
     base_paths = [slot.path for at, slot in traced.program.ins.enumerate() if compilation.bases.is_new(at)]
-    sizes = traced.symbols.sizes()
-    symbols = [*(name for name, _ in sizes.symbols), *(count.name for count in counts)]
-    names = variable_names([*paths, *base_paths], [*SCOPE, *symbols, *(name for name, _ in facts.numbers)])
+    told = {name: t if isinstance(t, NumberStep) else _first_leaf(facts, t) for name, t in facts.numbers}
+    numbers = Numbers(traced.symbols.sizes(), counts, told)
+    names = variable_names([*paths, *base_paths], [*SCOPE, *numbers.symbols(), *told])
     return Guards(
         arguments=captured.arguments,
-        changes_given=compilation.returned.changes_given(),
         variables=tuple(names[: len(paths)]),
         sources=sources,
         dedupe=_with_closed_over(compilation),
@@ -182,17 +187,9 @@ def fit_of(compilation: Compilation) -> Guards:
         base_variables=tuple(names[len(paths) :]),
         slots=traced.program.ins,
         examples=traced.program.examples,
-        recipes=facts.recipes,
-        sizes=sizes,
-        counts=counts,
-        told={
-            name: told if isinstance(told, NumberStep) else _first_leaf(facts, told)
-            for name, told in facts.numbers
-        },
+        facts=facts,
+        numbers=numbers,
         written=tuple(sorted(written)),
-        with_history=tuple(idx for idx, _, _ in differentiable_writes(facts)),
-        asked=facts.asked,
-        data_guards=facts.data_guards,
         storages=tuple(
             (idx, leaf, place_in_storage(plain_tensors(traced.program.examples[idx])[leaf]))
             for idx, leaf in facts.storages
@@ -206,8 +203,8 @@ def fit_of(compilation: Compilation) -> Guards:
             ),
             identities=(*environment.reached.identities, *_written_in_backward(captured)),
             again=tuple(environment.reached.again),
+            prepare=tuple((claim.rule.prepare, claim.root) for claim in environment.rules),
         ),
-        prepare=tuple((claim.rule.prepare, claim.root) for claim in environment.rules),
         leaves=captured.leaves,
     )
 

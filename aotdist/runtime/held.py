@@ -41,7 +41,7 @@ class Arguments:
     @classmethod
     def of(cls, plan: NodePlan, ins: Sequence[Slot], gradients: Sequence[Slot]) -> Arguments:
         """Those named `ins`, of which `gradients` are given."""
-        rng = RNG_SLOTS if plan.rng.draw else ()
+        rng = RNG_SLOTS if plan.inside.rng.draw else ()
         held = (*plan.saved.slots, *plan.backward_writes.read, *rng, *gradients, *plan.kept.slots)
         position = {slot: at for at, slot in enumerate(held)}
         sources = tuple(slot.path if slot.role == "size" else position[slot] for slot in ins)
@@ -60,7 +60,7 @@ class Arguments:
             UnsupportedProgram: a kept input was written since, which eager would not look at.
         """
         held = [*saved, *(ctx.written[position] for position in plan.backward_writes.read.values())]
-        held += [*(ctx.rng if plan.rng.draw else ()), *gradients]
+        held += [*(ctx.rng if plan.inside.rng.draw else ()), *gradients]
         if self.inputs:
             check_unwritten(ctx, plan, self.inputs)
             held += [plain for primal in ctx.kept_primals for plain in plain_tensors(primal)]

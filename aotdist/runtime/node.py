@@ -54,14 +54,14 @@ def make_node(
         @staticmethod
         def compute(ctx: Any, primals: Sequence[Any]) -> Any:
             plains = [plain for primal in primals for plain in plain_tensors(primal)]
-            ctx.rng = plan.rng.state()
+            ctx.rng = plan.inside.rng.state()
             sizes = [evaluate(size, symbols) for size in plan.sizes]
             results = list(forward([*plains, *sizes, *ctx.rng]))
-            for plain, position, bumps in plan.writes.writes:
+            for plain, position, bumps in plan.inside.writes.writes:
                 write_plain(plains[plain], results[position], bumps)
-            plan.unwrap.count(primals)
-            values = detached_views(results[: plan.writes.num_values], plan.views)
-            outs = rebuild_all(plan.unwrap.outs, values)
+            plan.inside.unwrap.count(primals)
+            values = detached_views(results[: plan.inside.writes.num_values], plan.views)
+            outs = rebuild_all(plan.inside.unwrap.outs, values)
             count_as(outs, versions)
             saved, kept, late = plan.saved, plan.kept, plan.backward_writes
             ctx.save_for_backward(*(_saved(source, plains, results, versions) for source in saved.sources))

@@ -10,10 +10,8 @@ from typing import TypeAlias
 import torch
 
 from aotdist.codegen.contract import Strides
-from aotdist.convention.mutation import PlainWrites
-from aotdist.convention.rng import RngPlan
-from aotdist.convention.stack import Plans
-from aotdist.convention.subclass import UnwrapPlan, plain_positions
+from aotdist.convention.stack import InsidePlans, Plans
+from aotdist.convention.subclass import plain_positions
 from aotdist.facts import Choice, Facts, NodeOut, Passages
 from aotdist.program import Graph, NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.runtime.results import result_views
@@ -124,16 +122,18 @@ class ChoicePlan:
 
 
 @dataclass(frozen=True, slots=True)
-class OnTheWay:
-    """Gradients that pass tensors which the caller holds.
+class Variants:
+    """Where the backward of a request is another than a part of the whole one.
 
     Args:
-        passages: which gradients pass which tensors.
-        totals: recipes to assume for the gradients of waypoints that the node returns.
+        of_results: the backward of some outputs, by these outputs, if it was traced separately.
+        of_kinds: whether gradients of other kinds than the results have a backward of their own.
+        of_layouts: whether the backward of some outputs may be more than a part of the whole, see `Facts`.
     """
 
-    passages: Passages
-    totals: Mapping[NodeOutIdx, Tangent]
+    of_results: Mapping[tuple[NodeOutIdx, ...], ChoicePlan]
+    of_kinds: bool
+    of_layouts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,9 +141,8 @@ class NodePlan:
     """How tensors pass through the node.
 
     Args:
-        unwrap: how inputs are taken apart and outputs put together.
-        writes: writes without history, done inside.
-        outs: what the node returns; `writes` of its own have been dropped.
+        inside: what is done around the forward graph.
+        outs: what the node returns; what `inside` writes has been dropped.
         sizes: the numbers that the forward graph takes after its plain inputs.
         backward_sizes: those that the backward graph takes between saved values and tangents.
         saved: what it saves.
@@ -151,17 +150,14 @@ class NodePlan:
         tangents: recipes of the tangents to assume, one for each differentiable output.
         grads: recipe of each input's gradient, or None.
         shares: whether gradients that are wrappers may be one, or be tangents: they hold the same tensors.
-        choices: the backward of some outputs, by these outputs, if it was traced separately.
-        has_other_kinds: whether gradients of other kinds than the results have a backward of their own.
-        adds_layouts: whether the backward of other outputs may be more than a part of the whole, see `Facts`.
+        variants: other backwards than parts of the whole one.
         backward_writes: what the backward writes.
-        on_the_way: which gradients pass tensors that the caller holds.
+        has_waypoints: whether gradients pass tensors that the caller holds.
+        totals: recipes to assume for the sums of gradients at waypoints that the node returns.
         views: forward results that are made as views, see `result_views`.
-        rng: where seed and offset come from, if the graphs take them.
     """
 
-    unwrap: UnwrapPlan
-    writes: PlainWrites
+    inside: InsidePlans
     outs: Row[NodeOutIdx, NodeOut]
     sizes: tuple[Expression, ...]
     backward_sizes: tuple[Expression, ...]
@@ -170,18 +166,16 @@ class NodePlan:
     tangents: tuple[Tangent, ...]
     grads: Row[PrimalIdx, Recipe | None]
     shares: bool
-    choices: Mapping[tuple[NodeOutIdx, ...], ChoicePlan]
-    has_other_kinds: bool
-    adds_layouts: bool
+    variants: Variants
     backward_writes: BackwardWrites
-    on_the_way: OnTheWay
+    has_waypoints: bool
+    totals: Mapping[NodeOutIdx, Tangent]
     views: frozenset[int]
-    rng: RngPlan
 
     def expected(self, idx: NodeOutIdx, *, in_parts: bool) -> Tangent:
         """The recipe that is assumed for the gradient of an output."""
-        if in_parts and idx in self.on_the_way.totals:
-            return self.on_the_way.totals[idx]
+        if in_parts and idx in self.totals:
+            return self.totals[idx]
         return self.tangents[self.differentiable().index(idx)]
 
     def takes(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> bool:
@@ -227,15 +221,14 @@ def node_plan(
         whole: the backward of all results.
         split: the two graphs.
         tangent_strides: strides of tangents that backward graphs are compiled for.
-        has_other_kinds: see `NodePlan`.
+        has_other_kinds: see `Variants.of_kinds`.
     """
     facts, backward = traced.facts, traced.facts.backward
-    outs = Row[NodeOutIdx, NodeOut](list(facts.node_outs)[: len(plans.unwrap.outs)])
+    outs = Row[NodeOutIdx, NodeOut](list(facts.node_outs)[: len(plans.inside.unwrap.outs)])
     plain, later = is_plain(facts), traced.later_backwards
     as_they_are = later is not None and later.meets_other_layouts()
     return NodePlan(
-        unwrap=plans.unwrap,
-        writes=plans.plain_writes,
+        inside=plans.inside,
         outs=outs,
         sizes=split.forward.sizes(),
         backward_sizes=split.backward.sizes(),
@@ -248,16 +241,15 @@ def node_plan(
         ),
         grads=backward.grads,
         shares=_shares(backward.grads, whole),
-        choices={choice.outs: _choice(choice, facts) for choice in backward.choices},
-        has_other_kinds=has_other_kinds,
-        adds_layouts=backward.adds_layouts,
-        backward_writes=_backward_writes(facts, traced.program.ins, split),
-        on_the_way=OnTheWay(
-            passages=backward.passages,
-            totals=_totals(backward.passages, any_strides=not tangent_strides, plain=plain),
+        variants=Variants(
+            {choice.outs: _choice(choice, facts) for choice in backward.choices},
+            of_kinds=has_other_kinds,
+            of_layouts=backward.adds_layouts,
         ),
+        backward_writes=_backward_writes(facts, traced.program.ins, split),
+        has_waypoints=bool(backward.passages.waypoints),
+        totals=_totals(backward.passages, any_strides=not tangent_strides, plain=plain),
         views=result_views(split.forward),
-        rng=plans.rng,
     )
 
 

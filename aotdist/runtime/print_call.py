@@ -5,7 +5,7 @@ The printed function returns `MISS` when the artifact does not fit, before anyth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, assert_never
@@ -87,17 +87,17 @@ def print_call(
     """
     quiet = print_classes_off(printer) if fit.has_classes() else nullcontext()
     with printer.block("def call(args, kwargs):"), quiet:
-        for function, argument in fit.prepare:
+        for function, argument in fit.around.prepare:
             printer.line(f"{printer.bind('prepare', function)}({printer.bind('module', argument)})")
         _print_arguments(printer, fit)
-        held = held_in([*returned.log.places(), *(count.place for count in fit.counts)])
+        held = held_in([*returned.log.places(), *(count.place for count in fit.numbers.counts)])
         with _missing_places_miss(printer) if held or fit.reads_places() else nullcontext():
             _print_sources(printer, fit)
             _print_held(printer, fit, held)
             _print_bases(printer, fit)
             _print_counts(printer, fit, held)
             printer.comment("does this artifact fit?")
-            _miss_unless(printer, _conditions(printer, fit))
+            _miss_unless(printer, _conditions(printer, fit, changes_arguments=returned.changes_given()))
         primals = fit.primal_variables()
         _print_sizes(printer, fit, primals)
         _miss_unless(printer, list(_conditions_on_data(printer, fit)))
@@ -141,8 +141,8 @@ def _print_epilogue(
 
 def _print_run(printer: Printer, run: str, given: Sequence[str], fit: Guards) -> None:
     """Print the call of the region, and bind the numbers that it has read off tensors."""
-    printer.spread(f"values = {run}(", [*given, *(["symbols"] if fit.has_numbers() else [])], ")")
-    for name in fit.told:
+    printer.spread(f"values = {run}(", [*given, *(["symbols"] if fit.numbers else [])], ")")
+    for name in fit.numbers.told:
         printer.line(f"{name} = symbols[{name!r}]")
 
 
@@ -292,15 +292,15 @@ def _print_held(printer: Printer, fit: Guards, held: Sequence[Held]) -> None:
 def _print_counts(printer: Printer, fit: Guards, held: Sequence[Held]) -> None:
     """Bind the symbol of each number that the program finds and changes."""
     bind = binder(printer, fit.variables, held)
-    for count in fit.counts:
+    for count in fit.numbers.counts:
         printer.line(f"{count.name} = {count.place.expression(bind)}")
 
 
 def _print_sizes(printer: Printer, fit: Guards, primals: Sequence[str]) -> None:
     """Bind each symbol to a variable of its name, and test what has to hold of them."""
-    sizes, symbols = fit.sizes, fit.symbols()
-    if not fit.has_numbers():
+    if not fit.numbers:
         return
+    sizes, symbols = fit.numbers.sizes, fit.numbers.symbols()
     printer.comment("sizes")
     for name, measure in sizes.symbols:
         printer.line(f"{name} = {measure.spelled(primals[measure.input])}")
@@ -315,9 +315,7 @@ def _print_sizes(printer: Printer, fit: Guards, primals: Sequence[str]) -> None:
 def _print_bases(printer: Printer, fit: Guards) -> None:
     """Bind every base to its variable: None where inputs do not share memory as they did at capture."""
     distinct, new = fit.distinct_variables(), iter(fit.base_variables)
-    plains = [
-        print_plains(recipe, name) for recipe, name in zip(fit.recipes, fit.primal_variables(), strict=True)
-    ]
+    plains = list(map(print_plains, fit.facts.recipes, fit.primal_variables()))
     if len(fit.bases.bases):
         printer.comment("memory that inputs share")
     names = [next(new) if fit.bases.is_new(at) else "" for at in fit.bases.bases.indices()]
@@ -345,10 +343,10 @@ def _print_bases(printer: Printer, fit: Guards) -> None:
                 assert_never(base)
 
 
-def _conditions(printer: Printer, fit: Guards) -> list[str]:
+def _conditions(printer: Printer, fit: Guards, *, changes_arguments: bool) -> list[str]:
     """Everything that must be as it was at capture; what is cheap, and likely to differ, comes first."""
     conditions = [f"{printer.bind('modes_hold', ambient_guard(fit.around.ambient))}()"]
-    if fit.changes_given:
+    if changes_arguments:
         conditions.append(f"{printer.bind('are_apart', are_apart)}(args, kwargs)")
     bind = binder(printer, fit.variables)
     for source, value in fit.around.identities:
@@ -359,7 +357,7 @@ def _conditions(printer: Printer, fit: Guards) -> list[str]:
     ]
     for source, value in fit.around.constants:
         conditions.append(_same(printer, source.expression(bind), value, source.path))
-    conditions += [f"type({count.name}) is {count.kind.__name__}" for count in fit.counts]
+    conditions += [f"type({count.name}) is {count.kind.__name__}" for count in fit.numbers.counts]
     conditions += [f"{printer.bind(name, function)}()" for name, function in fit.around.holds]
     for idx, primal in fit.dedupe.source.enumerate():
         if fit.dedupe.kept[primal] != idx:
@@ -369,14 +367,14 @@ def _conditions(printer: Printer, fit: Guards) -> list[str]:
     conditions += _storage_conditions(printer, fit)
     if fit.written:
         conditions += _overlap_conditions(printer, fit)
-    if fit.with_history:
-        conditions.append(_alone_condition(printer, fit))
+    if with_history := fit.with_history():
+        conditions.append(_alone_condition(printer, fit, with_history))
     return conditions
 
 
 def _conditions_of_autograd(fit: Guards) -> Iterator[str]:
     names = fit.primal_variables()
-    for idx, asked, answer in fit.asked:
+    for idx, asked, answer in fit.facts.asked:
         place = f"{names[idx]}.{asked}"
         is_there = asked in ("grad", "grad_fn", "_base")
         yield f"({place} is not None) is {answer}" if is_there else f"{place} == {answer}"
@@ -385,8 +383,8 @@ def _conditions_of_autograd(fit: Guards) -> Iterator[str]:
 def _conditions_on_data(printer: Printer, fit: Guards) -> Iterator[str]:
     """What the program chose by; it may depend on symbols, which are bound before."""
     names = fit.primal_variables()
-    for guard in fit.data_guards:
-        plains = [print_plains(fit.recipes[idx], names[idx])[leaf] for idx, leaf in guard.of]
+    for guard in fit.facts.data_guards:
+        plains = [print_plains(fit.facts.recipes[idx], names[idx])[leaf] for idx, leaf in guard.of]
         given = [*plains, *(print_size(printer, size) for size in guard.sizes)]
         yield f"{printer.bind('answer_is_same', guard.is_same)}({', '.join(given)})"
 
@@ -394,19 +392,19 @@ def _conditions_on_data(printer: Printer, fit: Guards) -> Iterator[str]:
 def _storage_conditions(printer: Printer, fit: Guards) -> Iterator[str]:
     names = fit.primal_variables()
     for idx, leaf, place in fit.storages:
-        plain = print_plains(fit.recipes[idx], names[idx])[leaf]
+        plain = print_plains(fit.facts.recipes[idx], names[idx])[leaf]
         yield f"{printer.bind('place_in_storage', place_in_storage)}({plain}) == {place}"
 
 
 def _tensor_conditions(printer: Printer, fit: Guards) -> list[str]:
     """Type and metadata of every tensor; of a wrapper also its context and what is beneath it."""
     names = fit.primal_variables()
-    check = tensor_check(list(fit.examples), list(fit.recipes))
+    check = tensor_check(list(fit.examples), list(fit.facts.recipes))
     conditions = [f"{printer.bind('fits', check.check)}({', '.join(names)})"]
     plains: dict[int, str] = {}
     examples: list[torch.Tensor] = []
     beneath_all: list[Recipe] = []
-    for name, example, recipe in zip(names, fit.examples, fit.recipes, strict=True):
+    for name, example, recipe in zip(names, fit.examples, fit.facts.recipes, strict=True):
         if isinstance(recipe, Wrapper):
             conditions += _same_contexts(printer, name, example, recipe)
             parts = zip(print_plains(recipe, name), plain_tensors(example), leaves(recipe), strict=True)
@@ -448,11 +446,11 @@ def _same_context(printer: Printer, name: str, example: torch.Tensor, recipe: Wr
     return rule.same_context_source(name, printer.bind(f"{name} at capture", rule.context_of(example)))
 
 
-def _alone_condition(printer: Printer, fit: Guards) -> str:
+def _alone_condition(printer: Printer, fit: Guards, with_history: Collection[PrimalIdx]) -> str:
     """That `take` and `put` can write each input that is written with history, without its base."""
     names, views = fit.primal_variables(), fit.bases.views()
-    others = [at for at in fit.slots.indices() if at not in views and at not in fit.with_history]
-    given = (sequence([names[at] for at in group]) for group in (fit.with_history, others))
+    others = [at for at in fit.slots.indices() if at not in views and at not in with_history]
+    given = (sequence([names[at] for at in group]) for group in (with_history, others))
     return f"{printer.bind('are_written_alone', are_written_alone)}({', '.join(given)})"
 
 
@@ -460,7 +458,7 @@ def _overlap_conditions(printer: Printer, fit: Guards) -> Iterator[str]:
     """That no more inputs share memory with one that is written than did at capture."""
     names = fit.primal_variables()
     plains = Row[PrimalIdx, Sequence[str]](
-        print_plains(recipe, name) for recipe, name in zip(fit.recipes, names, strict=True)
+        print_plains(recipe, name) for recipe, name in zip(fit.facts.recipes, names, strict=True)
     )
     apart = dict(fit.plains_apart(plains))
     written = [plain for idx in fit.written for plain in apart[idx]]

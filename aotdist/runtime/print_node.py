@@ -15,9 +15,7 @@ from aotdist.aliasing.version import bump, version_of
 from aotdist.capture.effects import EffectLog
 from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.mutation import PlainWrites, write_plain
-from aotdist.convention.rng import RngPlan
-from aotdist.convention.stack import Plans
-from aotdist.convention.subclass import UnwrapPlan
+from aotdist.convention.stack import InsidePlans
 from aotdist.program import PrimalIdx
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.gate import is_watched
@@ -105,11 +103,9 @@ class ForwardPrinter:
         """The symbols, and those that the graph tells."""
         return [*self.symbols, *self.told]
 
-    def print_run(
-        self, unwrap: UnwrapPlan, writes: PlainWrites, rng: RngPlan, sizes: Sequence[Expression]
-    ) -> list[str]:
+    def print_run(self, inside: InsidePlans, sizes: Sequence[Expression]) -> list[str]:
         """Print the call of the graph, the writes, and what is told; returns the plain inputs."""
-        printer = self.printer
+        printer, unwrap, writes, rng = self.printer, inside.unwrap, inside.writes, inside.rng
         _print_symbols(printer, self.symbols, "symbols")
         pairs = zip(unwrap.ins, self.names, strict=True)
         plains = [plain for recipe, name in pairs for plain in print_plains(recipe, name)]
@@ -170,7 +166,7 @@ def print_node(
 
 def print_inference(
     region: ForwardPrinter,
-    plans: Plans,
+    inside: InsidePlans,
     sizes: Sequence[Expression],
     *,
     views: frozenset[int],
@@ -180,18 +176,17 @@ def print_inference(
 
     Args:
         region: how it runs.
-        plans: of the layers.
+        inside: what is done around the graph.
         sizes: the numbers that the graph takes.
         views: results that are made as views, see `aotdist.runtime.results.result_views`.
         recorded: whether autograd has to be switched off, or it would record the graph's operations.
     """
-    printer, unwrap, writes = region.printer, plans.unwrap, plans.plain_writes
+    printer, recipes = region.printer, list(inside.unwrap.outs)
     printer.spread("def region(", region.parameters(), "):")
     off = printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():") if recorded else nullcontext()
     with printer.indented(), off:
-        region.print_run(unwrap, writes, plans.rng, sizes)
-        values = _values(writes, views)
-        outs = print_results(printer, list(unwrap.outs), values, ["out"] * len(unwrap.outs))
+        region.print_run(inside, sizes)
+        outs = print_results(printer, recipes, _values(inside.writes, views), ["out"] * len(recipes))
         for idx in region.versions:
             printer.line(f"o{idx} = {outs[idx]}")
             outs[idx] = f"o{idx}"
@@ -216,12 +211,12 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
     printer.line("@staticmethod")
     printer.spread("def forward(", ["ctx", *region.parameters()], "):")
     with printer.indented():
-        plains = region.print_run(plan.unwrap, plan.writes, plan.rng, plan.sizes)
-        if plan.rng.draw is not None:
+        plains = region.print_run(plan.inside, plan.sizes)
+        if plan.inside.rng.draw is not None:
             printer.line("ctx.rng = rng")
-        values = _values(plan.writes, plan.views)
+        values = _values(plan.inside.writes, plan.views)
         hints = [str(out.slot) for out in plan.outs]
-        outs = print_results(printer, list(plan.unwrap.outs), values, hints)
+        outs = print_results(printer, list(plan.inside.unwrap.outs), values, hints)
         for idx, out in plan.outs.enumerate():
             printer.line(f"o{idx} = {outs[idx]}{remark(f'{out.slot.role} {out.slot}')}")
         region.print_versions()
@@ -329,9 +324,9 @@ def _print_backward(
         for name, tangent in pairs
     ]
     given += [f"ctx.written[{position}]" for position in plan.backward_writes.read.values()]
-    given += ["*ctx.rng"] if plan.rng.draw is not None else []
+    given += ["*ctx.rng"] if plan.inside.rng.draw is not None else []
     args = f"args = [{', '.join(given)}]"
-    if not plan.has_other_kinds or all(tangent.is_any_plain() for _, tangent in pairs):
+    if not plan.variants.of_kinds or all(tangent.is_any_plain() for _, tangent in pairs):
         printer.line(args)
     else:
         with printer.block("try:"):
@@ -386,7 +381,7 @@ def _print_other_ways(
     """Print when the backward is not that of all results, run in one go for gradients as they are assumed."""
     pairs = list(zip((names[idx] for idx in plan.differentiable()), plan.tangents, strict=True))
     missing = [_differs(printer, name, tangent) for name, tangent in pairs]
-    if plan.on_the_way.passages.waypoints:
+    if plan.has_waypoints:
         missing.append(f"{printer.bind('is_watched', is_watched)}(ctx)")
     with printer.block(f"if {' or '.join(missing)}:"):
         printer.line(returned)

@@ -91,7 +91,7 @@ def laws_hold(fn: Callable[..., Any], arguments: Arguments, *, training: bool = 
         stacks_hold(inside, lambda level: plains if level else detached, backward=False)
         leaves_arguments_alone(call_of(inside[-1][0]), plains)
         plans = Plans.of(program, facts)
-        lifted = plans.lift_outside(plans.lift_inside(call_of(inside[-1][0])))
+        lifted = plans.lift_outside(plans.inside.lift(call_of(inside[-1][0])))
         if not facts.metadata_writes():  # of a detached tensor, `detach_` is another thing
             behaves_as(lifted, call_of(program), detached, backward=False)
 

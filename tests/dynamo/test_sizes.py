@@ -37,7 +37,7 @@ def test_dynamic_when_a_size_was_seen_to_change():
     sizes = [(lambda n=n: (leaf(n, 4),)) for n in (3, 5, 6, 7)]
     made = same_as_eager(lambda x: x.sin().reshape(-1), *sizes)
     assert [len(region.artifacts) for region in made] == [1, 1]
-    (name,) = [name for name, _ in made[1].artifacts[0].fit.sizes.symbols]
+    (name,) = [name for name, _ in made[1].artifacts[0].fit.numbers.sizes.symbols]
     assert f"{name} = x.size(0)" in made[1].source
 
 
