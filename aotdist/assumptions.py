@@ -16,7 +16,6 @@ import torch
 from aotdist.capture.arguments import fakes_of
 from aotdist.capture.assignments import Assignments
 from aotdist.capture.capture import Captured, Returned, capture
-from aotdist.capture.origins import raised_at
 from aotdist.capture.source import Source
 from aotdist.capture.watched import assign
 from aotdist.convention import bases as synthetic_base
@@ -26,6 +25,7 @@ from aotdist.convention.needed_bases import Writes, plan_bases
 from aotdist.equivalence import is_same_program, is_same_with_symbols
 from aotdist.errors import AotdistError, InternalError, UnsupportedProgram
 from aotdist.job import Job, dims_of, record_options, refuse_fakes
+from aotdist.origins import raised_at
 from aotdist.program import DistinctIdx, Program, Row, Slot
 from aotdist.report.progress import StageTimes
 from aotdist.sizes import concrete, numbers_of_data

@@ -18,11 +18,11 @@ from aotdist.capture.ambient import Ambient, ambient
 from aotdist.capture.capture import UserCall
 from aotdist.capture.compile_lock import alone, waited_for_lock
 from aotdist.capture.module_attributes import ATTACHED, Explain, GraphList, PrintedSource
-from aotdist.capture.origins import short_tracebacks, shortened
 from aotdist.capture.prints import made_before
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.errors import InternalError, UnsupportedProgram
+from aotdist.origins import short_tracebacks, shortened
 from aotdist.pipeline import compile_call
 from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting

@@ -19,7 +19,6 @@ from aotdist.codegen.graph_copy import copied
 from aotdist.convention.stack import Plans
 from aotdist.job import Job
 from aotdist.partition.builder import collector_paused
-from aotdist.partition.derive import Joint, compiled_ahead, derive, without_choices
 from aotdist.partition.gates import linked
 from aotdist.partition.policy import partition
 from aotdist.passes.linear_losses import WHOLE
@@ -32,6 +31,7 @@ from aotdist.retracing import with_traces
 from aotdist.runtime.artifact import Artifact, Artifacts, load, nodes_of
 from aotdist.runtime.backwards import DoubleBackwards
 from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.derive import Joint, compiled_ahead, derive, without_choices
 from aotdist.runtime.double_backward import Nodes, double_backward
 from aotdist.runtime.guards import fit_of, refuse_overlap
 from aotdist.runtime.proof import prove_guards

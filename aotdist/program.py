@@ -261,7 +261,7 @@ class TrainingGraphs:
         by_choice: the backward, with the results of every choice of tangents that was traced by itself.
         whole: the backward of all results.
         split: forward and backward, the two graphs that `joint` was partitioned into; the backward is
-            the one of `aotdist.partition.derive.compiled_ahead`.
+            the one of `aotdist.runtime.derive.compiled_ahead`.
     """
 
     cut: Graph

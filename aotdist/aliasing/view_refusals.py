@@ -8,8 +8,8 @@ import torch
 
 from aotdist.aliasing.memory import may_repeat, shows
 from aotdist.aliasing.views import Views
-from aotdist.capture.origins import Origins
 from aotdist.errors import UnsupportedProgram
+from aotdist.origins import Origins
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors
 from aotdist.torch_seam.operators import OpOverload
 

@@ -20,8 +20,8 @@ from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.contract import Fusion, KernelSummary
 from aotdist.codegen.triton import Result
 from aotdist.convention import bases as synthetic_base
-from aotdist.partition.derive import BackwardRequest
 from aotdist.program import Slot
+from aotdist.runtime.derive import BackwardRequest
 from aotdist.settings import Settings
 from aotdist.subclasses import protocol
 

@@ -33,12 +33,12 @@ from aotdist.convention.bases import BasePlan
 from aotdist.convention.stack import Plans
 from aotdist.errors import InternalError, SignatureMismatch, UnsupportedProgram
 from aotdist.facts import Facts
-from aotdist.partition.derive import BackwardRequest, Derived, Joint, gradients
 from aotdist.partition.gates import linked
 from aotdist.passes.verify import verify_split
 from aotdist.pipeline import drawn_on
 from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, PrimalIdx, Program, Row, Slot, Split
 from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.derive import BackwardRequest, Derived, Joint, gradients
 from aotdist.runtime.plan import NodePlan
 from aotdist.settings import Settings
 from aotdist.torch_seam.functional import FakeTensorMode

@@ -30,8 +30,8 @@ from aotdist.capture.results import Shown
 from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.triton import Packed
 from aotdist.errors import AotdistError, BadArtifact, InternalError
-from aotdist.partition.derive import BackwardRequest
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
+from aotdist.runtime.derive import BackwardRequest
 from aotdist.subclasses.protocol import Wrapper
 from aotdist.torch_seam.autograd import CreationMeta
 from aotdist.torch_seam.dtensor import layout_kinds

@@ -38,7 +38,6 @@ from aotdist.capture.modules import (
     swapped,
 )
 from aotdist.capture.objects import MadeObject, taken_apart
-from aotdist.capture.origins import annotate
 from aotdist.capture.prints import Prints
 from aotdist.capture.python_random import no_python_random
 from aotdist.capture.reach import reach
@@ -52,6 +51,7 @@ from aotdist.capture.results import (
 from aotdist.capture.source import ABSENT, UNNAMED, Argument, Given, Item, Source
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.facts import Facts, NotATensor
+from aotdist.origins import annotate
 from aotdist.program import ArgIdx, I, Program, Row, Slot
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import ModuleRule, is_real, leaves, module_rules, recipe_of

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aotdist.capture.origins import is_user_file
+from aotdist.origins import is_user_file
 
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PROMPTS = ("<stdin>", "<string>", "<ipython")

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 
 from aotdist.capture.constants import is_constant, is_unreadable
-from aotdist.capture.origins import raised_at
 from aotdist.errors import UnsupportedProgram
+from aotdist.origins import raised_at
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.functional import is_fake
 from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data

@@ -21,9 +21,9 @@ from torch.nn.parameter import is_lazy
 from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant, same_constant
 from aotdist.capture.module_attributes import PrintedSource
-from aotdist.capture.origins import inside_module, set_current_line, set_current_module
 from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
+from aotdist.origins import inside_module, set_current_line, set_current_module
 from aotdist.torch_seam.modules import global_module_hooks
 from aotdist.torch_seam.own_attributes import own, shared, within
 
@@ -169,7 +169,7 @@ def attribute_tensors(modules: Mapping[str, nn.Module]) -> Iterator[tuple[Source
 
 @contextlib.contextmanager
 def following_modules(modules: Mapping[str, nn.Module]) -> Generator[None]:
-    """Tell `aotdist.capture.origins` which module's forward, with its hooks, is running."""
+    """Tell `aotdist.origins` which module's forward, with its hooks, is running."""
     names = {module: name for name, module in modules.items()}
     try:
         with within(lambda module: inside_module(names[module]) if module in names else None):

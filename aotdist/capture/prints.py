@@ -21,8 +21,8 @@ from aotdist.capture.code import is_users_code
 from aotdist.capture.constants import is_constant
 from aotdist.capture.effects import Print, Tree
 from aotdist.capture.leaked_tensors import hides_traced, is_text_of_traced, refusal, text_of
-from aotdist.capture.origins import Origins, code_behind, is_user_file
 from aotdist.errors import AotdistError
+from aotdist.origins import Origins, code_behind, is_user_file
 from aotdist.torch_seam.patches import Patch
 from aotdist.torch_seam.symbols import SYMBOLIC
 

@@ -13,12 +13,12 @@ import torch
 from torch.fx import GraphModule
 
 from aotdist.artifacts.cache.backend import caching
-from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.backend import is_eager, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.compiled import Compiled, Compiling
 from aotdist.dynamo.graph import DynamoGraph
 from aotdist.errors import BadSettings
+from aotdist.origins import short_tracebacks
 from aotdist.settings import Settings, by_name, settings_of
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.dynamo import dynamo_frame, skip_our_frames

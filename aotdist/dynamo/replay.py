@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-from aotdist.capture.origins import line_of_stack, set_current_line, set_current_module
+from aotdist.origins import line_of_stack, set_current_line, set_current_module
 from aotdist.torch_seam.dynamo import is_data_assignment, lowers_version, reads_version, sets_versions
 from aotdist.torch_seam.operators import HigherOrderOperator
 from aotdist.torch_seam.tensors import set_versions

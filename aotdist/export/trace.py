@@ -13,7 +13,6 @@ from aotdist.capture.arguments import ConstantLeaf, fakes_of
 from aotdist.capture.capture import Captured, Returned, UserCall, capture
 from aotdist.capture.compile_lock import alone
 from aotdist.capture.modules import swapped
-from aotdist.capture.origins import short_tracebacks
 from aotdist.compiled import running_eagerly
 from aotdist.export.call import Call, Input
 from aotdist.export.refusals import (
@@ -25,6 +24,7 @@ from aotdist.export.refusals import (
     refuse_strays,
 )
 from aotdist.facts import OutputFact
+from aotdist.origins import short_tracebacks
 from aotdist.partition.builder import collector_paused
 from aotdist.program import PrimalIdx, Program, Row, Slot
 from aotdist.settings import Settings

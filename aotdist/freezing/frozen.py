@@ -13,7 +13,6 @@ from torch import nn
 from aotdist.artifacts.cache.backend import caching
 from aotdist.capture.arguments import read_arguments
 from aotdist.capture.capture import UserCall
-from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.codegen.fx import FxBackend
@@ -22,6 +21,7 @@ from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.freezing.folding import Constants
 from aotdist.freezing.program import Steps, frozen_program
 from aotdist.freezing.state import FrozenState
+from aotdist.origins import short_tracebacks
 from aotdist.runtime.artifact import Artifact, Artifacts
 from aotdist.settings import Settings, settings_of
 from aotdist.subclasses.protocol import communicates_around, module_rules

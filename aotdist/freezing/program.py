@@ -12,7 +12,6 @@ from torch.fx import GraphModule
 from torch.fx.node import map_arg
 
 from aotdist.capture.constants import is_leaf
-from aotdist.capture.origins import set_current_line, set_current_module
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.export.assembly import Assembly
 from aotdist.export.call import Call, Input, state_of
@@ -23,6 +22,7 @@ from aotdist.freezing.batch_norm import fold_batch_norms
 from aotdist.freezing.channels_last import lay_channels_last
 from aotdist.freezing.folding import Constants, Folded
 from aotdist.freezing.state import FrozenState
+from aotdist.origins import set_current_line, set_current_module
 from aotdist.program import OutIdx
 from aotdist.settings import Settings
 from aotdist.sizes import Expression, evaluate

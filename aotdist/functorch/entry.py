@@ -11,13 +11,13 @@ from torch import nn
 from torch.fx import GraphModule
 
 from aotdist.capture.capture import UserCall
-from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.backend import CallableBackend, Compiler
 from aotdist.compiled import CompiledFunction, Compiling, OpenDims
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.functorch.backend import FunctorchBackend
 from aotdist.functorch.convention import OpenSizes
 from aotdist.functorch.partitions import PartitionFn, default_partition
+from aotdist.origins import short_tracebacks
 from aotdist.passes.run import PASS_NAMES
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.operators import OpOverload

@@ -5,7 +5,7 @@ program are derived from the same graph.
 
 Backwards
 ---------
-Every backward of a program is `derive(joint, request)` (`partition/derive.py`): of some results, in parts
+Every backward of a program is `derive(joint, request)` (`runtime/derive.py`): of some results, in parts
 while somebody watches what passes between results, for other kinds of gradients, with gradients that are
 differentiated in turn. The request is what it is compiled and cached under (`runtime/backwards.py`). The one
 for which the node is printed is the first.
@@ -33,7 +33,7 @@ the forward (`trace/forward_snapshot.py`).
 
 Most programs with several results return a loss beside logits, and are differentiated from the loss alone. So
 where one result is a scalar and the others are not, the backward that is compiled with the forward, shown,
-stored and compared between ranks is that of the scalar (`compiled_ahead` in `partition/derive.py`). That of
+stored and compared between ranks is that of the scalar (`compiled_ahead` in `runtime/derive.py`). That of
 all results is compiled when it is asked for, as that of any others is.
 Ranks agree on such a backward before it first runs, and compare its runs by a digest of its own: a rank that
 differentiates other results than its peers is a `RankDivergence` on all of them (`OtherBackwards` in

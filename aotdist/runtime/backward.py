@@ -17,13 +17,13 @@ from aotdist.aliasing.metadata import resize_storage
 from aotdist.aliasing.version import bump
 from aotdist.capture.effects import NOTHING, EffectLog
 from aotdist.capture.in_backward import InBackward
-from aotdist.capture.origins import short_tracebacks
 from aotdist.convention.mutation import write_plain
 from aotdist.errors import UnsupportedProgram
-from aotdist.partition.derive import BackwardRequest
+from aotdist.origins import short_tracebacks
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx
 from aotdist.runtime.backwards import Arrived, Backwards, Compiled
+from aotdist.runtime.derive import BackwardRequest
 from aotdist.runtime.double_backward import failing_later, laid_out_with_history
 from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import SavedSharing, keep_for_others, let_go, saved_by, saved_for

@@ -1,6 +1,6 @@
 """The backwards of one program, each compiled under its request when it is first asked for.
 
-What they are is said in one place, `aotdist.partition.derive`. The one that was compiled ahead, for which the
+What they are is said in one place, `aotdist.runtime.derive`. The one that was compiled ahead, for which the
 node's code is printed, is just the first. Nothing here holds a tensor of the call that the program was
 compiled for.
 """
@@ -19,9 +19,9 @@ from aotdist.capture.compile_lock import alone
 from aotdist.codegen.any_strides import takes_any_strides, with_reshapes
 from aotdist.codegen.contract import BoxedCall
 from aotdist.codegen.emit import EmittedHalves, Emitter
-from aotdist.partition.derive import BackwardRequest, Derived, Joint, derive
 from aotdist.passes.run import run_passes
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Row
+from aotdist.runtime.derive import BackwardRequest, Derived, Joint, derive
 from aotdist.runtime.double_backward import DoubleBackward
 from aotdist.runtime.held import Arguments
 from aotdist.runtime.plan import NodePlan, is_plain

@@ -17,12 +17,12 @@ from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import shell_of
 from aotdist.errors import InternalError
-from aotdist.partition.derive import BackwardRequest, Joint
 from aotdist.partition.gates import Gate, plan_gates
 from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
 from aotdist.program import Graph, I, PrimalIdx, Program, Row, TrainingGraphs
 from aotdist.runtime.backwards import Backwards, DoubleBackwards
+from aotdist.runtime.derive import BackwardRequest, Joint
 from aotdist.runtime.plan import NodePlan, node_plan
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import recipe_of

@@ -1,7 +1,7 @@
 """A backward whose gradients are differentiated in turn: it is a program with a backward of its own.
 
 Its inputs are those of the node that get gradients, the gradients that arrive, and what the node saved; its
-graph is that of `aotdist.partition.derive`.
+graph is that of `aotdist.runtime.derive`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from aotdist.convention.layer import Call
 from aotdist.convention.subclass import shell_of
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.facts import Untouched
-from aotdist.partition.derive import Derived
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
+from aotdist.runtime.derive import Derived
 from aotdist.runtime.held import Arguments, check_unwritten
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.tangent import Tangent, restrided, tangent_like

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.capture.origins import short_tracebacks
 from aotdist.codegen.backend import Compiler, is_eager
 from aotdist.codegen.contract import Backend
 from aotdist.compiled import Compiling, compiling, runs_eagerly
 from aotdist.errors import BadSettings
+from aotdist.origins import short_tracebacks
 from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.kinds import Kinds

@@ -10,8 +10,8 @@ import torch
 
 from aotdist.aliasing.view_log import ViewLog
 from aotdist.aliasing.view_refusals import detached_since, reshaped_since
-from aotdist.capture.origins import Origins, raised_at
 from aotdist.errors import AotdistError, UnsupportedProgram
+from aotdist.origins import Origins, raised_at
 from aotdist.program import Slot
 from aotdist.torch_seam.dynamo import is_compiling_a_frame
 from aotdist.torch_seam.functional import (

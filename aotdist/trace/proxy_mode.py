@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from aotdist.capture.origins import is_asked_by_a_library
 from aotdist.convention.random_numbers import Stream
 from aotdist.convention.rng import draws_nothing, functional_draw
+from aotdist.origins import is_asked_by_a_library
 from aotdist.torch_seam.functional import (
     DataDependentOutputException,
     DynamicOutputShapeException,

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 
 from aotdist.capture.arguments import NO_FAKES, UserFakes
-from aotdist.capture.origins import is_asked_by_the_user
 from aotdist.convention.random_numbers import Stream
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.errors import InternalError, UnsupportedProgram
+from aotdist.origins import is_asked_by_the_user
 from aotdist.program import LATE_ROLES, Graph, PrimalIdx, Role, Slot
 from aotdist.sizes import NumberStep
 from aotdist.subclasses.protocol import Plain, is_real, plain_tensors, tracing_wrappers

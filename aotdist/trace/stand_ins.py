@@ -20,10 +20,10 @@ import torch
 from aotdist.aliasing.naming import with_history_of
 from aotdist.aliasing.version import version_of
 from aotdist.aliasing.views import Opened
-from aotdist.capture.origins import Origins
 from aotdist.capture.source import UNNAMED
 from aotdist.convention.bases import BasePlan
 from aotdist.errors import UnsupportedProgram
+from aotdist.origins import Origins
 from aotdist.program import PrimalIdx, Row, Slot
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (

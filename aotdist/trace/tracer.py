@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import torch
 
-from aotdist.capture.origins import Origins, current_module, current_tags
+from aotdist.origins import Origins, current_module, current_tags
 from aotdist.torch_seam.autograd import next_sequence_nr, running_node
 from aotdist.torch_seam.proxies import PythonKeyTracer
 

@@ -3,9 +3,9 @@
 import torch
 
 from aotdist import api
-from aotdist.capture.origins import is_user_file
 from aotdist.launch import loop
 from aotdist.launch.commands import bench
+from aotdist.origins import is_user_file
 
 
 def test_the_trainer_is_a_user_and_commands_are_not():

@@ -15,7 +15,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
-from aotdist.partition import derive
+from aotdist.runtime import derive
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import chosen_in_backward
 from tests.semantics.makers import leaf, non_leaf, two_non_leaf

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import aotdist
-from aotdist.partition import derive
+from aotdist.runtime import derive
 from aotdist.subclasses import protocol
 from tests.house.tree import ROOT
 from tests.pages import python_blocks

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
-from aotdist.partition import derive
+from aotdist.runtime import derive
 from aotdist.subclasses import protocol
 from aotdist.subclasses.float8_tensor import E4M3, cast
 from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, WrapperRule, register_wrapper_rule

@@ -40,7 +40,7 @@ since an expression of theirs may round otherwise.
 
 Where a library asks about such a number (is there nothing to do? is there one element, to be expanded?) it is
 answered for many elements, as if it were two or more; the user's own questions are refused, by the line that
-asks (`capture/origins.py`). What is said to hold of numbers (`torch._check`, and that two sizes are equal) is
+asks (`origins.py`). What is said to hold of numbers (`torch._check`, and that two sizes are equal) is
 checked by nodes. What a call needs outside of the graph, to make views, or to return or keep a number, the
 graph returns as tensors of one element (`Facts.numbers`), and the printed call reads these. A number that no
 operator takes is not read in the graph at all: it returns the tensor. Floats that Python computes become

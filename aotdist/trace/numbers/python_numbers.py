@@ -20,8 +20,8 @@ from typing import Any, Protocol
 
 import torch
 
-from aotdist.capture.origins import is_called_by_the_user
 from aotdist.errors import UnsupportedProgram
+from aotdist.origins import is_called_by_the_user
 from aotdist.torch_seam.checks import intercept_checks_of_numbers
 from aotdist.torch_seam.groups import all_to_all_of_symbols
 from aotdist.torch_seam.patches import Patch

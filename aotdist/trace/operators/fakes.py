@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from aotdist.capture.origins import current_module, note_kernels
+from aotdist.origins import current_module, note_kernels
 from aotdist.sizes import is_symbolic
 from aotdist.torch_seam.functional import FakeTensor, fake_on, uncached_fake
 from aotdist.torch_seam.modes import no_modes, python_kernels, torch_functions_off

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from aotdist.facts import BackwardFacts, Facts, Fresh, NodeOut, OutputFact, Untouched
-from aotdist.partition.derive import BackwardRequest, Joint, compiled_ahead, derive, without_choices
 from aotdist.partition.gates import Gate
 from aotdist.partition.policy import partition
 from aotdist.program import Graph, NodeOutIdx, OutIdx, PrimalIdx, Row, Slot, TrainingGraphs
+from aotdist.runtime.derive import BackwardRequest, Joint, compiled_ahead, derive, without_choices
 from aotdist.subclasses.protocol import recipe_of
 from tests.partition.joint_graphs import record_joint
 
