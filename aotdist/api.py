@@ -16,15 +16,8 @@ from aotdist.artifacts.load import Stored
 from aotdist.capture.modules import refuse_script
 from aotdist.codegen.backend import Compiler, is_eager
 from aotdist.codegen.contract import Backend
-from aotdist.compiled import (
-    EVERY_COMPILED,
-    CompiledFunction,
-    CompiledModule,
-    ContainerCall,
-    Maker,
-    compiling,
-    running_eagerly,
-)
+from aotdist.compiled import EVERY_COMPILED, CompiledFunction, CompiledModule, ContainerCall, running_eagerly
+from aotdist.compiling import Maker, compiling
 from aotdist.errors import BadSettings
 from aotdist.files import path_of
 from aotdist.report.explain import Explained

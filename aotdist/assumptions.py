@@ -15,7 +15,8 @@ import torch
 
 from aotdist.capture.arguments import fakes_of
 from aotdist.capture.assignments import Assignments
-from aotdist.capture.capture import Captured, Returned, capture
+from aotdist.capture.capture import capture
+from aotdist.capture.captured import Captured, Returned
 from aotdist.capture.source import Source
 from aotdist.capture.watched import assign
 from aotdist.convention import bases as synthetic_base

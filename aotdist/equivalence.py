@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from aotdist.capture.capture import Returned
+from aotdist.capture.captured import Returned
 from aotdist.capture.constants import is_constant, same_constant
 from aotdist.codegen.fx import print_graph
 from aotdist.facts import Facts, NotATensor

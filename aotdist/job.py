@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from aotdist.capture.capture import Captured, UserCall
+from aotdist.capture.captured import Captured, UserCall
 from aotdist.capture.source import Source
 from aotdist.codegen.ahead import TargetBackend
 from aotdist.codegen.contract import Backend, Decompositions

@@ -10,7 +10,7 @@ from dataclasses import replace
 import torch
 
 from aotdist.assumptions import trace_call
-from aotdist.capture.capture import UserCall
+from aotdist.capture.captured import UserCall
 from aotdist.capture.compile_lock import alone
 from aotdist.codegen.contract import Backend
 from aotdist.codegen.decompose import decompose

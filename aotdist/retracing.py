@@ -19,8 +19,8 @@ from aotdist.subclasses.protocol import Plain, is_real, leaves, plain_tensors, r
 from aotdist.torch_seam.functional import memory_of
 from aotdist.torch_seam.trees import pytree
 from aotdist.torch_seam.undo import raise_interrupt
-from aotdist.trace.later_backwards import LaterBackwards, Traces
-from aotdist.trace.trace import Traced
+from aotdist.trace.later_backwards import LaterBackwards
+from aotdist.trace.trace import Traced, Traces
 
 T = TypeVar("T")
 

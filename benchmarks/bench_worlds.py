@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from aotdist.capture.capture import UserCall
+from aotdist.capture.captured import UserCall
 from aotdist.codegen.fx import FxBackend
 from aotdist.pipeline import compilation_of
 from aotdist.settings import Settings

@@ -16,7 +16,7 @@ from aotdist.artifacts.archive import FORMAT, Manifest, save, version_of
 from aotdist.artifacts.ranks import merged
 from aotdist.artifacts.record import written
 from aotdist.artifacts.values import Json
-from aotdist.capture.capture import UserCall
+from aotdist.capture.captured import UserCall
 from aotdist.codegen.ahead import TargetBackend
 from aotdist.codegen.backend import resolve
 from aotdist.codegen.contract import Backend

@@ -12,7 +12,7 @@ import torch
 from aotdist import facts
 from aotdist.aliasing import metadata as changes
 from aotdist.artifacts.live import GroupName, MeshName, Place
-from aotdist.capture.capture import Returned
+from aotdist.capture.captured import Returned
 from aotdist.capture.checks import Check
 from aotdist.capture.effects import Add, Assign, Delete, EffectLog, Print, TensorResult, Tree
 from aotdist.capture.results import Shown

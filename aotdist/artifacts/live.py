@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from aotdist.capture.capture import Captured
+from aotdist.capture.captured import Captured
 from aotdist.capture.source import Item, Source
 from aotdist.errors import SignatureMismatch
 from aotdist.subclasses.protocol import Constant, Recipe, Wrapper, recipe_of

@@ -12,7 +12,7 @@ from aotdist.artifacts.archive import Archive, check_versions, open_archive
 from aotdist.artifacts.record import read, settings_of
 from aotdist.artifacts.typed import only_ours
 from aotdist.artifacts.values import Json
-from aotdist.capture.capture import UserCall
+from aotdist.capture.captured import UserCall
 from aotdist.errors import BadArtifact, SignatureMismatch
 from aotdist.pipeline import loaded_together, printed
 from aotdist.runtime.artifact import Artifact, Artifacts

@@ -22,7 +22,8 @@ from aotdist.artifacts.rerun import Rerun, check_results, check_views
 from aotdist.artifacts.signature import check_same, signature_of, steady_path, storages_of
 from aotdist.artifacts.typed import damaged, only_ours, require
 from aotdist.artifacts.values import Json, Values
-from aotdist.capture.capture import Captured, Returned, UserCall, capture
+from aotdist.capture.capture import capture
+from aotdist.capture.captured import Captured, Returned, UserCall
 from aotdist.codegen.ahead import LOADED, Ahead
 from aotdist.codegen.contract import Backend, Emitted, Fusion
 from aotdist.codegen.emit import EmittedHalves, Emitter
@@ -38,10 +39,11 @@ from aotdist.passes.verify import verify_split
 from aotdist.pipeline import drawn_on
 from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, PrimalIdx, Program, Row, Slot, Split
 from aotdist.runtime.compilation import Compilation, Inference, Training
-from aotdist.runtime.derive import BackwardRequest, Derived, Joint, gradients
+from aotdist.runtime.derive import BackwardRequest, Joint, gradients
 from aotdist.runtime.plan import NodePlan
 from aotdist.settings import Settings
 from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.trace.later_backwards import TracedDoubleBackward
 from aotdist.trace.numbers.symbols import Symbols
 from aotdist.trace.trace import Traced
 
@@ -339,5 +341,5 @@ def _halves(whole: Graph, emitted: Mapping[str, Emitted]) -> EmittedHalves:
     return EmittedHalves(emitted["forward"], emitted["backward"], tangents, {})
 
 
-def _no_double_backward(derived: Derived, plan: NodePlan) -> NoReturn:
+def _no_double_backward(traced: TracedDoubleBackward, plan: NodePlan) -> NoReturn:
     raise InternalError("a program without a trace has no such backward", stage="store")

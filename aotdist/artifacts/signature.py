@@ -15,7 +15,7 @@ import torch
 from aotdist.artifacts.archive import version_of
 from aotdist.artifacts.values import Values
 from aotdist.capture.arguments import ConstantLeaf
-from aotdist.capture.capture import Captured
+from aotdist.capture.captured import Captured
 from aotdist.capture.code import is_users_class, is_users_code
 from aotdist.capture.modules import ModuleGuard
 from aotdist.convention.dedupe import DedupePlan

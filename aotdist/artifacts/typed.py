@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from aotdist import facts
 from aotdist.artifacts.kinds import CLASSES, NAMES_OF_FUNCTIONS
-from aotdist.capture.capture import Returned
+from aotdist.capture.captured import Returned
 from aotdist.capture.checks import Check
 from aotdist.capture.effects import Print, TensorResult
 from aotdist.capture.results import Shown

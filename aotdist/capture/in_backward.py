@@ -45,7 +45,7 @@ from aotdist.torch_seam.trees import pytree
 
 if TYPE_CHECKING:
     from aotdist.capture.argument_mutation import MutatedArguments
-    from aotdist.capture.capture import Environment
+    from aotdist.capture.captured import Environment
     from aotdist.torch_seam.symbols import ShapeEnv
 
 

@@ -15,7 +15,8 @@ from torch.fx import GraphModule
 from aotdist.artifacts.cache.backend import caching
 from aotdist.codegen.backend import is_eager, resolve
 from aotdist.codegen.contract import Backend
-from aotdist.compiled import Compiled, Compiling
+from aotdist.compiled import Compiled
+from aotdist.compiling import Compiling
 from aotdist.dynamo.graph import DynamoGraph
 from aotdist.errors import BadSettings
 from aotdist.origins import short_tracebacks

@@ -10,7 +10,7 @@ from torch import nn
 
 from aotdist.aliasing.metadata import give_history, release_history
 from aotdist.capture.arguments import UserFakes
-from aotdist.capture.capture import Returned
+from aotdist.capture.captured import Returned
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.facts import IsInput, MetadataWrite, ViewOfInput
 from aotdist.subclasses.protocol import Plain, is_real, recipe_of

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from aotdist.capture.arguments import ConstantLeaf, fakes_of
-from aotdist.capture.capture import Captured, Returned, UserCall, capture
+from aotdist.capture.capture import capture
+from aotdist.capture.captured import Captured, Returned, UserCall
 from aotdist.capture.compile_lock import alone
 from aotdist.capture.modules import swapped
 from aotdist.compiled import running_eagerly

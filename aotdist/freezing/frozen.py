@@ -12,11 +12,12 @@ from torch import nn
 
 from aotdist.artifacts.cache.backend import caching
 from aotdist.capture.arguments import read_arguments
-from aotdist.capture.capture import UserCall
+from aotdist.capture.captured import UserCall
 from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.codegen.fx import FxBackend
-from aotdist.compiled import Compiled, Compiling
+from aotdist.compiled import Compiled
+from aotdist.compiling import Compiling
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.freezing.folding import Constants
 from aotdist.freezing.program import Steps, frozen_program

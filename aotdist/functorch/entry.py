@@ -10,9 +10,10 @@ import torch
 from torch import nn
 from torch.fx import GraphModule
 
-from aotdist.capture.capture import UserCall
+from aotdist.capture.captured import UserCall
 from aotdist.codegen.backend import CallableBackend, Compiler
-from aotdist.compiled import CompiledFunction, Compiling, OpenDims
+from aotdist.compiled import CompiledFunction
+from aotdist.compiling import Compiling, OpenDims
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.functorch.backend import FunctorchBackend
 from aotdist.functorch.convention import OpenSizes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, assert_never
 
-from aotdist.capture.capture import Returned
+from aotdist.capture.captured import Returned
 from aotdist.facts import (
     DataWritten,
     Facts,

@@ -21,7 +21,7 @@ from aotdist.codegen.contract import BoxedCall
 from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.passes.run import run_passes
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Row
-from aotdist.runtime.derive import BackwardRequest, Derived, Joint, derive
+from aotdist.runtime.derive import BackwardRequest, Joint, derive, derive_double
 from aotdist.runtime.double_backward import DoubleBackward
 from aotdist.runtime.held import Arguments
 from aotdist.runtime.plan import NodePlan, is_plain
@@ -29,6 +29,7 @@ from aotdist.runtime.tangent import Tangent, tangent_like
 from aotdist.sizes import Expression, evaluate
 from aotdist.subclasses.protocol import Recipe, is_wrapper
 from aotdist.torch_seam.modes import users_modes_off
+from aotdist.trace.later_backwards import Derived, TracedDoubleBackward
 from aotdist.trace.numbers.symbols import Symbols
 
 Arrived: TypeAlias = Mapping[NodeOutIdx, torch.Tensor]
@@ -61,7 +62,7 @@ class Compiled:
     kept: tuple[Recipe, ...] | None
 
 
-DoubleBackwards: TypeAlias = Callable[[Derived, NodePlan], DoubleBackward]
+DoubleBackwards: TypeAlias = Callable[[TracedDoubleBackward, NodePlan], DoubleBackward]
 """Compiles what was derived for a request, as a program with a backward."""
 
 
@@ -137,14 +138,14 @@ class Backwards:
     @alone
     def _compile(self, request: BackwardRequest) -> Compiled | DoubleBackward:
         with users_modes_off():
+            if request.create_graph:
+                return self.doubles(derive_double(self.joint, request), self.node)
             if request == self.ahead:
                 graph = self.joint.graphs.split.backward
                 derived = Derived(graph, self.joint.facts.backward.grads, {})
                 call = self._called(self.halves.backward.call, graph)
             else:
                 derived = derive(self.joint, request)
-                if request.create_graph:
-                    return self.doubles(derived, self.node)
                 call = self._compiled(derived.graph)
         tangents = self._tangents(request, derived)
         names = [slot for tangent in tangents.values() for slot in tangent.slots()]

@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from aotdist.capture.capture import Captured, Returned
+from aotdist.capture.captured import Captured, Returned
 from aotdist.capture.source import Argument
 from aotdist.codegen.contract import Emitted
 from aotdist.codegen.emit import EmittedHalves, Emitter

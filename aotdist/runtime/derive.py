@@ -16,8 +16,8 @@ comes, and not before.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Facts
@@ -27,8 +27,8 @@ from aotdist.partition.gates import Gate, linked, parts_of
 from aotdist.partition.reduced import without_tangents
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Row, Slot, Split, TrainingGraphs
 from aotdist.subclasses.protocol import Recipe, leaves, tangent_recipe
-from aotdist.trace.later_backwards import Named, TracedDoubleBackward, Traces
-from aotdist.trace.trace import Traced
+from aotdist.trace.later_backwards import Derived, TracedDoubleBackward
+from aotdist.trace.trace import Traced, Traces
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +101,6 @@ class Joint:
         return tuple(idx for idx, out in self.facts.node_outs.enumerate() if out.differentiable)
 
 
-@dataclass(frozen=True, slots=True)
-class Derived:
-    """The graph of a backward, and what it computes.
-
-    Args:
-        graph: takes saved values, kept inputs, sizes, gradients, what the backward writes, and the seed.
-        returned: recipes of the inputs' gradients, or of the pieces of a gate; None where there is none.
-        tangents: what it takes for each gradient, if other kinds were asked for.
-        kept: recipes of what user code in the backward keeps, if it was traced for this request.
-        program: what the graph is of, for gradients that are differentiated in turn.
-    """
-
-    graph: Graph
-    returned: Row[PrimalIdx, Recipe | None] | tuple[Recipe, ...]
-    tangents: Mapping[NodeOutIdx, Named]
-    kept: tuple[Recipe, ...] | None = None
-    program: TracedDoubleBackward | None = None
-
-
 def compiled_ahead(joint: Joint) -> BackwardRequest:
     """The backward to compile with the forward: of the one scalar among the results, if there is one.
 
@@ -138,7 +119,7 @@ def compiled_ahead(joint: Joint) -> BackwardRequest:
 
 
 def derive(joint: Joint, request: BackwardRequest) -> Derived:
-    """The backward that a request asks for.
+    """The backward that a request asks for; `derive_double` is for gradients of gradients.
 
     Args:
         joint: the program.
@@ -147,8 +128,6 @@ def derive(joint: Joint, request: BackwardRequest) -> Derived:
     Raises:
         UnsupportedProgram: there is no such backward, or it needs a value that is not there any more.
     """
-    if request.create_graph:
-        return _differentiable(joint, request)
     if request.kinds:
         return _of_kinds(joint, request)
     return _in_parts(joint, request) if request.watched else _in_one_go(joint, request)
@@ -159,10 +138,15 @@ def _of_kinds(joint: Joint, request: BackwardRequest) -> Derived:
         raise _no_trace(joint, "gradients of other kinds than the results")
     traced = joint.traces.get().of_kinds(dict(zip(request.results, request.kinds, strict=True)))
     graph = from_saved(traced.graph, joint.graphs.joint, joint.graphs.split, joint.kept)
-    return Derived(graph, traced.grads, traced.tangents, traced.kept)
+    return replace(traced, graph=graph)
 
 
-def _differentiable(joint: Joint, request: BackwardRequest) -> Derived:
+def derive_double(joint: Joint, request: BackwardRequest) -> TracedDoubleBackward:
+    """The backward that a request asks for, as a program, where gradients are differentiated in turn.
+
+    Raises:
+        UnsupportedProgram: the gradients cannot be differentiated.
+    """
     traces, graphs = joint.traces, joint.graphs
     if traces is None or not joint.kept or not traces.get().is_differentiable():
         raise _no_trace(joint, "gradients of gradients (`create_graph=True`)")
@@ -174,10 +158,10 @@ def _differentiable(joint: Joint, request: BackwardRequest) -> Derived:
     )
     outs, first = {out.slot.path for out in traced.facts.node_outs}, traced.plain_ins()
     tangents = [slot for slot in traced.graph.ins if slot.role == "tangent" and slot.path in outs]
-    graph = traced.graph
-    if traced.has_history:
-        graph = from_saved(graph, graphs.joint, graphs.split, joint.kept, first, tangents)
-    return Derived(graph, (), traced.tangents, program=traced)
+    if not traced.has_history:
+        return traced
+    graph = from_saved(traced.graph, graphs.joint, graphs.split, joint.kept, first, tangents)
+    return replace(traced, graph=graph)
 
 
 def _in_one_go(joint: Joint, request: BackwardRequest) -> Derived:

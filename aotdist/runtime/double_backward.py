@@ -19,7 +19,6 @@ from aotdist.convention.subclass import shell_of
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.facts import Untouched
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
-from aotdist.runtime.derive import Derived
 from aotdist.runtime.held import Arguments, check_unwritten
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.tangent import Tangent, restrided, tangent_like
@@ -118,29 +117,28 @@ def _check_history(tensor: torch.Tensor, node: Any, number: int) -> None:
 
 
 def double_backward(
-    derived: Derived,
+    traced: TracedDoubleBackward,
     plan: NodePlan,
     saved_strides: Mapping[Slot, Strides],
     symbols: Symbols,
     fake_mode: FakeTensorMode,
     compiled: Callable[[Traced], Nodes],
 ) -> DoubleBackward:
-    """Compile what `derive` made of a request.
+    """Compile what `derive_double` made of a request.
 
     Args:
-        derived: the graph, and the program that it is of.
+        traced: the backward as a program.
         plan: how tensors pass through the node.
         saved_strides: those of saved values, where the forward's compiler chose them.
         symbols: the symbolic sizes.
         fake_mode: the mode of the graph's `val`s.
         compiled: compiles a program that was traced.
     """
-    traced, before = derived.program, symbols.sizes().guards
-    assert traced is not None, "who asks wants a history"
-    tangents = {idx: tangent_like(*named, loose=False) for idx, named in derived.tangents.items()}
+    before = symbols.sizes().guards
+    tangents = {idx: tangent_like(*named, loose=False) for idx, named in traced.tangents.items()}
     if not traced.has_history:
         return DoubleBackward(tangents, None, traced.failure)
-    graph = with_strides(derived.graph, saved_strides, fake_mode)
+    graph = with_strides(traced.graph, saved_strides, fake_mode)
     rest = graph.ins[len(traced.plain_ins()) :]
     values = [slot for slot in rest if slot.role not in ("size", *GRADIENT_ROLES)]
     node = compiled(_as_program(traced, graph, values, symbols, fake_mode))

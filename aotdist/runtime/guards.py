@@ -16,7 +16,7 @@ import torch
 from aotdist.aliasing.memory import share_memory
 from aotdist.capture.ambient import Ambient
 from aotdist.capture.arguments import Arguments
-from aotdist.capture.capture import Captured
+from aotdist.capture.captured import Captured
 from aotdist.capture.environment import constants_but
 from aotdist.capture.modules import ModuleGuard
 from aotdist.capture.source import Source, held_in

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from aotdist.capture.ambient import ambient
-from aotdist.capture.capture import UserCall
+from aotdist.capture.captured import UserCall
 from aotdist.capture.constants import is_constant, is_leaf
 from aotdist.errors import UnsupportedProgram
 from aotdist.runtime.ranks import board_of_this_process

@@ -17,7 +17,7 @@ from aotdist.aliasing.version import bump, rewind
 from aotdist.capture.ambient import ambient_guard
 from aotdist.capture.argument_mutation import are_apart
 from aotdist.capture.arguments import ConstantLeaf
-from aotdist.capture.capture import Returned
+from aotdist.capture.captured import Returned
 from aotdist.capture.constants import same_constant
 from aotdist.capture.source import Held, held_in
 from aotdist.convention.bases import Span, ViewBase, base_of, span_over

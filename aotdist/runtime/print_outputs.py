@@ -12,7 +12,7 @@ import torch
 from aotdist.aliasing.overwrite import put
 from aotdist.capture.ambient import Ambient
 from aotdist.capture.arguments import Numbers
-from aotdist.capture.capture import Returned
+from aotdist.capture.captured import Returned
 from aotdist.capture.checks import require
 from aotdist.capture.effects import (
     Add,

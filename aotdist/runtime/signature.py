@@ -36,7 +36,7 @@ class ChangingSizes:
 
     def was_wrong(self, artifact: Artifact) -> bool:
         """Whether the artifact, made with this guess, fits its own sizes only."""
-        return self.opened and not artifact.fit.symbols()
+        return self.opened and not artifact.fit.numbers.symbols()
 
 
 def what_changed(artifact: Artifact, others: Sequence[Artifact]) -> str:

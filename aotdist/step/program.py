@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from aotdist.compiled import AsWritten, CompiledFunction, Compiling
+from aotdist.compiled import AsWritten, CompiledFunction
+from aotdist.compiling import Compiling
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DataGuard
 from aotdist.step.accumulation import Accumulation

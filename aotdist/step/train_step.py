@@ -14,7 +14,8 @@ from torch import nn
 
 from aotdist.codegen.backend import Compiler, is_eager
 from aotdist.codegen.contract import Backend
-from aotdist.compiled import Compiling, compiling, runs_eagerly
+from aotdist.compiled import runs_eagerly
+from aotdist.compiling import Compiling, compiling
 from aotdist.errors import BadSettings
 from aotdist.origins import short_tracebacks
 from aotdist.report.explain import Explained

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.compiled import AsWritten, Compiling
+from aotdist.compiled import AsWritten
+from aotdist.compiling import Compiling
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.kinds import Kinds
 from aotdist.step.attributes import Attributes

@@ -121,7 +121,7 @@ class Backward:
         in_python: InBackward,
     ) -> None:
         recorder.tracer.phase = "backward"
-        self._recorder = recorder
+        self.recorder, self.node_outs = recorder, node_outs
         self._ends, self._wanted = ends, wanted
         self.mode, self.in_python = mode, in_python
         self._autocast = recorder.options.backward_autocast
@@ -197,7 +197,7 @@ class Backward:
                 stack.enter_context(context)
             tensors, first = zip(*((tensor, given[idx]) for idx, tensor in ends), strict=True)
             stack.enter_context(users_code(self.mode.swap))
-            stack.enter_context(self.in_python.running(choice, self._recorder.shape_env, self._recorder.told))
+            stack.enter_context(self.in_python.running(choice, self.recorder.shape_env, self.recorder.told))
             found = seen_by_modes(run(tensors, arrive_at, first, retain_graph=retain_graph))
         grads: dict[PrimalIdx, torch.Tensor] = {}
         for (idx, _), grad in zip(arriving, found, strict=False):

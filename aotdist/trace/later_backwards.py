@@ -20,7 +20,14 @@ import torch
 from aotdist.capture.source import Source
 from aotdist.errors import AotdistError, InternalError, UnsupportedProgram
 from aotdist.facts import BackwardFacts, Facts, Fresh, NodeOut, OutputFact, Untouched
-from aotdist.program import Graph, NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
+from aotdist.program import (
+    Graph,
+    NodeOutIdx,
+    OutIdx,
+    PrimalIdx,
+    Row,
+    Slot,
+)
 from aotdist.subclasses.protocol import (
     Constant,
     Plain,
@@ -43,7 +50,6 @@ from aotdist.trace.backward import (
 )
 from aotdist.trace.capture_mode import ReplayMode
 from aotdist.trace.observed_grads import ObservedGrads
-from aotdist.trace.recorder import Recorder
 
 T = TypeVar("T")
 
@@ -52,23 +58,6 @@ Named = tuple[str, Recipe]
 
 Kinds = Mapping[NodeOutIdx, Recipe]
 """The recipes of the gradients of some results."""
-
-
-@dataclass(frozen=True, slots=True)
-class OtherJoint:
-    """A program with another backward.
-
-    Args:
-        graph: the recorded graph, whose results are the new gradients.
-        tangents: the gradients that it takes.
-        grads: recipe of each input's gradient, or None.
-        kept: recipes of what user code in the backward keeps; these are results, too.
-    """
-
-    graph: Graph
-    tangents: Mapping[NodeOutIdx, Named]
-    grads: Row[PrimalIdx, Recipe | None]
-    kept: tuple[Recipe, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +97,29 @@ class TracedDoubleBackward:
         return [Slot("primal", slot.path, inner) for slot, recipe in pairs for inner, _ in leaves(recipe)]
 
 
+@dataclass(frozen=True, slots=True)
+class Derived:
+    """The graph of a backward, and what it computes.
+
+    Args:
+        graph: takes saved values, kept inputs, sizes, gradients, what the backward writes, and the seed.
+        returned: recipes of the inputs' gradients, or of the pieces of a gate; None where there is none.
+        tangents: what it takes for each gradient, if other kinds were asked for.
+        kept: recipes of what user code in the backward keeps, if it was traced for this request.
+    """
+
+    graph: Graph
+    returned: Row[PrimalIdx, Recipe | None] | tuple[Recipe, ...]
+    tangents: Mapping[NodeOutIdx, Named]
+    kept: tuple[Recipe, ...] | None = None
+
+
 class LaterBackwards:
     """Traces backwards of one program.
 
     Args:
-        recorder: the trace's recorder, which records more.
-        backward: the trace's backward, which holds no tensor of the caller's.
+        backward: the trace's backward, which holds no tensor of the caller's; its recorder records more.
         recalling: the mode that backwards run in.
-        node_outs: what the program returns.
         ins: names of the inputs.
         recipes: how the inputs are put together.
         grads: the gradients that inputs get.
@@ -125,17 +129,15 @@ class LaterBackwards:
 
     def __init__(
         self,
-        recorder: Recorder,
         backward: Backward,
         recalling: ReplayMode,
-        node_outs: Row[NodeOutIdx, NodeOut],
         ins: Row[PrimalIdx, Slot],
         recipes: Row[PrimalIdx, Recipe],
         grads: Mapping[PrimalIdx, torch.Tensor],
         waypoints: ObservedGrads | None = None,
         serials: Iterator[int] | None = None,
     ) -> None:
-        self._recorder, self._backward, self._node_outs = recorder, backward, node_outs
+        self._recorder, self._backward, self._node_outs = backward.recorder, backward, backward.node_outs
         self._recalling = backward.mode = recalling
         self._ins, self._recipes = ins, recipes
         self._wanted = [(idx, ends) for idx, ends in backward.wanted() if idx in grads]
@@ -166,8 +168,8 @@ class LaterBackwards:
         """
         return self.meets_other_kinds() and self._recorder.shape_env is None
 
-    def of_kinds(self, kinds: Kinds) -> OtherJoint:
-        """The program with the backward for such gradients.
+    def of_kinds(self, kinds: Kinds) -> Derived:
+        """The backward for such gradients, as it is recorded: its graph takes all that the program takes.
 
         Args:
             kinds: of the gradients that there are.
@@ -177,7 +179,7 @@ class LaterBackwards:
         """
         tangents = self._tangents(kinds)
 
-        def run() -> OtherJoint:
+        def run() -> Derived:
             given = {
                 idx: new_tangent(self._recorder, *tangent, self._backward.end(idx))
                 for idx, tangent in tangents.items()
@@ -186,12 +188,9 @@ class LaterBackwards:
             results = grad_results(self._recorder, self._ins, computed.grads)
             graph = self._recorder.graph(results + kept_results(self._recorder, computed.kept))
             grads, kept = computed.recipes()
-            return OtherJoint(graph, tangents, Row(map(grads.get, self._ins.indices())), kept)
+            return Derived(graph, Row(map(grads.get, self._ins.indices())), tangents, kept)
 
-        try:
-            return self._recorded(run)
-        except _NotOurs as failure:
-            raise self._no_backward(kinds, str(failure)) from failure.__cause__
+        return self._recorded(run, lambda reason: self._no_backward(kinds, reason))
 
     def differentiable(
         self,
@@ -233,14 +232,7 @@ class LaterBackwards:
             returned = range(len(pieces)) if pieces else self._ins.indices()
             return self._double_backward(tangents, given, computed, returned)
 
-        try:
-            return self._recorded(run)
-        except _NotOurs as failure:
-            raise UnsupportedProgram(
-                f"gradients are to be differentiated in turn (`create_graph=True`), which fails ({failure})",
-                stage="joint",
-                fix="leave the part that is differentiated twice out of the compiled function",
-            ) from failure.__cause__
+        return self._recorded(run, _not_differentiable)
 
     def _double_backward(
         self,
@@ -287,10 +279,8 @@ class LaterBackwards:
             failure=failure,
             facts=facts,
             later=LaterBackwards(
-                recorder=recorder,
                 backward=backward,
                 recalling=self._recalling,
-                node_outs=node_outs,
                 ins=ins,
                 recipes=facts.recipes,
                 grads=found,
@@ -328,7 +318,8 @@ class LaterBackwards:
             raise self._no_backward({idx: recipe}, "its sizes are not known in terms of the symbols")
         return Plain(of_out.size, of_out.stride, recipe.dtype)
 
-    def _recorded(self, run: Callable[[], T]) -> T:
+    def _recorded(self, run: Callable[[], T], refusal: Callable[[str], UnsupportedProgram]) -> T:
+        """What `run` records; `refusal` is the error for one of PyTorch's, or of the user's code, in it."""
         recorder = self._recorder
         recorder.go_on()
         try:
@@ -337,7 +328,7 @@ class LaterBackwards:
         except AotdistError:
             raise
         except Exception as error:
-            raise _NotOurs(str(error)) from error
+            raise refusal(str(error)) from error
         finally:
             recorder.tracer.phase = "backward"
 
@@ -354,42 +345,12 @@ class LaterBackwards:
         )
 
 
-class Traces:
-    """The trace of a program, as long as it is needed: let go of, and made anew when it is asked for.
-
-    Args:
-        later: runs backwards through it.
-        again: traces the program anew; None where that may show another one.
-    """
-
-    def __init__(self, later: LaterBackwards, again: Callable[[], LaterBackwards] | None = None) -> None:
-        self._later: LaterBackwards | None = later
-        self._again, self._is_used = again, False
-
-    def get(self) -> LaterBackwards:
-        """What runs backwards through it.
-
-        Raises:
-            UnsupportedProgram: it was let go of, and the program is another by now.
-        """
-        if self._later is None:
-            assert self._again is not None, "else it is kept"
-            self._later = self._again()
-        self._is_used = True
-        return self._later
-
-    def is_there(self) -> bool:
-        """Whether it is in memory."""
-        return self._later is not None
-
-    def forget(self) -> None:
-        """Let go of it, unless it was used, or cannot be made anew."""
-        if self._again is not None and not self._is_used:
-            self._later = None
-
-
-class _NotOurs(Exception):
-    """PyTorch, or the user's code, raised an error in the trace; the cause is that error."""
+def _not_differentiable(reason: str) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"gradients are to be differentiated in turn (`create_graph=True`), which fails ({reason})",
+        stage="joint",
+        fix="leave the part that is differentiated twice out of the compiled function",
+    )
 
 
 def _facts_of(

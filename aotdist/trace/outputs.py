@@ -16,7 +16,7 @@ from aotdist.aliasing.metadata import Change, give_history
 from aotdist.aliasing.version import version_of
 from aotdist.aliasing.view_log import ViewLog, look_inside
 from aotdist.aliasing.views import share_memory
-from aotdist.capture.capture import Returned
+from aotdist.capture.captured import Returned
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
     Action,

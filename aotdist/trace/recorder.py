@@ -52,14 +52,11 @@ from aotdist.torch_seam.symbols import depends_on_data, expression, hint, number
 from aotdist.torch_seam.tensors import unwrapped
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.functionalise import Functionalisation, computed_elsewhere
+from aotdist.trace.numbers.data_guards import NeedsSizes
 from aotdist.trace.numbers.unbacked import Unbacked
 from aotdist.trace.operators.attention import chosen_for
 from aotdist.trace.proxy_mode import ProxyMode
 from aotdist.trace.tracer import Tracer
-
-
-class SymbolsInside(Exception):
-    """A body has symbolic sizes: the program is traced again, with numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +281,7 @@ class Recorder:
         if self.unbacked is not None and depends_on_data(number):
             return self.unbacked.node_of(number)
         if self._within is not None:
-            raise SymbolsInside("a function handed to an operator (a branch of `cond`) has some")
+            raise NeedsSizes("a function handed to an operator (a branch of `cond`) has some")
         slot = Slot("size", spelled)
         if slot not in self._arguments:
             self.data_guards.note_size(self._placeholder(slot, number), spelled, hint(number))

@@ -31,7 +31,7 @@ from aotdist.trace.context import TraceContext, TraceOptions
 from aotdist.trace.control_flow import ControlFlow
 from aotdist.trace.failures import naming_failures, naming_outdated_views, refusal
 from aotdist.trace.forward_effects import ForwardEffects, read_forward
-from aotdist.trace.later_backwards import LaterBackwards, Traces
+from aotdist.trace.later_backwards import LaterBackwards
 from aotdist.trace.numbers import python_numbers
 from aotdist.trace.numbers.symbols import Symbols
 from aotdist.trace.recorder import Recorder
@@ -125,7 +125,7 @@ def trace(
         backward = BackwardTrace(context, forward).effects()
     facts = _facts(context, forward, backward)
     seen = Program(program.fn, inputs.row().map(lambda s: s.slot), inputs.row().map(lambda s: s.example))
-    later = _later_backwards(context, seen, facts, forward, backward)
+    later = _later_backwards(context, seen, facts, backward)
     symbols.note(recorder.sizes())
     graph = recorder.graph(forward.results + backward.results, symbols)
     return Traced(seen, graph, facts, recorder.fake_mode, symbols, later)
@@ -135,7 +135,6 @@ def _later_backwards(
     context: TraceContext,
     program: Program[PrimalIdx],
     facts: Facts,
-    forward: ForwardEffects,
     backward: BackwardEffects,
 ) -> LaterBackwards | None:
     """What traces other backwards later, where that may be: not if the backward writes."""
@@ -146,10 +145,8 @@ def _later_backwards(
     recorder.strided.forget_inputs()
     context.inputs.forget_attributes()
     return LaterBackwards(
-        recorder=recorder,
         backward=backward.runs,
         recalling=ReplayMode({idx: one.tensor for idx, one in context.inputs.row().enumerate()}),
-        node_outs=forward.node_outs,
         ins=program.ins,
         recipes=facts.recipes,
         grads=backward.grads,
@@ -229,3 +226,37 @@ def _refuse_swap(first: torch.Tensor, second: torch.Tensor) -> NoReturn:
         "a tensor is swapped with another by `torch.utils.swap_tensors`",
         fix="swap them outside of the compiled function, or assign `.data`",
     )
+
+
+class Traces:
+    """The trace of a program, as long as it is needed: let go of, and made anew when it is asked for.
+
+    Args:
+        later: runs backwards through it.
+        again: traces the program anew; None where that may show another one.
+    """
+
+    def __init__(self, later: LaterBackwards, again: Callable[[], LaterBackwards] | None = None) -> None:
+        self._later: LaterBackwards | None = later
+        self._again, self._is_used = again, False
+
+    def get(self) -> LaterBackwards:
+        """What runs backwards through it.
+
+        Raises:
+            UnsupportedProgram: it was let go of, and the program is another by now.
+        """
+        if self._later is None:
+            assert self._again is not None, "else it is kept"
+            self._later = self._again()
+        self._is_used = True
+        return self._later
+
+    def is_there(self) -> bool:
+        """Whether it is in memory."""
+        return self._later is not None
+
+    def forget(self) -> None:
+        """Let go of it, unless it was used, or cannot be made anew."""
+        if self._again is not None and not self._is_used:
+            self._later = None

@@ -27,7 +27,7 @@ from aotdist.artifacts.archive import FORMAT, Manifest, version_of
 from aotdist.artifacts.archive import save as save_archive
 from aotdist.artifacts.ranks import merged
 from aotdist.artifacts.record import written
-from aotdist.capture.capture import UserCall
+from aotdist.capture.captured import UserCall
 from aotdist.codegen.fx import FxBackend
 from aotdist.export import aot_export_module
 from aotdist.export import load as load_graph

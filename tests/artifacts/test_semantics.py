@@ -9,7 +9,7 @@ import pytest
 
 from aotdist import compiled
 from aotdist.artifacts.record import read, written
-from aotdist.capture.capture import UserCall
+from aotdist.capture.captured import UserCall
 from aotdist.codegen.contract import Backend
 from aotdist.pipeline import compilation_of, loaded_together, printed
 from aotdist.runtime.artifact import Artifact

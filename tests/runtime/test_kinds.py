@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import aotdist
-from aotdist.capture.capture import UserCall
+from aotdist.capture.captured import UserCall
 from aotdist.runtime.artifact import Artifact
 from aotdist.settings import Settings
 

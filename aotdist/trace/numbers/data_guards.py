@@ -125,7 +125,7 @@ def _value(node: Node, values: dict[Node, Any], root: torch.nn.Module) -> Any:
 
 
 class NeedsSizes(Exception):
-    """A condition takes too many operators from symbolic sizes: with static ones it may be known."""
+    """Sizes cannot be symbols here: the program is traced again, with numbers."""
 
 
 class DataGuards:

@@ -13,7 +13,7 @@ import pytest
 
 from aotdist import compiled
 from aotdist.artifacts.cache.backend import CachingBackend
-from aotdist.capture.capture import UserCall
+from aotdist.capture.captured import UserCall
 from aotdist.codegen.contract import Backend, Decompositions, Emission, Emitted
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.inductor import InductorBackend
