@@ -42,13 +42,13 @@ class Branches(nn.Module):
 def compilations(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of what was tried to compile, in order."""
     names: list[str] = []
-    compile_call = aotdist.compiled.compile_call
+    compile_call = aotdist.compiling.compile_call
 
     def noted(call: UserCall, *args: Any, **kwargs: Any) -> Artifact:
         names.append(call.name)
         return compile_call(call, *args, **kwargs)
 
-    monkeypatch.setattr("aotdist.compiled.compile_call", noted)
+    monkeypatch.setattr("aotdist.compiling.compile_call", noted)
     return names
 
 
