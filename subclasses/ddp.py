@@ -32,8 +32,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import Annotate
-from aotdist.torch_seam.autograd import has_grad_hooks
 from aotdist.torch_seam.fsdp import reduces_plainly
+from aotdist.torch_seam.hooks import has_grad_hooks
 from aotdist.torch_seam.tensors import as_parameter
 
 _c10d = torch.ops._c10d_functional

@@ -68,14 +68,10 @@ from aotdist.subclasses.fsdp_refusals import (
 from aotdist.subclasses.fsdp_units import groups, outermost, param_path, unit_name, units
 from aotdist.subclasses.fsdp_unshard import PARTIAL, new_accumulator, share_out_partial
 from aotdist.subclasses.protocol import Annotate
-from aotdist.torch_seam.autograd import (
-    call_after_backward,
-    hooks_of_gradient,
-    in_backward,
-    set_hooks_of_gradient,
-)
+from aotdist.torch_seam.autograd import call_after_backward, in_backward
 from aotdist.torch_seam.dtensor import local_part, local_tensor
 from aotdist.torch_seam.fsdp import fsdp_state
+from aotdist.torch_seam.hooks import hooks_of_gradient, set_hooks_of_gradient
 
 
 class _FsdpRule:

@@ -36,12 +36,11 @@ from aotdist.torch_seam.autograd import (
     backward_task,
     chosen_in_backward,
     has_several_results,
-    hooks_of,
-    hooks_of_gradient,
     node_base,
     runs_in_backward,
     sequence_nr,
 )
+from aotdist.torch_seam.hooks import hooks_of, hooks_of_gradient
 
 Step: TypeAlias = "tuple[PrimalIdx, NodeOutIdx, int] | Gate | OutIdx | MetadataWrite"
 """What happens outside of the node: an input is written, results pass a gate, an output is made or ended."""

@@ -19,12 +19,11 @@ import torch
 
 from aotdist.convention.layer import Call
 from aotdist.program import NodeOutIdx, PrimalIdx
-from aotdist.torch_seam.autograd import (
-    call_after_backward,
+from aotdist.torch_seam.autograd import call_after_backward, node_base
+from aotdist.torch_seam.hooks import (
     gradients_heard,
     hooks_after_accumulation,
     hooks_of_gradient,
-    node_base,
     set_hooks,
     with_hooks,
 )

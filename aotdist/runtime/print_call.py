@@ -30,8 +30,8 @@ from aotdist.runtime.gate import Gates
 from aotdist.runtime.guards import MISS, Guards, are_outside, no_overlap, place_in_storage, tensor_check
 from aotdist.runtime.hooks import shield, with_silenced_hooks
 from aotdist.runtime.print_node import print_classes_off, print_plains
-from aotdist.runtime.print_outputs import action_printer, binder, print_return, print_steps, print_write
-from aotdist.runtime.printer import Printer, print_size, sequence
+from aotdist.runtime.print_outputs import action_printer, print_return, print_steps, print_write
+from aotdist.runtime.printer import Printer, binder, print_size, sequence
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
     Constant,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from types import FunctionType
 from typing import Any, assert_never
 
@@ -11,7 +11,6 @@ import torch
 
 from aotdist.aliasing.overwrite import put
 from aotdist.capture.ambient import Ambient
-from aotdist.capture.arguments import Numbers
 from aotdist.capture.captured import Returned
 from aotdist.capture.checks import require
 from aotdist.capture.effects import (
@@ -24,10 +23,9 @@ from aotdist.capture.effects import (
     TensorResult,
     expect,
 )
-from aotdist.capture.instances import ArgumentObject
-from aotdist.capture.objects import MadeObject, holds_objects, number_of
+from aotdist.capture.objects import MadeObject
 from aotdist.capture.results import Shown, show_as
-from aotdist.capture.source import Argument, Given, Held, Source
+from aotdist.capture.source import Held, Source
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, function_view, viewer
 from aotdist.convention.metadata import rewrite
 from aotdist.facts import (
@@ -53,10 +51,16 @@ from aotdist.facts import (
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row
 from aotdist.runtime.gate import Gates
-from aotdist.runtime.printer import Printer, print_size, print_step, remark, sequence
+from aotdist.runtime.printer import (
+    Printer,
+    print_literal,
+    print_size,
+    print_step,
+    print_tree,
+    remark,
+    sequence,
+)
 from aotdist.sizes import NumberStep, concrete, is_symbolic
-from aotdist.torch_seam.symbols import SYMBOLIC, expression
-from aotdist.torch_seam.trees import pytree, tree_children
 
 
 def print_write(printer: Printer, primals: Sequence[str], write: tuple[PrimalIdx, NodeOutIdx, int]) -> None:
@@ -122,7 +126,7 @@ def action_printer(
         if isinstance(fact, NotATensor) and isinstance(fact.value, Source):
             shown = fact.value.expression(bind)
         else:
-            shown = _literal(printer, fact.value) if isinstance(fact, NotATensor) else at(fact)
+            shown = print_literal(printer, fact.value) if isinstance(fact, NotATensor) else at(fact)
         printer.line(f"o{idx} = {shown}")
 
     def at(place: Place) -> str:
@@ -149,7 +153,7 @@ def _of_this_call(printer: Printer, hint: str, value: Any, sizes: Any) -> str:
 
 
 def _print_rewrite(printer: Printer, change: MetadataWrite, at: Callable[[Place], str]) -> None:
-    args = [at(arg) if isinstance(arg, Place) else _literal(printer, arg) for arg in change.args]
+    args = [at(arg) if isinstance(arg, Place) else print_literal(printer, arg) for arg in change.args]
     data = [] if change.data is None else [f"values[{change.data}]"]
     name = str(getattr(change.op, "__name__", change.op))
     op = _of_this_call(printer, name, change, change.kwargs)
@@ -202,8 +206,8 @@ def _made(printer: Printer, base: str, step: Step, modes: Ambient) -> str:
     if isinstance(step.op, Inside):
         return f"{base}{step.op.path}"
     op = _of_this_call(printer, _name_of(step.op), step.op, step.op)
-    more = [_literal(printer, value) for value in step.args]
-    more += [f"{name}={_literal(printer, value)}" for name, value in step.kwargs]
+    more = [print_literal(printer, value) for value in step.args]
+    more += [f"{name}={print_literal(printer, value)}" for name, value in step.kwargs]
     if step.grad == modes.grad:
         return f"{op}({', '.join([base, *more])})"
     args = ", ".join([str(step.grad), op, base, *more])
@@ -242,7 +246,7 @@ def print_return(
     names = [_name_of_output(idx, fact) for idx, fact in outputs.enumerate()]
 
     def leaf(value: Any) -> str:
-        return names[value.position] if isinstance(value, TensorResult) else _literal(printer, value)
+        return names[value.position] if isinstance(value, TensorResult) else print_literal(printer, value)
 
     _print_prints(printer, returned.log, leaf)
     for position, check in enumerate(returned.checks, returned.first_checked()):
@@ -250,7 +254,7 @@ def print_return(
     for shown in returned.shown:
         if not isinstance(outputs[OutIdx(shown.out)], IsInput):
             _print_shown(printer, shown)
-    result = _display(printer, returned.spec, iter(names))
+    result = print_tree(printer, returned.spec, iter(names))
     if returned.shares:  # objects in it may be in other places as well, which are assigned before
         printer.line(f"result = {result}")
         result = "result"
@@ -281,7 +285,7 @@ def print_effects_of_backward(printer: Printer, log: EffectLog) -> None:
             case NumberResult(expression=spelled):
                 return print_size(printer, spelled)
             case _:
-                return _literal(printer, value)
+                return print_literal(printer, value)
 
     _print_numbers(printer, log.numbers(), bind)
     _print_prints(printer, log, leaf)
@@ -294,7 +298,7 @@ def print_effects_of_backward(printer: Printer, log: EffectLog) -> None:
 def _print_prints(printer: Printer, log: EffectLog, leaf: Callable[[Any], str]) -> None:
     """Print that what a program prints is printed; `leaf` spells a leaf of a value."""
     for each in log.prints():
-        given = _display(printer, each.given.spec, map(leaf, each.given.leaves))
+        given = print_tree(printer, each.given.spec, map(leaf, each.given.leaves))
         printer.line(f"{printer.bind('printed', each.make)}({given})")
 
 
@@ -305,7 +309,7 @@ def _print_changes(
     for each in log.effects:
         match each:
             case Assign(place, tree):
-                value = _display(printer, tree.spec, map(leaf, tree.leaves))
+                value = print_tree(printer, tree.spec, map(leaf, tree.leaves))
                 if place.is_grown_list:
                     whole = place.whole()
                     printer.line(f"{whole.expression(bind)}.extend({value}){remark(f'{whole.path} grows')}")
@@ -339,71 +343,8 @@ def _print_numbers(
 def _print_shown(printer: Printer, shown: Shown) -> None:
     """Print that an output gets its class and attributes."""
     values = [
-        f"{name!r}: {_display(printer, spec, map('o{}'.format, itertools.count(first)))}"
+        f"{name!r}: {print_tree(printer, spec, map('o{}'.format, itertools.count(first)))}"
         for name, spec, first in shown.attributes
     ]
     cls = printer.bind(shown.cls.__name__, shown.cls)
     printer.line(f"{printer.bind('show_as', show_as)}(o{shown.out}, {cls}, {{{', '.join(values)}}})")
-
-
-def binder(
-    printer: Printer, variables: Sequence[str], held: Sequence[Held] = ()
-) -> Callable[[str, Any], str]:
-    """What names the objects that places begin at: a global, the variable of an argument, or all of them."""
-    names = {each: f"held_{position}" for position, each in enumerate(held)}
-
-    def bind(hint: str, value: Any) -> str:
-        if isinstance(value, Given):
-            return value.name
-        if isinstance(value, Held):
-            return names[value]
-        if isinstance(value, Numbers):
-            return "numbers"
-        return variables[value.position] if isinstance(value, Argument) else printer.bind(hint, value)
-
-    return bind
-
-
-def _display(printer: Printer, spec: pytree.TreeSpec, names: Iterator[str]) -> str:
-    """The user's result as an expression, its leaves called `names`: built-in containers are spelled out."""
-    if spec.is_leaf():
-        return next(names)
-    if spec.type in (tuple, list):
-        items = [_display(printer, child, names) for child in tree_children(spec)]
-        return sequence(items) if spec.type is tuple else f"[{', '.join(items)}]"
-    if spec.type is dict:
-        items = [
-            f"{_literal(printer, key)}: {_display(printer, child, names)}"
-            for key, child in zip(spec.context, tree_children(spec), strict=True)
-        ]
-        return f"{{{', '.join(items)}}}"
-    if not holds_objects(spec):
-        leaves = [next(names) for _ in range(spec.num_leaves)]
-        unflatten = printer.bind("unflatten", pytree.tree_unflatten)
-        return f"{unflatten}([{', '.join(leaves)}], {printer.bind('structure', spec)})"
-    items = [_display(printer, child, names) for child in tree_children(spec)]
-    unflatten = printer.bind("unflatten", pytree.SUPPORTED_NODES[spec.type].unflatten_fn)
-    shown = f"{unflatten}([{', '.join(items)}], {printer.bind('context', spec.context)})"
-    number = number_of(spec)
-    return shown if number is None else f"(made_{number} := {shown})"
-
-
-def _literal(printer: Printer, value: Any) -> str:
-    """`value` spelled out, where Python can, else a name for it."""
-    if isinstance(value, ArgumentObject):
-        return f"objects[{value.position}]"
-    if isinstance(value, SYMBOLIC):
-        return print_size(printer, expression(value))
-    if isinstance(value, (list, tuple)) and type(value) in (list, tuple, torch.Size) and is_symbolic(value):
-        items = [_literal(printer, item) for item in value]
-        shown = f"[{', '.join(items)}]" if type(value) is list else sequence(items)
-        return f"{printer.bind('Size', torch.Size)}({shown})" if type(value) is torch.Size else shown
-    if isinstance(value, slice) and is_symbolic(value):
-        parts = (_literal(printer, part) for part in (value.start, value.stop, value.step))
-        return f"{printer.bind('slice', slice)}({', '.join(parts)})"
-    plain = type(value) in (int, str, bool, type(None)) or (
-        isinstance(value, (list, tuple))
-        and type(value) in (list, tuple)
-        and all(type(item) is int for item in value)
-    )
-    return repr(value) if plain else printer.bind("value", value)

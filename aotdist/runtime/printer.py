@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
+import torch
+
+from aotdist.capture.arguments import Numbers
+from aotdist.capture.instances import ArgumentObject
+from aotdist.capture.objects import holds_objects, number_of
+from aotdist.capture.source import Argument, Given, Held
 from aotdist.codegen.python_source import Bindings, identifier, load_function
 from aotdist.errors import InternalError
-from aotdist.sizes import SCOPE, Expression, NumberStep
+from aotdist.sizes import SCOPE, Expression, NumberStep, is_symbolic
+from aotdist.torch_seam.symbols import SYMBOLIC, expression
+from aotdist.torch_seam.trees import pytree, tree_children
 
 _WIDTH = 100
 
@@ -142,3 +150,66 @@ def variable_names(paths: Iterable[str], reserved: Iterable[str]) -> list[str]:
         taken.add(name)
         names.append(name)
     return names
+
+
+def binder(
+    printer: Printer, variables: Sequence[str], held: Sequence[Held] = ()
+) -> Callable[[str, Any], str]:
+    """What names the objects that places begin at: a global, the variable of an argument, or all of them."""
+    names = {each: f"held_{position}" for position, each in enumerate(held)}
+
+    def bind(hint: str, value: Any) -> str:
+        if isinstance(value, Given):
+            return value.name
+        if isinstance(value, Held):
+            return names[value]
+        if isinstance(value, Numbers):
+            return "numbers"
+        return variables[value.position] if isinstance(value, Argument) else printer.bind(hint, value)
+
+    return bind
+
+
+def print_tree(printer: Printer, spec: pytree.TreeSpec, names: Iterator[str]) -> str:
+    """The user's result as an expression, its leaves called `names`: built-in containers are spelled out."""
+    if spec.is_leaf():
+        return next(names)
+    if spec.type in (tuple, list):
+        items = [print_tree(printer, child, names) for child in tree_children(spec)]
+        return sequence(items) if spec.type is tuple else f"[{', '.join(items)}]"
+    if spec.type is dict:
+        items = [
+            f"{print_literal(printer, key)}: {print_tree(printer, child, names)}"
+            for key, child in zip(spec.context, tree_children(spec), strict=True)
+        ]
+        return f"{{{', '.join(items)}}}"
+    if not holds_objects(spec):
+        leaves = [next(names) for _ in range(spec.num_leaves)]
+        unflatten = printer.bind("unflatten", pytree.tree_unflatten)
+        return f"{unflatten}([{', '.join(leaves)}], {printer.bind('structure', spec)})"
+    items = [print_tree(printer, child, names) for child in tree_children(spec)]
+    unflatten = printer.bind("unflatten", pytree.SUPPORTED_NODES[spec.type].unflatten_fn)
+    shown = f"{unflatten}([{', '.join(items)}], {printer.bind('context', spec.context)})"
+    number = number_of(spec)
+    return shown if number is None else f"(made_{number} := {shown})"
+
+
+def print_literal(printer: Printer, value: Any) -> str:
+    """`value` spelled out, where Python can, else a name for it."""
+    if isinstance(value, ArgumentObject):
+        return f"objects[{value.position}]"
+    if isinstance(value, SYMBOLIC):
+        return print_size(printer, expression(value))
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple, torch.Size) and is_symbolic(value):
+        items = [print_literal(printer, item) for item in value]
+        shown = f"[{', '.join(items)}]" if type(value) is list else sequence(items)
+        return f"{printer.bind('Size', torch.Size)}({shown})" if type(value) is torch.Size else shown
+    if isinstance(value, slice) and is_symbolic(value):
+        parts = (print_literal(printer, part) for part in (value.start, value.stop, value.step))
+        return f"{printer.bind('slice', slice)}({', '.join(parts)})"
+    plain = type(value) in (int, str, bool, type(None)) or (
+        isinstance(value, (list, tuple))
+        and type(value) in (list, tuple)
+        and all(type(item) is int for item in value)
+    )
+    return repr(value) if plain else printer.bind("value", value)

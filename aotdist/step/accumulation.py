@@ -11,7 +11,8 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam.autograd import has_grad_hooks, in_backward, nodes_behind
+from aotdist.torch_seam.autograd import in_backward, nodes_behind
+from aotdist.torch_seam.hooks import has_grad_hooks
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.patches import replaced_here
 from aotdist.trace.failures import refusal

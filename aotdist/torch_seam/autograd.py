@@ -4,13 +4,10 @@
 from __future__ import annotations
 
 import functools
-import inspect
-import operator
 import sys
 import threading
 import types
-from collections import OrderedDict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -283,21 +280,6 @@ def call_after_backward(call: Callable[[], None]) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(call)
 
 
-def hooks_of_gradient(tensor: torch.Tensor) -> Any:
-    """What `register_hook` registered, if anything."""
-    return tensor._backward_hooks
-
-
-_HOOKS = (operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks"))
-
-
-def with_hooks(positions: Iterable[int], tensors: Sequence[Any]) -> list[int]:
-    """Those of the positions whose tensors have hooks of either kind; 0.06 us for each tensor."""
-    if not any(map(_HOOKS[0], tensors)) and not any(map(_HOOKS[1], tensors)):
-        return []
-    return [k for k in positions if tensors[k]._backward_hooks or tensors[k]._post_accumulate_grad_hooks]
-
-
 def accumulated_into(tensor: torch.Tensor) -> bool:
     """Whether `tensor` is a leaf that has a gradient."""
     try:
@@ -307,24 +289,9 @@ def accumulated_into(tensor: torch.Tensor) -> bool:
     return is_leaf and tensor.grad is not None
 
 
-def hooks_after_accumulation(leaf: torch.Tensor) -> Any:
-    """What `register_post_accumulate_grad_hook` registered, if anything."""
-    return leaf._post_accumulate_grad_hooks
-
-
-def set_hooks_of_gradient(leaf: torch.Tensor, hooks: Any) -> None:
-    """Set the hooks of a leaf's gradient to what `hooks_of_gradient` returned, or to none."""
-    leaf._backward_hooks = hooks
-
-
 def in_thread_of_engine() -> bool:
     """Whether a backward runs in a thread of the autograd engine's own, not in the one that asked for it."""
     return in_backward() and isinstance(threading.current_thread(), threading._DummyThread)
-
-
-def has_grad_hooks(param: torch.Tensor) -> bool:
-    """Whether a leaf has hooks of its gradient, called before or after it is accumulated."""
-    return bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
 
 
 class _Node(_SingleLevelFunction):
@@ -397,35 +364,6 @@ def backward_task() -> int:
     return torch._C._current_graph_task_id()
 
 
-def gradients_heard(hook: Callable[..., Any]) -> int | None:
-    """How many gradients a hook of `register_multi_grad_hook` has got in the running backward.
-
-    None for any other hook. The hooks that one such registration makes count together.
-    """
-    waits = "register_multi_grad_hook.<locals>.get_inner_hook.<locals>"
-    if not getattr(hook, "__qualname__", "").startswith(waits):
-        return None
-    return inspect.getclosurevars(hook).nonlocals["count"].get(backward_task(), 0)
-
-
 def runs_in_backward(leaf: torch.Tensor) -> bool:
     """Whether the running backward will accumulate into `leaf`."""
     return torch._C._will_engine_execute_node(get_gradient_edge(leaf).node)
-
-
-def hooks_of(tensor: torch.Tensor) -> Mapping[int, Callable[..., Any]]:
-    """The dictionary of hooks of a tensor with history, to which `register_hook` will add others.
-
-    It does not keep the tensor alive. If there is none yet, it is made as `register_hook` makes it.
-    """
-    if tensor.grad_fn is not None and tensor._backward_hooks is None:
-        set_hooks(tensor, OrderedDict())
-    hooks: Any = tensor._backward_hooks
-    return hooks
-
-
-def set_hooks(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[..., Any]]) -> None:
-    """Make `hooks` the dictionary to which `register_hook` of a tensor with history adds."""
-    node = tensor.grad_fn  # that of a view whose base was written is made now, which forgets hooks
-    tensor._backward_hooks = hooks
-    node._register_hook_dict(tensor)  # type: ignore[union-attr]

@@ -297,11 +297,8 @@ class LaterBackwards:
 
     def _wanted_of_double_backward(self, given: Mapping[NodeOutIdx, torch.Tensor]) -> list[Wanted]:
         ends = [*(ends for _, ends in self._wanted), *([tangent] for tangent in given.values())]
-        return [
-            (PrimalIdx(k), some)
-            for k, some in enumerate(ends)
-            if not isinstance(some[0], torch.Tensor) or some[0].requires_grad
-        ]
+        pairs = ((PrimalIdx(k), some) for k, some in enumerate(ends))
+        return [one for one in pairs if not isinstance(one[1][0], torch.Tensor) or one[1][0].requires_grad]
 
     def _tangents(self, kinds: Kinds) -> dict[NodeOutIdx, Named]:
         self._serial = next(self._serials)
