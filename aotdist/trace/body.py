@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import operator
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -187,12 +187,6 @@ def _is_drawn(node: Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor) and isinstance(source, Node) and _is_random(source)
 
 
-@dataclass
-class _Returned:
-    spec: TreeSpec | None = None
-    flat: list[Any] = field(default_factory=list[Any])
-
-
 def trace_body(
     name: str,
     fn: Callable[..., Any],
@@ -216,13 +210,15 @@ def trace_body(
         UnsupportedProgram: it writes what it is given, or communicates.
     """
     recorder = around.recorder.nested()
-    returned = _Returned()
+    flat: list[Any] = []
+    spec: TreeSpec | None = None
 
     def run(*tensors: torch.Tensor) -> list[Any]:
+        nonlocal flat, spec
         with intercept_checks(_sees_to_none):
-            returned.flat, returned.spec = pytree.tree_flatten(fn(*tensors))
+            flat, spec = pytree.tree_flatten(fn(*tensors))
         taken = {_memory(plain) for tensor in tensors for plain in plain_tensors(tensor)}
-        outs = [leaf for leaf in returned.flat if isinstance(leaf, torch.Tensor)]
+        outs = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         return [_of_its_own(out, recorder, taken) for out in outs]
 
     names = {operand.name for operand in operands}
@@ -243,10 +239,10 @@ def trace_body(
             name_closed_over=name_closed_over,
             outer=around.stand_in,
         )
-    assert returned.spec is not None, "the trace has run the function"
-    tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in returned.flat)
-    constants = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in returned.flat)
-    body = Body(traced, returned.spec, tensors, constants)
+    assert spec is not None, "the trace has run the function"
+    tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in flat)
+    constants = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
+    body = Body(traced, spec, tensors, constants)
     _refuse(name, body, may_write=may_write)
     return body
 

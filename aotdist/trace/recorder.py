@@ -134,7 +134,7 @@ class Recorder:
         self.of_data = of_data or (within is not None and within.of_data)
         self.unbacked: Unbacked | None = None
         if of_data and self.shape_env is not None:
-            self.unbacked = Unbacked(self.shape_env, self.tracer.graph, self.tracer.stamp, self.size)
+            self.unbacked = Unbacked(self.shape_env, self.tracer, self.size)
         self._proxy_mode = ProxyMode(
             self.tracer,
             options.decompositions,

@@ -8,7 +8,6 @@ comes before. So such a view is made by operators that do not go by strides: ind
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -27,8 +26,7 @@ def view_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor | None:
     if view.dtype.is_complex and view.dtype.to_real() == own.dtype:
         return _negated(torch.view_as_complex(_pairs(view, base)), view)
     whole = _shown_as(view, base)
-    selection = None if whole is None else _Selection.of(view, whole, _offset(own, whole))
-    return None if whole is None or selection is None else selection.of_whole(whole)
+    return None if whole is None else _selected(view, whole, _offset(own, whole))
 
 
 def is_reshaped(view: torch.Tensor, made: torch.Tensor) -> bool:
@@ -73,47 +71,36 @@ def _negated(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.is_neg() == like.is_neg() else torch.ops.aten._neg_view.default(tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class _Selection:
-    """The elements of a tensor that a view of the same dtype shows, as operators that do not go by strides.
+def _selected(view: torch.Tensor, whole: torch.Tensor, offset: int) -> torch.Tensor | None:
+    """What `view` shows of a tensor of the same dtype, by operators that do not go by strides.
 
     Args:
-        picks: what to take of each dimension of the tensor: an index, or a slice.
-        order: of the dimensions that are left.
-        ones: where to put dimensions of one element, in order.
+        view: the view.
+        whole: the tensor.
+        offset: where that starts.
+
+    Returns:
+        None if only strides can express it.
     """
-
-    picks: tuple[int | slice, ...]
-    order: tuple[int, ...]
-    ones: tuple[int, ...]
-
-    @classmethod
-    def of(cls, view: torch.Tensor, whole: torch.Tensor, offset: int) -> _Selection | None:
-        """What `view` shows of `whole`, which starts at `offset`; None if only strides can express it."""
-        starts = _starts(whole, int(view.storage_offset()) - offset)
-        if starts is None:
+    starts = _starts(whole, int(view.storage_offset()) - offset)
+    if starts is None:
+        return None
+    picks: list[int | slice] = list(starts)
+    dims: list[int] = []
+    for size, stride in zip(view.size(), view.stride(), strict=True):
+        if size == 1:
+            continue
+        left = [dim for dim in range(whole.dim()) if dim not in dims]
+        dim = next((dim for dim in left if _fits(whole, dim, starts[dim], size, stride)), None)
+        if dim is None:
             return None
-        picks: list[int | slice] = list(starts)
-        shown: list[int] = []
-        for size, stride in zip(view.size(), view.stride(), strict=True):
-            if size == 1:
-                continue
-            left = [dim for dim in range(whole.dim()) if dim not in shown]
-            dim = next((dim for dim in left if _fits(whole, dim, starts[dim], size, stride)), None)
-            if dim is None:
-                return None
-            step = stride // whole.stride(dim)
-            picks[dim] = slice(starts[dim], starts[dim] + (size - 1) * step + 1, step)
-            shown.append(dim)
-        ones = tuple(dim for dim, size in enumerate(view.size()) if size == 1)
-        return cls(tuple(picks), tuple(sorted(shown).index(dim) for dim in shown), ones)
-
-    def of_whole(self, whole: torch.Tensor) -> torch.Tensor:
-        """The view of `whole`."""
-        shown = whole[self.picks].permute(self.order)
-        for dim in self.ones:
-            shown = shown.unsqueeze(dim)
-        return shown
+        step = stride // whole.stride(dim)
+        picks[dim] = slice(starts[dim], starts[dim] + (size - 1) * step + 1, step)
+        dims.append(dim)
+    shown = whole[tuple(picks)].permute([sorted(dims).index(dim) for dim in dims])
+    for dim in (dim for dim, size in enumerate(view.size()) if size == 1):
+        shown = shown.unsqueeze(dim)
+    return shown
 
 
 def _starts(whole: torch.Tensor, offset: int) -> Sequence[int] | None:

@@ -18,7 +18,7 @@ from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from aotdist.sizes import NumberStep
 from aotdist.torch_seam.symbols import (
@@ -34,6 +34,7 @@ from aotdist.torch_seam.symbols import (
     symbols_of,
 )
 from aotdist.trace.failures import refusal
+from aotdist.trace.tracer import Tracer
 
 if TYPE_CHECKING:
     from aotdist.torch_seam.functional import FakeTensor
@@ -66,22 +67,18 @@ class Unbacked:
 
     Args:
         env: has their symbols.
-        graph: the graph that is recorded.
-        stamp: the origin of the operation that runs now, for `node.meta`.
+        tracer: records the graph.
         size: gives the node of a symbolic number that is known before a call.
     """
 
-    def __init__(
-        self, env: ShapeEnv, graph: Graph, stamp: Callable[[], dict[str, Any]], size: Callable[[Any], Any]
-    ) -> None:
+    def __init__(self, env: ShapeEnv, tracer: Tracer, size: Callable[[Any], Any]) -> None:
         self.copies: dict[Node, FakeTensor] = {}
         self.copied: dict[Node, FakeTensor] = {}
         self.numbers: dict[str, Any] = {}
         self.steps: dict[str, NumberStep] = {}
         self.told: frozenset[str] = frozenset()
         self._env = env
-        self._graph = graph
-        self._stamp = stamp
+        self._graph, self._stamp = tracer.graph, tracer.stamp
         self._size = size
         self._read: dict[str, Node] = {}
         self._computed: dict[str, Node] = {}
