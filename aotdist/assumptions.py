@@ -152,40 +152,40 @@ def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall
 
 
 def _trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall:
-    found = _trace(job, times)
-    returned = found.returned()
-    counts = [*returned.counts(), *found.captured.in_backward.counts_of_whole()]
+    traced_call = _trace(job, times)
+    returned = traced_call.returned()
+    counts = [*returned.counts(), *traced_call.captured.in_backward.counts_of_whole()]
     if job.symbolic and (counts or returned.counted):
         counting = replace(job, counts=tuple(_distinct_places(counts)), counted=returned.counted)
-        if (symbolic := _with_symbols(counting, times, found)) is not found:
-            job, found = counting, symbolic
-    if job.symbolic and found.captured.guessed:
+        if (symbolic := _with_symbols(counting, times, traced_call)) is not traced_call:
+            job, traced_call = counting, symbolic
+    if job.symbolic and traced_call.captured.guessed:
         opening = replace(job, opens=True)
-        if (symbolic := _with_symbols(opening, times, found)) is not found:
-            job, found = opening, symbolic
-    leaves = found.before.left()
-    if not returned.log.deleted() and (leaves is not None or _flags(job, found)):
-        later = _set_up(job, times, found, on_failure)
+        if (symbolic := _with_symbols(opening, times, traced_call)) is not traced_call:
+            job, traced_call = opening, symbolic
+    leaves = traced_call.before.left()
+    if not returned.log.deleted() and (leaves is not None or _flags(job, traced_call)):
+        later = _set_up(job, times, traced_call, on_failure)
         if later is not None:
             return later
-    found.before.roll_back()  # the call is about to read what it finds
-    return replace(found, captured=replace(found.captured, leaves=leaves))
+    traced_call.before.roll_back()  # the call is about to read what it finds
+    return replace(traced_call, captured=replace(traced_call.captured, leaves=leaves))
 
 
-def _flags(job: Job, found: TracedCall) -> list[tuple[Source, Any]]:
+def _flags(job: Job, traced_call: TracedCall) -> list[tuple[Source, Any]]:
     """The constants that the program assigns, without its counts, and without what depends on data."""
     counts = {place.spot() for place in job.counts}
-    constants = found.returned().constants()
+    constants = traced_call.returned().constants()
     return [(place, v) for place, v in constants if place.spot() not in counts and not numbers_of_data(v)]
 
 
-def _with_symbols(job: Job, times: StageTimes, found: TracedCall) -> TracedCall:
-    """The trace with more symbols; `found` if they cannot stand for numbers (as keys, or in texts).
+def _with_symbols(job: Job, times: StageTimes, traced_call: TracedCall) -> TracedCall:
+    """The trace with more symbols; `traced_call` if they cannot stand for numbers (as keys, or in texts).
 
     Objects that the program makes once stay those of the first trace, which hold numbers.
     """
-    bring_back = found.before.left()
-    found.before.roll_back()
+    bring_back = traced_call.before.left()
+    traced_call.before.roll_back()
     try:
         symbolic = _trace(job, times)
     except (UnsupportedProgram, _Contradicted):
@@ -194,15 +194,15 @@ def _with_symbols(job: Job, times: StageTimes, found: TracedCall) -> TracedCall:
         symbolic.before.roll_back()
     if bring_back is not None:
         bring_back()
-    return symbolic if symbolic is not None and _is_equivalent(symbolic, found) else found
+    return symbolic if symbolic is not None and _is_equivalent(symbolic, traced_call) else traced_call
 
 
-def _is_equivalent(symbolic: TracedCall, found: TracedCall) -> bool:
+def _is_equivalent(symbolic: TracedCall, traced_call: TracedCall) -> bool:
     """Whether a trace with symbols is of the same program, and computes with them as with numbers."""
     return (
         not symbolic.captured.in_backward.assigns_symbols()
         and not _computes_with_what_it_finds(symbolic)
-        and is_same_with_symbols(symbolic.traced, found.traced)
+        and is_same_with_symbols(symbolic.traced, traced_call.traced)
     )
 
 
@@ -217,19 +217,19 @@ def _distinct_places(places: Sequence[Source]) -> list[Source]:
     return list({place.spot(): place for place in places}.values())
 
 
-def _set_up(job: Job, times: StageTimes, found: TracedCall, on_failure: ExitStack) -> TracedCall | None:
+def _set_up(job: Job, times: StageTimes, traced_call: TracedCall, on_failure: ExitStack) -> TracedCall | None:
     """The trace of the call that finds what this one leaves, if it is of the same program."""
     with ExitStack() as otherwise:
-        symbols = found.traced.symbols
+        symbols = traced_call.traced.symbols
         known = [*symbols, *(count.symbol for count in symbols.counts())]
         numbers = {name: hint(symbol) for symbol in known for name in symbols_in(symbol)}
-        flags = [(place, concrete(value, numbers)) for place, value in _flags(job, found)]
+        flags = [(place, concrete(value, numbers)) for place, value in _flags(job, traced_call)]
         otherwise.callback(assign(flags))
         try:
             later = _trace(job, times)
             moves = later.before.moves()
             later.before.roll_back()  # an object is left once
-            if moves or _flags(job, later) or not is_same_program(later.traced, found.traced):
+            if moves or _flags(job, later) or not is_same_program(later.traced, traced_call.traced):
                 return None
         except InternalError:
             raise
@@ -242,9 +242,9 @@ def _set_up(job: Job, times: StageTimes, found: TracedCall, on_failure: ExitStac
 def traced_by_itself(job: Job) -> TracedCall:
     """A trace that nobody runs, whatever is on around it; what it changes in Python is undone."""
     with class_functions_off(), users_modes_off(), own_attributes():
-        found = _trace(job, StageTimes())
-        found.before.roll_back()
-        return found
+        traced_call = _trace(job, StageTimes())
+        traced_call.before.roll_back()
+        return traced_call
 
 
 def _trace(job: Job, times: StageTimes) -> TracedCall:
@@ -256,19 +256,19 @@ def _trace(job: Job, times: StageTimes) -> TracedCall:
     assumed = Assumptions(job.symbolic)
     while True:
         try:
-            found = _trace_once(job, times, assumed)
+            traced_call = _trace_once(job, times, assumed)
         except Exception as error:
             raise_interrupt(error)
             if not isinstance(error, _Contradicted) or (job.needs_symbols() and error.instead.failure):
                 raise
             assumed = error.instead
             continue
-        needed = assumed.after(job, found.traced)
+        needed = assumed.after(job, traced_call.traced)
         if needed.bases == assumed.bases:
             if assumed.failure is not None:
-                _warn_of_numbers(found.captured.name, assumed.failure)
-            return found
-        found.before.roll_back()
+                _warn_of_numbers(traced_call.captured.name, assumed.failure)
+            return traced_call
+        traced_call.before.roll_back()
         assumed = needed
 
 

@@ -46,15 +46,15 @@ def _remaking(tensor: Any) -> Callable[[], Any]:
     return make
 
 
-def with_traces(job: Job, found: TracedCall) -> Traced:
+def with_traces(job: Job, traced_call: TracedCall) -> Traced:
     """The trace of a call, which can be let go of where it can be made anew."""
-    later = found.traced.later_backwards
+    later = traced_call.traced.later_backwards
     if later is None:
-        return found.traced
-    return replace(found.traced, traces=Traces(later, _retracing(job, found)))
+        return traced_call.traced
+    return replace(traced_call.traced, traces=Traces(later, _retracing(job, traced_call)))
 
 
-def _retracing(job: Job, found: TracedCall) -> Callable[[], LaterBackwards] | None:
+def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards] | None:
     """Traces a program anew for its backwards, once its trace was let go of.
 
     None where that may give another trace: what it depends on is not the module and what its arguments are
@@ -62,9 +62,9 @@ def _retracing(job: Job, found: TracedCall) -> Callable[[], LaterBackwards] | No
 
     Args:
         job: what was traced.
-        found: the trace.
+        traced_call: the trace.
     """
-    call, captured, traced = job.call, found.captured, found.traced
+    call, captured, traced = job.call, traced_call.captured, traced_call.traced
     tensors, spec = pytree.tree_flatten((call.args, dict(call.kwargs)))
     given = [each for each in tensors if isinstance(each, torch.Tensor)]
     outs = (out.recipe for out in traced.facts.node_outs)

@@ -80,7 +80,7 @@ def reach(
     walk.follow_names()
     walk.tie_gradients()
     walk.note_absent()
-    return walk.found.after(walk.code)
+    return walk.reached.after(walk.code)
 
 
 def _display_name(fn: Any) -> str:
@@ -105,7 +105,7 @@ class _Walk:
     names and attributes are gone through until nothing new appears (`follow_names`).
 
     Args:
-        found: what it has met so far.
+        reached: what it has met so far.
         code: what the code that it has entered names.
         seen: the place of what was met, by identity; None for functions, which have no place of their own.
         inputs: the places of tensors that are inputs, whatever reads them.
@@ -113,7 +113,7 @@ class _Walk:
         of_class: the names that were looked up in each class.
     """
 
-    found: Reached = field(default_factory=Reached)
+    reached: Reached = field(default_factory=Reached)
     code: EnteredCode = field(default_factory=EnteredCode)
     seen: dict[int, Source | None] = field(default_factory=dict)
     inputs: dict[int, Source] = field(default_factory=dict)
@@ -129,29 +129,29 @@ class _Walk:
             else:
                 pending.append(self._enter(*found))
                 source, value = found
-                self.found.clocks.extend([(source.path, value)] if is_clock(value) else [])
+                self.reached.clocks.extend([(source.path, value)] if is_clock(value) else [])
 
     def _enter(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
         """Note a value, unless it was met before; what is inside of it."""
         if is_constant(value):
             if source.steps:
-                self.found.constants.append((source, value))
+                self.reached.constants.append((source, value))
             return
         if id(value) in self.seen:
             self._meet_again(source, value)
             return
         self.seen[id(value)] = source
         if isinstance(value, torch.Tensor):
-            self.found.tensors.append((source, value))
+            self.reached.tensors.append((source, value))
             if id(value) in self.inputs:
-                self.found.again.append((source, self.inputs[id(value)]))
+                self.reached.again.append((source, self.inputs[id(value)]))
             if source.steps:
                 place = source.applied(is_tensor, f"whether {source.path} is a tensor")
-                self.found.constants.append((place, True))
+                self.reached.constants.append((place, True))
             self.look_at(source, value)
         elif isinstance(value, (torch.Generator, *_BUILT_IN)):
             self._identity(source, value)
-            self.found.generators.extend([value] if isinstance(value, torch.Generator) else [])
+            self.reached.generators.extend([value] if isinstance(value, torch.Generator) else [])
             holder = getattr(value, "__self__", None)
             if isinstance(holder, (list, dict)) or is_python_generator(
                 holder
@@ -159,7 +159,7 @@ class _Walk:
                 yield source.attribute("__self__", source.path), holder
         elif is_python_generator(value):
             self._identity(source, value)
-            self.found.python_generators.append((source.path, value))
+            self.reached.python_generators.append((source.path, value))
         else:
             yield from self._inside(source, value)
 
@@ -171,7 +171,7 @@ class _Walk:
         first = self.seen[id(value)]
         if first is None or isinstance(value, types.ModuleType) or spot_of(source) == spot_of(first):
             return
-        self.found.again.append((source, first))
+        self.reached.again.append((source, first))
 
     def look_at(self, source: Source, tensor: torch.Tensor, *, of_module: bool = False) -> None:
         """Note a tensor whose attributes are read by name, and may be assigned unless it is a wrapper.
@@ -184,11 +184,11 @@ class _Walk:
         if met is None:
             self.inputs.setdefault(id(tensor), source)
         elif met is not source and id(tensor) not in self.inputs:
-            self.found.again.append((met, source))
+            self.reached.again.append((met, source))
         if is_of_own_class(tensor):
             self.seen.setdefault(id(tensor), source)
         if not is_wrapper(tensor):
-            self.found.assignable.owners.append((source, tensor))
+            self.reached.assignable.owners.append((source, tensor))
         self.named.append(_Named(source, tensor, not (of_module or is_wrapper(tensor))))
 
     def follow_names(self) -> None:
@@ -202,7 +202,7 @@ class _Walk:
         for named in self.named:
             if isinstance(named.value, type) and is_users_class(named.value):
                 absent = sorted(name for name in self.code.stored if not hasattr(named.value, name))
-                self.found.assignable.variables.extend(named.source.attribute(name) for name in absent)
+                self.reached.assignable.variables.extend(named.source.attribute(name) for name in absent)
 
     def tie_gradients(self) -> None:
         """Note tensors that are the gradients of others, if the program may read these as `.grad`, too."""
@@ -213,7 +213,7 @@ class _Walk:
             if isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.grad is not None:
                 met = self.seen.get(id(tensor.grad)) or self.inputs.get(id(tensor.grad))
                 if met is not None:
-                    self.found.again.append((met, named.source.attribute("grad")))
+                    self.reached.again.append((met, named.source.attribute("grad")))
 
     def note_absent(self) -> None:
         """Make the absence of attributes that the program may look for a part of the signature.
@@ -231,7 +231,7 @@ class _Walk:
                 absent = self.code.names - _own_attributes(named.value).keys()
                 test = _num_attributes if self.code.any_name else _has_none_of(frozenset(absent))
                 place = named.source.applied(test, f"attributes that {named.source.path} does not have")
-                self.found.constants.append((place, test(named.value)))
+                self.reached.constants.append((place, test(named.value)))
 
     def _inside(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
         """What a value leads to; attributes that are read by name are left for `follow_names`."""
@@ -263,7 +263,7 @@ class _Walk:
 
     def _module(self, source: Source, value: nn.Module) -> Iterator[tuple[Source, Any]]:
         self._identity(source, value)
-        self.found.modules.append((source, value))
+        self.reached.modules.append((source, value))
         for path, module in value.named_modules(prefix=source.path):
             self.seen[id(module)] = Source(path, module)
             yield from self._of_module(path, module)
@@ -272,9 +272,9 @@ class _Walk:
 
     def _object(self, source: Source, value: Any) -> None:
         if hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
-            self.found.caches.append(value)
+            self.reached.caches.append(value)
         if hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
-            self.found.assignable.owners.append((source, value))
+            self.reached.assignable.owners.append((source, value))
         if hasattr(value, "__dict__") or is_users_class(type(value)):
             self.named.append(_Named(source, value))
         if source.steps and not isinstance(value, types.ModuleType):
@@ -287,17 +287,17 @@ class _Walk:
         elif is_users_class(type(value)) or (hasattr(value, "__dict__") and not callable(value)):
             self._identity(source.applied(type, f"the class of {source.path}"), type(value))
         else:
-            self.found.opaque.append((source, value))
+            self.reached.opaque.append((source, value))
 
     def _unnamed_items(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
         """The items of a deque, by position; a set, whose items have no places, is noted as a whole."""
         if not isinstance(value, frozenset):
-            self.found.assignable.wholes.append((source, value))
+            self.reached.assignable.wholes.append((source, value))
         if isinstance(value, deque):
             yield from self._items(source, value)
         elif is_constant(tuple(value)):
             items = source.applied(frozenset, f"the items of {source.path}")
-            self.found.constants.append((items, frozenset(value)))
+            self.reached.constants.append((items, frozenset(value)))
         else:
             self._identity(source, value)
 
@@ -313,22 +313,22 @@ class _Walk:
 
     def _identity(self, source: Source, value: Any) -> None:
         if source.steps:
-            self.found.identities.append((source, value))
+            self.reached.identities.append((source, value))
 
     def _items(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
         """What a container holds; one that holds nothing but constants is one constant itself."""
         if isinstance(value, (list, dict)):
-            self.found.assignable.containers.append((source, value))
+            self.reached.assignable.containers.append((source, value))
         keys = keys_of(value)
         items = items_of(value)
         if is_constant(items):
-            self.found.constants.append((source.applied(items_of, source.path), items))
+            self.reached.constants.append((source.applied(items_of, source.path), items))
         elif all(is_constant(key) or isinstance(key, torch.Tensor) for key in keys):
             if is_constant(keys):
-                self.found.constants.append((source.applied(keys_of, f"the keys of {source.path}"), keys))
+                self.reached.constants.append((source.applied(keys_of, f"the keys of {source.path}"), keys))
             else:  # keys that are tensors, as in an optimizer's state: all are there, and there are no others
                 number = source.applied(len, f"the number of items of {source.path}")
-                self.found.constants.append((number, len(value)))
+                self.reached.constants.append((number, len(value)))
             cls = keeper_of(value)
             for position, key in enumerate(keys):
                 item = value[key] if cls is None else cls.__getitem__(value, key)
@@ -407,11 +407,11 @@ class _Walk:
         names = names_in(fn.__code__)
         itself = Source(fn.__name__, fn)
         self._identity(itself.attribute("__code__"), fn.__code__)  # which IPython's autoreload replaces
-        self.found.assignable.owners.append((itself, fn))
+        self.reached.assignable.owners.append((itself, fn))
         self.named.append(_Named(itself, fn))
         self.code.enter(names, special=special)
         yield from cells_of(fn)
-        self.found.assignable.variables.extend(empty_cells_of(fn))
+        self.reached.assignable.variables.extend(empty_cells_of(fn))
         yield from defaults_of(fn)
         if not names.attributes.isdisjoint(("environ", "getenv")):
             yield Source("os", os).attribute("environ"), os.environ
@@ -419,7 +419,7 @@ class _Walk:
         for name in sorted(read & fn.__globals__.keys()):
             yield Source(name, fn.__globals__).item(name, name), fn.__globals__[name]
         for name in sorted(names.assigned - names.globals):
-            self.found.assignable.variables.append(Source(name, fn.__globals__).item(name, name))
+            self.reached.assignable.variables.append(Source(name, fn.__globals__).item(name, name))
 
 
 def _own_attributes(value: Any) -> Mapping[str, Any]:

@@ -70,7 +70,7 @@ class Training:
             halves.tangent_strides,
             has_other_kinds=has_other_kinds,
         )
-        joint = replace(joint, kept=node.kept.slots, any_strides=not halves.tangent_strides)
+        joint = replace(joint, kept_inputs=node.kept_inputs.slots, any_strides=not halves.tangent_strides)
         return cls(
             graphs=graphs,
             halves=halves,

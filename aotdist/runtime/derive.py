@@ -60,7 +60,7 @@ class Joint:
         graphs: its graphs.
         facts: what the trace showed.
         ins: names of the inputs.
-        kept: names of the plain inputs that are there in the backward besides saved values.
+        kept_inputs: names of the plain inputs that are there in the backward besides saved values.
         any_strides: whether backwards take tangents of any strides.
         is_cut_by_backend: whether the backend made the cut: then no graph but the backward of all results
             goes through its hands, and others are made of what was recorded.
@@ -71,7 +71,7 @@ class Joint:
     graphs: TrainingGraphs
     facts: Facts
     ins: Row[PrimalIdx, Slot]
-    kept: Sequence[Slot] = ()
+    kept_inputs: Sequence[Slot] = ()
     any_strides: bool = True
     is_cut_by_backend: bool = False
     traces: Traces | None = None
@@ -137,7 +137,7 @@ def _of_kinds(joint: Joint, request: BackwardRequest) -> Derived:
     if joint.traces is None:
         raise _no_trace(joint, "gradients of other kinds than the results")
     traced = joint.traces.get().of_kinds(dict(zip(request.results, request.kinds, strict=True)))
-    graph = from_saved(traced.graph, joint.graphs.joint, joint.graphs.split, joint.kept)
+    graph = from_saved(traced.graph, joint.graphs.joint, joint.graphs.split, joint.kept_inputs)
     return replace(traced, graph=graph)
 
 
@@ -148,7 +148,7 @@ def derive_double(joint: Joint, request: BackwardRequest) -> TracedDoubleBackwar
         UnsupportedProgram: the gradients cannot be differentiated.
     """
     traces, graphs = joint.traces, joint.graphs
-    if traces is None or not joint.kept or not traces.get().is_differentiable():
+    if traces is None or not joint.kept_inputs or not traces.get().is_differentiable():
         raise _no_trace(joint, "gradients of gradients (`create_graph=True`)")
     traced = traces.get().differentiable(
         dict(zip(request.results, request.kinds, strict=True)),
@@ -160,7 +160,7 @@ def derive_double(joint: Joint, request: BackwardRequest) -> TracedDoubleBackwar
     tangents = [slot for slot in traced.graph.ins if slot.role == "tangent" and slot.path in outs]
     if not traced.has_history:
         return traced
-    graph = from_saved(traced.graph, graphs.joint, graphs.split, joint.kept, first, tangents)
+    graph = from_saved(traced.graph, graphs.joint, graphs.split, joint.kept_inputs, first, tangents)
     return replace(traced, graph=graph)
 
 
@@ -192,7 +192,7 @@ def _in_parts(joint: Joint, request: BackwardRequest) -> Derived:
 
 def _recorded(joint: Joint, recorded: Graph, outs: Sequence[Slot]) -> Graph:
     """Results of the backward as the trace recorded it, from what a cut of somebody else's saves."""
-    return from_saved(returning(recorded, outs), joint.graphs.joint, joint.graphs.split, joint.kept)
+    return from_saved(returning(recorded, outs), joint.graphs.joint, joint.graphs.split, joint.kept_inputs)
 
 
 def _without_others(joint: Joint, graph: Graph, request: BackwardRequest) -> Graph:

@@ -95,7 +95,7 @@ class BackwardProgram:
                     fix="compile with `Settings(dynamic=False)`",
                 )
         check_unwritten(ctx, plan, self.needed)
-        inputs = dict(zip(plan.kept.primals, ctx.kept_primals, strict=True))
+        inputs = dict(zip(plan.kept_inputs.primals, ctx.kept_primals, strict=True))
         for idx in self.primals:
             _check_history(inputs[idx], *ctx.next_functions[idx])
         values = self.values.read(ctx, plan, saved, ())

@@ -42,10 +42,10 @@ class Arguments:
     def of(cls, plan: NodePlan, ins: Sequence[Slot], gradients: Sequence[Slot]) -> Arguments:
         """Those named `ins`, of which `gradients` are given."""
         rng = RNG_SLOTS if plan.inside.rng.draw else ()
-        held = (*plan.saved.slots, *plan.backward_writes.read, *rng, *gradients, *plan.kept.slots)
+        held = (*plan.saved.slots, *plan.backward_writes.read, *rng, *gradients, *plan.kept_inputs.slots)
         position = {slot: at for at, slot in enumerate(held)}
         sources = tuple(slot.path if slot.role == "size" else position[slot] for slot in ins)
-        return cls(sources, frozenset(plan.kept.slots).intersection(ins))
+        return cls(sources, frozenset(plan.kept_inputs.slots).intersection(ins))
 
     def read(self, ctx: Any, plan: NodePlan, saved: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
         """The arguments.
@@ -82,7 +82,7 @@ def check_unwritten(ctx: Any, plan: NodePlan, needed: Collection[Slot]) -> None:
     Raises:
         UnsupportedProgram: one of those that are needed was written since, which eager would not look at.
     """
-    kept = plan.kept
+    kept = plan.kept_inputs
     for (position, slots), version in zip(kept.unsaved, ctx.versions if kept.unsaved else (), strict=True):
         if version_of(ctx.kept_primals[position]) != version and any(slot in needed for slot in slots):
             raise _written_since(slots[0].path)

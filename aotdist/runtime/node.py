@@ -63,7 +63,7 @@ def make_node(
             values = detached_views(results[: plan.inside.writes.num_values], plan.views)
             outs = rebuild_all(plan.inside.unwrap.outs, values)
             count_as(outs, versions)
-            saved, kept, late = plan.saved, plan.kept, plan.backward_writes
+            saved, kept, late = plan.saved, plan.kept_inputs, plan.backward_writes
             ctx.save_for_backward(*(_saved(source, plains, results, versions) for source in saved.sources))
             ctx.kept_primals = tuple(primals[idx] for idx in kept.primals)
             ctx.versions = tuple(version_of(ctx.kept_primals[k]) for k, _ in kept.unsaved)

@@ -146,7 +146,7 @@ class NodePlan:
         sizes: the numbers that the forward graph takes after its plain inputs.
         backward_sizes: those that the backward graph takes between saved values and tangents.
         saved: what it saves.
-        kept: the inputs that it keeps.
+        kept_inputs: the inputs that it keeps.
         tangents: recipes of the tangents to assume, one for each differentiable output.
         grads: recipe of each input's gradient, or None.
         shares: whether gradients that are wrappers may be one, or be tangents: they hold the same tensors.
@@ -162,7 +162,7 @@ class NodePlan:
     sizes: tuple[Expression, ...]
     backward_sizes: tuple[Expression, ...]
     saved: Saved
-    kept: KeptInputs
+    kept_inputs: KeptInputs
     tangents: tuple[Tangent, ...]
     grads: Row[PrimalIdx, Recipe | None]
     shares: bool
@@ -233,7 +233,7 @@ def node_plan(
         sizes=split.forward.sizes(),
         backward_sizes=split.backward.sizes(),
         saved=_saved(traced, plans, split, outs),
-        kept=_kept_inputs(traced, split, _kept(traced)),
+        kept_inputs=_kept_inputs(traced, split, _kept(traced)),
         tangents=tuple(
             _tangent(out, tangent_strides, plain=plain, as_it_is=as_they_are)
             for out in outs

@@ -222,10 +222,10 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
         region.print_versions()
         saved = [_saved(printer, source, plains, region.versions) for source in plan.saved.sources]
         printer.spread("ctx.save_for_backward(", saved, ")")
-        if plan.kept.primals:
-            printer.spread("ctx.kept_primals = (", [names[idx] for idx in plan.kept.primals], ",)")
-        if plan.kept.unsaved:
-            kept = [plan.kept.primals[k] for k, _ in plan.kept.unsaved]
+        if plan.kept_inputs.primals:
+            printer.spread("ctx.kept_primals = (", [names[idx] for idx in plan.kept_inputs.primals], ",)")
+        if plan.kept_inputs.unsaved:
+            kept = [plan.kept_inputs.primals[k] for k, _ in plan.kept_inputs.unsaved]
             printer.spread("ctx.versions = (", [_version(printer, plan, names, idx) for idx in kept], ",)")
         if region.all_symbols():
             printer.line("ctx.symbols = symbols")
@@ -283,7 +283,7 @@ def _print_letting_go(printer: Printer, plan: NodePlan) -> None:
         return
     with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
         printer.line("ctx.maybe_clear_saved_tensors()")
-        if plan.kept.primals:
+        if plan.kept_inputs.primals:
             printer.line("ctx.kept_primals = None")
         if plan.saved.wrappers:
             printer.line("ctx.wrappers = ()")
