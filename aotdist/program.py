@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NewType, TypeVar, cast
+from typing import Any, Generic, Literal, NewType, TypeAlias, TypeVar, cast
 
 import torch
 
@@ -269,3 +269,7 @@ class TrainingGraphs:
     by_choice: Graph
     whole: Graph
     split: Split
+
+
+Call: TypeAlias = Callable[[Sequence[Any]], list[Any]]
+"""A program's function, taking its arguments as one sequence."""

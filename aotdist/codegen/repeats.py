@@ -19,7 +19,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from aotdist.partition.recomputable import is_border
-from aotdist.partition.storage import storage_root, value_bytes
+from aotdist.partition.traits import storage_root, value_bytes
 from aotdist.partition.traits import is_view
 
 SHORTEST = 24

@@ -1,7 +1,14 @@
 """Layers that lower a calling convention to a simpler one; each leaves a plan that lifts it back.
 
-Promises: `lift` undoes `lower`, for results and for writes to arguments. What is left for the graph is a
-function of plain tensors without aliases or writes.
+Promises: `lift` undoes `lower`, for results and for writes to arguments:
+
+    plan.lift(inner)  behaves as  outer,  in its results and in what it writes to its arguments
+
+What is left for the graph is a function of plain tensors without aliases or writes. The first two steps are
+*layers*: they lower the program that is traced, before the trace. The plans of the others follow from its
+facts, and what lowers the program is the trace itself; `tests/convention` lowers programs by hand, to hold
+each plan to the law without a compiler. Plans are frozen data; the lifts composed are the reference that the
+printed runtime (`runtime/printer.py`) is tested against.
 
 The steps, from the outside in:
 

@@ -29,8 +29,7 @@ from typing import Any, TypeAlias
 import torch
 
 from aotdist.aliasing.memory import start_of
-from aotdist.convention.layer import Call
-from aotdist.program import DistinctIdx, PrimalIdx, Program, Row, Slot
+from aotdist.program import Call, DistinctIdx, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import leaves, plain_tensors, recipe_of
 from aotdist.torch_seam.autograd import creation_meta
 from aotdist.torch_seam.tensors import storage_id

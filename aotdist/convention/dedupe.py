@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aotdist.convention.layer import Call
-from aotdist.program import ArgIdx, DistinctIdx, Program, Row
+from aotdist.program import ArgIdx, Call, DistinctIdx, Program, Row
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,6 @@ import torch
 
 from aotdist.aliasing.overwrite import put
 from aotdist.aliasing.version import bump, rewind
-from aotdist.convention.layer import Call
 from aotdist.convention.metadata import rewrite
 from aotdist.facts import (
     Action,
@@ -36,7 +35,7 @@ from aotdist.facts import (
     ViewOfIntermediate,
     ViewOfOutput,
 )
-from aotdist.program import OutIdx, PrimalIdx, Row
+from aotdist.program import Call, OutIdx, PrimalIdx, Row
 from aotdist.torch_seam.autograd import set_creation_meta
 
 

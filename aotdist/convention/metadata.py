@@ -13,9 +13,8 @@ from typing import Any
 
 import torch
 
-from aotdist.convention.layer import Call
 from aotdist.facts import Facts, MetadataWrite
-from aotdist.program import PrimalIdx, Program
+from aotdist.program import Call, PrimalIdx, Program
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import Plain, is_wrapper, plain_tensors
 from aotdist.torch_seam.autograd import end_of_size, history_of

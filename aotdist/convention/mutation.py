@@ -17,10 +17,9 @@ import torch
 
 from aotdist.aliasing.overwrite import put, refuse_forbidden, take
 from aotdist.aliasing.version import bump
-from aotdist.convention.layer import Call
 from aotdist.convention.subclass import plain_positions
 from aotdist.facts import DataWritten, Facts
-from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Program
+from aotdist.program import Call, NodeOutIdx, PlainIdx, PrimalIdx, Program
 from aotdist.subclasses.protocol import Wrapper, is_wrapper, leaves
 
 

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 
-from aotdist.convention.layer import Call
 from aotdist.convention.random_numbers import RULES, Stream
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import Origins
-from aotdist.program import Slot
+from aotdist.program import Call, Slot
 from aotdist.torch_seam.operators import OpOverload, argument_names, with_defaults
 from aotdist.torch_seam.trees import pytree
 

@@ -8,13 +8,12 @@ from dataclasses import dataclass
 import torch
 
 from aotdist.convention.epilogue import EpiloguePlan, plan_epilogue
-from aotdist.convention.layer import Call
 from aotdist.convention.metadata import SwitchedOn, switched_on
 from aotdist.convention.mutation import DifferentiableWrites, PlainWrites, plan_differentiable, plan_plain
 from aotdist.convention.rng import HIDDEN_STATE, RngPlan
 from aotdist.convention.subclass import UnwrapPlan, plan_unwrap
 from aotdist.facts import Facts
-from aotdist.program import PrimalIdx, Program
+from aotdist.program import Call, PrimalIdx, Program
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from aotdist.aliasing.version import bump, count_as
-from aotdist.convention.layer import Call
 from aotdist.facts import DataWritten, Facts, Untouched
-from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Row
+from aotdist.program import Call, NodeOutIdx, PlainIdx, PrimalIdx, Row
 from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, plain_tensors, rebuild
 
 

@@ -14,9 +14,8 @@ import torch
 
 from aotdist.capture.in_backward import InBackward
 from aotdist.codegen.contract import BoxedCall, Emitted
-from aotdist.convention.layer import Call
 from aotdist.facts import Facts
-from aotdist.program import Graph, PrimalIdx
+from aotdist.program import Call, Graph, PrimalIdx
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.backwards import Guard
 from aotdist.runtime.compilation import Compilation, Inference, Training, without_tensors

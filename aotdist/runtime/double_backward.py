@@ -14,11 +14,10 @@ import torch
 
 from aotdist.codegen.contract import Strides
 from aotdist.codegen.emit import with_strides
-from aotdist.convention.layer import Call
 from aotdist.convention.subclass import shell_of
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.facts import Untouched
-from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
+from aotdist.program import GRADIENT_ROLES, Call, Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
 from aotdist.runtime.held import Arguments, check_unwritten
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.tangent import Tangent, restrided, tangent_like

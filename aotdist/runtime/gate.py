@@ -15,7 +15,6 @@ import torch
 
 from aotdist.aliasing.overwrite import put
 from aotdist.convention.epilogue import Outputs
-from aotdist.convention.layer import Call
 from aotdist.convention.stack import Plans
 from aotdist.facts import (
     Fresh,
@@ -29,7 +28,7 @@ from aotdist.facts import (
     ViewOfOutput,
 )
 from aotdist.partition.gates import Gate
-from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx
+from aotdist.program import Call, NodeOutIdx, OutIdx, PrimalIdx
 from aotdist.runtime.hooks import shield
 from aotdist.runtime.plan import Grads
 from aotdist.torch_seam.autograd import (

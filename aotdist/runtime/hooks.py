@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from aotdist.convention.layer import Call
-from aotdist.program import NodeOutIdx, PrimalIdx
+from aotdist.program import Call, NodeOutIdx, PrimalIdx
 from aotdist.torch_seam.autograd import call_after_backward, node_base
 from aotdist.torch_seam.hooks import (
     gradients_heard,

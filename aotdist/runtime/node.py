@@ -13,9 +13,9 @@ import torch
 
 from aotdist.aliasing.version import count_as, version_of
 from aotdist.codegen.contract import BoxedCall
-from aotdist.convention.layer import Call
 from aotdist.convention.mutation import write_plain
 from aotdist.convention.subclass import rebuild_all
+from aotdist.program import Call
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.held import run_once
 from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult

@@ -10,11 +10,10 @@ from torch.fx import Node
 
 from aotdist.aliasing.version import count_as
 from aotdist.codegen.contract import Emitted
-from aotdist.convention.layer import Call
 from aotdist.convention.subclass import UnwrapPlan
 from aotdist.facts import NodeOut
 from aotdist.partition.traits import is_getitem, is_view, is_wait
-from aotdist.program import Graph, NodeOutIdx
+from aotdist.program import Call, Graph, NodeOutIdx
 from aotdist.subclasses.protocol import Plain, leaves
 
 Versions: TypeAlias = "Mapping[NodeOutIdx, int]"

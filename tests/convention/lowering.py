@@ -16,7 +16,6 @@ from aotdist.aliasing.view_log import ViewLog, look_inside
 from aotdist.aliasing.view_mode import ViewMode
 from aotdist.aliasing.views import Opened
 from aotdist.convention.epilogue import plan_epilogue, replay
-from aotdist.convention.layer import Call
 from aotdist.convention.metadata import switched_on
 from aotdist.convention.mutation import plan_differentiable, plan_plain
 from aotdist.convention.random_numbers import Stream
@@ -37,7 +36,7 @@ from aotdist.facts import (
     ViewOfOutput,
     ViewStep,
 )
-from aotdist.program import NodeOutIdx, OutIdx, PlainIdx, PrimalIdx, Program, Row, Slot
+from aotdist.program import Call, NodeOutIdx, OutIdx, PlainIdx, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import leaves, plain_tensors
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import TorchDispatchMode

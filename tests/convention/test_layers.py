@@ -16,12 +16,11 @@ from hypothesis import HealthCheck, assume, event, given, settings
 from aotdist.convention import bases as synthetic_base
 from aotdist.convention import dedupe
 from aotdist.convention.bases import NO_BASES, BasePlan
-from aotdist.convention.layer import Call
 from aotdist.convention.needed_bases import Writes, plan_bases
 from aotdist.convention.stack import Plans
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Facts
-from aotdist.program import Program
+from aotdist.program import Call, Program
 from aotdist.subclasses.protocol import plain_tensors
 from tests.convention.lowering import (
     OUTSIDE,
