@@ -28,8 +28,7 @@ from aotdist.codegen.region_graph import Segment, arguments_of, kind_of, region_
 from aotdist.codegen.repeats import where_layers_begin
 from aotdist.codegen.write_back import new_values
 from aotdist.errors import UnsupportedProgram
-from aotdist.partition.traits import storage_root
-from aotdist.partition.traits import is_collective, is_size, is_view, is_wait
+from aotdist.partition.traits import is_collective, is_size, is_view, is_wait, storage_root
 from aotdist.program import Graph
 from aotdist.torch_seam.inductor import moves_collectives
 from aotdist.torch_seam.proxies import graph_module

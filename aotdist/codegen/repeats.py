@@ -19,8 +19,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from aotdist.partition.recomputable import is_border
-from aotdist.partition.traits import storage_root, value_bytes
-from aotdist.partition.traits import is_view
+from aotdist.partition.traits import is_view, storage_root, value_bytes
 
 SHORTEST = 24
 """Operators of a part at least, views apart. A compiled part costs about 20 us a call beside its kernels, and
