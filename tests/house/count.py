@@ -40,15 +40,15 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (56_770, 42_000),
-    "lines of its core": (32_549, 23_500),
-    "classes of its core": (305, 200),
-    "files of aotdist/": (311, 235),
-    "import floors": (18, 15),
-    "most parameters of a function": (13, 8),
-    "most fields of a class": (21, 14),
-    "functions over 60 lines": (8, 4),
-    "files over 400 lines": (14, 8),
+    "lines of aotdist/": (56_944, 42_000),
+    "lines of its core": (32_481, 23_500),
+    "classes of its core": (302, 200),
+    "files of aotdist/": (300, 235),
+    "import floors": (15, 15),
+    "most parameters of a function": (8, 8),
+    "most fields of a class": (15, 14),
+    "functions over 60 lines": (4, 4),
+    "files over 400 lines": (8, 8),
     "modules in circles of imports": (0, 0),
 }
 """What there may be of each, and what there is to be."""
