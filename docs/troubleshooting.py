@@ -62,7 +62,7 @@ def opaque_argument():
 def sparse_argument():
     """A tensor is sparse
 
-    Programs take dense tensors, and wrappers around dense tensors (2:4 sparsity is one of them).
+    Programs take dense tensors, and wrappers around dense tensors: 2:4 sparse and jagged tensors are such.
     """
     aotdist.compile(lambda x: x * 2)(torch.eye(3).to_sparse())
 

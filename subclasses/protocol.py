@@ -38,6 +38,7 @@ _SPECIALISTS = (
     "aotdist.subclasses.ddp",
     "aotdist.subclasses.fabric",
     "aotdist.subclasses.sparse24",
+    "aotdist.subclasses.jagged",
 )
 
 
@@ -109,7 +110,9 @@ def recipe_of(tensor: torch.Tensor) -> Recipe:
     for name in names:
         value = getattr(tensor, name)
         attributes.append((name, recipe_of(value) if isinstance(value, torch.Tensor) else Constant(value)))
-    return Wrapper(type(tensor), context, tensor.size(), tensor.stride(), tuple(attributes))
+    sized = wrapper_rule(type(tensor)).sized
+    size, stride = (tensor.size(), tensor.stride()) if sized else (torch.Size(), ())
+    return Wrapper(type(tensor), context, size, stride, tuple(attributes))
 
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -212,10 +215,13 @@ class WrapperRule:
         mixes: whether operators take such wrappers and plain tensors together; of which kind a gradient is
             may then depend on the results that it comes from.
         views_may_be_copies: whether what autograd takes for a view may have memory of its own.
+        sized: whether sizes and strides are the wrapper's own. Else they follow from what lies in it, and
+            recipes have none.
     """
 
     mixes = True
     views_may_be_copies = False
+    sized = True
 
     def owns(self, cls: type[torch.Tensor]) -> bool:
         """Whether this rule speaks for `cls`."""
@@ -239,6 +245,18 @@ class WrapperRule:
 
     def refuse(self, tensor: torch.Tensor, path: str) -> None:
         """Raise `UnsupportedProgram` for a tensor that cannot pass between a program and its caller."""
+
+    def compared(self, tensor: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
+        """Sizes and strides as numbers, by which a call is compared to others."""
+        return tensor.shape, tensor.stride()
+
+    def ragged_dims(self, tensor: torch.Tensor) -> frozenset[int]:
+        """Which dimensions are taken to differ from call to call, before they do."""
+        return frozenset()
+
+    def dims_inside(self, recipe: Wrapper, name: str, dims: frozenset[int]) -> frozenset[int]:
+        """Which dimensions of the part called `name` differ, where `dims` of the wrapper do."""
+        return dims
 
     def tracing(self) -> AbstractContextManager[None]:
         """Around each trace: what operators on such wrappers keep, or compute, besides the program."""

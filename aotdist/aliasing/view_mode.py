@@ -24,10 +24,11 @@ from aotdist.aliasing.view_refusals import (
     refuse_overlapping_write,
     refuse_resized_inside,
 )
-from aotdist.aliasing.views import Opened, ViewEntry, share_memory
+from aotdist.aliasing.views import Opened, ViewEntry, lies_in
 from aotdist.facts import DETACH, ViewStep, data_of
 from aotdist.subclasses.protocol import is_wrapper, wrapper_rule
 from aotdist.torch_seam.functional import FunctionalTensor
+from aotdist.torch_seam.jagged import MAKES_JAGGED, with_ragged_inferred
 from aotdist.torch_seam.modes import OutOfDynamo, TorchDispatchMode, torch_functions_off
 from aotdist.torch_seam.operators import (
     HigherOrderOperator,
@@ -109,7 +110,8 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
             with nullcontext() if whole else _as_what_is_viewed(func, args):
                 result = self._view_by(func)(*args, **kwargs)
             # `reshape`, `to`, `dropout` make views where they can; autograd conjugates numbers, too.
-            if isinstance(args[0], torch.Tensor) and (not whole or share_memory(args[0], result)):
+            is_view = func is not MAKES_JAGGED and (not whole or lies_in(args[0], result))
+            if is_view and isinstance(args[0], torch.Tensor):
                 self._log(func, args, kwargs, result)
             return result
         # `detach_` gets here in inference mode only, where nothing has a history.
@@ -129,6 +131,8 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         base, *rest = args
         if func in _LIKE_ANOTHER:
             func, rest = _LIKE_ANOTHER[func], [rest[0].size()]
+        if is_wrapper(base):
+            rest = with_ragged_inferred(rest)
         grad, serial = torch.is_grad_enabled(), self.log.views.next_serial()
         picks = enumerate(result) if isinstance(result, (list, tuple)) else ((None, result),)
         for pick, view in picks:

@@ -247,11 +247,21 @@ class Views:
 
 def share_memory(base: torch.Tensor, result: Any) -> bool:
     """Whether a result, one tensor or several, shares memory with `base`; plain tensors are compared."""
+    return any(_are_in(base, result))
+
+
+def lies_in(base: torch.Tensor, result: Any) -> bool:
+    """Whether all of it does: two jagged tensors may have nothing but their offsets in common."""
+    found = _are_in(base, result)
+    return bool(found) and all(found)
+
+
+def _are_in(base: torch.Tensor, result: Any) -> list[bool]:
     views = result if isinstance(result, (list, tuple)) else [result]
     if not all(isinstance(tensor, torch.Tensor) for tensor in (base, *views)):
-        return False
+        return []
     memory = {memory_of(plain) for plain in plain_tensors(base)}
-    return any(memory_of(plain) in memory for view in views for plain in plain_tensors(view))
+    return [memory_of(plain) in memory for view in views for plain in plain_tensors(view)]
 
 
 def _is_redistributed(view: torch.Tensor, base: torch.Tensor) -> bool:

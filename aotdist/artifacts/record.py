@@ -116,7 +116,8 @@ def _refuse_symbols(compilation: Compilation) -> None:
         raise UnsupportedProgram(
             "the program has symbolic sizes, which an artifact cannot hold",
             stage="store",
-            fix="build it without `Settings(dynamic=True)` and `mark_dynamic`",
+            fix="build it without `Settings(dynamic=True)` and `mark_dynamic`, and of jagged tensors with "
+            "`Settings(dynamic=False)`: for one length",
         )
 
 

@@ -48,7 +48,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.origins import annotate
 from aotdist.program import Program, Row, Slot
 from aotdist.settings import Settings
-from aotdist.subclasses.protocol import is_real
+from aotdist.subclasses.protocol import is_real, is_wrapper, wrapper_rule
 from aotdist.torch_seam.checks import intercept_checks
 from aotdist.torch_seam.control_flow import said_to_be_compiling
 from aotdist.torch_seam.modes import class_functions_on
@@ -100,7 +100,7 @@ def capture(
     slots += [Slot("primal", tensor.path) for tensor in environment.state]
     examples = [*tensors, *(tensor.value for tensor in environment.state)]
     program = Program(fn, Row(slots), Row(examples))
-    dims = {**_dynamic_dims(tensors if settings.dynamic is True else (), examples), **call.dims}
+    dims = {**_dynamic_dims(tensors, examples, settings), **call.dims}
     paths = dict(zip(arguments.tensor_paths(), tensors, strict=True))
     closed_over = _closed_over(environment)
     state = ((tensor.source(), tensor.value) for tensor in environment.state)
@@ -144,11 +144,16 @@ def _places(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> list[tuple
 
 
 def _dynamic_dims(
-    everywhere: Sequence[torch.Tensor], marked: Sequence[torch.Tensor]
+    given: Sequence[torch.Tensor], met: Sequence[torch.Tensor], settings: Settings
 ) -> Mapping[int, frozenset[int]]:
-    """The marked dimensions of some tensors, and all dimensions of those that are dynamic `everywhere`."""
-    dims = {id(tensor): found for tensor in marked if (found := marked_dims(tensor))}
-    return dims | {id(tensor): frozenset(range(tensor.dim())) for tensor in everywhere}
+    """The marked and ragged dimensions of what is met, and all of what is given, if the settings say so."""
+    dims = {id(tensor): found for tensor in met if (found := marked_dims(tensor))}
+    if settings.dynamic is not False:
+        ragged = ((id(one), wrapper_rule(type(one)).ragged_dims(one)) for one in met if is_wrapper(one))
+        dims |= {key: dims.get(key, frozenset()) | found for key, found in ragged if found}
+    if settings.dynamic is True:
+        dims |= {id(tensor): frozenset(range(tensor.dim())) for tensor in given}
+    return dims
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from aotdist.program import ArgIdx, DistinctIdx, NodeOutIdx, PrimalIdx, Row, Slo
 from aotdist.runtime.compilation import Compilation, shell
 from aotdist.runtime.printer import Told, variable_names
 from aotdist.sizes import SCOPE, NumberStep, Sizes, is_symbolic
-from aotdist.subclasses.protocol import Constant, Recipe, leaves, plain_tensors
+from aotdist.subclasses.protocol import Constant, Recipe, Wrapper, leaves, plain_tensors, wrapper_rule
 from aotdist.torch_seam.classes import hears_of_functions
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.tensors import TensorGuards, storage_id
@@ -260,17 +260,25 @@ def tensor_check(examples: Sequence[torch.Tensor], recipes: Sequence[Recipe]) ->
     `check(*tensors)` is true when each has the type, dtype, device, dispatch keys, sizes, strides and
     `requires_grad` of its example, and all are different objects. Symbolic sizes and strides are left open.
     """
-    if not is_symbolic(tuple(recipes)):
+    if not is_symbolic(tuple(recipes)) and all(map(_is_sized, recipes)):
         return TensorGuards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     sizes: Any
     strides: Any
-    sizes, strides = ([_known(numbers) for numbers in of] for of in zip(*map(_numbers, recipes), strict=True))
+    numbers = map(_numbers, examples, recipes)
+    sizes, strides = ([_known(each) for each in of] for of in zip(*numbers, strict=True))
     return TensorGuards(*examples, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
-def _numbers(recipe: Recipe) -> tuple[Sequence[Any], Sequence[Any]]:
+def _is_sized(recipe: Recipe) -> bool:
+    return not isinstance(recipe, Wrapper) or wrapper_rule(recipe.cls).sized
+
+
+def _numbers(example: torch.Tensor, recipe: Recipe) -> tuple[Sequence[Any], Sequence[Any]]:
     assert not isinstance(recipe, Constant), "a tensor's recipe"
-    return recipe.size, recipe.stride
+    if _is_sized(recipe):
+        return recipe.size, recipe.stride
+    left_open = [None] * example.dim()  # they follow from what lies inside
+    return left_open, left_open
 
 
 def _known(numbers: Sequence[Any]) -> list[int | None]:

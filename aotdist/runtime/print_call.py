@@ -44,6 +44,7 @@ from aotdist.subclasses.protocol import (
     wrapper_rule,
 )
 from aotdist.torch_seam.autograd import end_of_size
+from aotdist.torch_seam.jagged import have_same_rows, rows_of
 from aotdist.torch_seam.trees import tree_children
 
 
@@ -418,7 +419,19 @@ def _tensor_conditions(printer: Printer, fit: Guards) -> list[str]:
     if plains:
         check = printer.bind("plain_fits", tensor_check(examples, beneath_all).check)
         conditions.append(f"{check}({', '.join(plains.values())})")
+        conditions += _same_rows_conditions(printer, fit, names)
     return conditions if names else []
+
+
+def _same_rows_conditions(printer: Printer, fit: Guards, names: Sequence[str]) -> Iterator[str]:
+    """That jagged tensors, and offsets, which belonged together at capture do so still."""
+    together: dict[int, list[str]] = {}
+    for name, example in zip(names, fit.examples, strict=True):
+        if (number := rows_of(example)) is not None:
+            together.setdefault(number, []).append(name)
+    for group in together.values():
+        if len(group) > 1:
+            yield f"{printer.bind('have_same_rows', have_same_rows)}({', '.join(group)})"
 
 
 def _same_contexts(printer: Printer, name: str, example: torch.Tensor, recipe: Wrapper) -> Iterator[str]:

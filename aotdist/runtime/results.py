@@ -26,13 +26,15 @@ def result_views(graph: Graph) -> frozenset[int]:
     They must be detached. What was a tensor of its own in the user's program, written in place and then
     functionalised, must not be known to autograd as a view that was made inside of a node. And a compiler
     may have dropped a view that changes nothing, so that one tensor is two results: a node would return
-    both as differentiable, or neither.
+    both as differentiable, or neither. What lies in a wrapper is not returned itself: there it may be the
+    same tensor twice, as offsets of jagged tensors are.
     """
     first: dict[Node | None, int] = {}
     return frozenset(
         position
-        for position, node in enumerate(graph.results())
-        if node is not None and (is_view(node) or first.setdefault(node, position) != position)
+        for position, (slot, node) in enumerate(zip(graph.outs, graph.results(), strict=True))
+        if node is not None
+        and (is_view(node) or (not slot.inner and first.setdefault(node, position) != position))
     )
 
 

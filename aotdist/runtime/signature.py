@@ -10,6 +10,7 @@ from aotdist.capture.ambient import ambient
 from aotdist.capture.arguments import CodeLeaf, ConstantLeaf
 from aotdist.capture.modules import ModuleGuard
 from aotdist.runtime.artifact import Artifact
+from aotdist.subclasses.protocol import wrapper_rule
 
 
 class ChangingSizes:
@@ -80,8 +81,9 @@ def _dims_that_differ(one: torch.Tensor, other: torch.Tensor) -> list[int]:
     """The dimensions that, with symbols for sizes, let both tensors be one; strides are free if a size is."""
     if one.dim() != other.dim():
         return []
-    sizes = list(enumerate(zip(one.shape, other.shape, strict=True)))
-    is_about_strides = one.shape == other.shape and one.stride() != other.stride()
+    (shape, stride), (before, strides) = (wrapper_rule(type(each)).compared(each) for each in (one, other))
+    sizes = list(enumerate(zip(shape, before, strict=True)))
+    is_about_strides = shape == before and stride != strides
     return [dim for dim, (a, b) in sizes if min(a, b) > 1 and (a != b or is_about_strides)]
 
 

@@ -27,6 +27,7 @@ from aotdist.torch_seam.ambient import warnings_no_errors
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.operators import OpOverload, can_decompose
 from aotdist.torch_seam.patches import Patch, Place, replaced
+from aotdist.torch_seam.symbols import ragged_hidden
 
 T = TypeVar("T")
 
@@ -43,9 +44,16 @@ def tracing_context(fake_mode: FakeTensorMode | None) -> Generator[TracingContex
 
 @contextmanager
 def shape_environment(fake_mode: FakeTensorMode | None) -> Generator[None]:
-    """Inductor keeps a graph in its cache only if the fake mode has a shape environment, if an empty one."""
-    if fake_mode is None or fake_mode.shape_env is not None:
+    """Inductor keeps a graph in its cache only if the fake mode has a shape environment, if an empty one.
+
+    One that is there has numbers only while Inductor reads it: no graph computes with ragged sizes.
+    """
+    if fake_mode is None:
         yield
+        return
+    if fake_mode.shape_env is not None:
+        with ragged_hidden(fake_mode.shape_env):
+            yield
         return
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 

@@ -3,8 +3,9 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -41,6 +42,8 @@ def shape_env(*, of_data: Callable[[], bool] | None = None) -> ShapeEnv:
 
     class NumberedShapeEnv(ShapeEnv):
         def _generate_unique_id(self, source_name: str) -> int:
+            if source_name.startswith(_RAGGED):  # these have no range
+                return int(source_name.removeprefix(_RAGGED))
             return len(self.var_to_range)
 
         def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
@@ -94,6 +97,32 @@ def new_count(env: ShapeEnv, value: float, place: str) -> torch.SymInt | torch.S
     create = env.create_symfloatnode if isinstance(value, float) else env.create_symintnode
     made: Any = create(symbol, hint=value)
     return made
+
+
+_RAGGED = "ragged size "
+_FIRST_RAGGED = 1_000_000
+"""Where the numbers of symbols for ragged sizes begin, beyond those of all others."""
+
+
+def new_ragged(env: ShapeEnv, size: torch.SymInt) -> torch.SymInt:
+    """A symbol for the ragged size of jagged tensors."""
+    number = _FIRST_RAGGED + size.node.nested_int()
+    symbol: Any = env.create_symbol(size, _place(f"{_RAGGED}{number}"))  # type: ignore[arg-type]
+    made: Any = env.create_symintnode(symbol, hint=size)  # type: ignore[arg-type]
+    return made
+
+
+@contextmanager
+def ragged_hidden(env: ShapeEnv) -> Generator[None]:
+    """In this context, no value is known of the symbols for ragged sizes, which are no numbers."""
+    values = env.backed_var_to_val
+    ragged = {one: value for one, value in values.items() if type(value).__name__ == "SingletonInt"}
+    for symbol in ragged:
+        del values[symbol]
+    try:
+        yield
+    finally:
+        values.update(ragged)
 
 
 def _place(text: str) -> Any:
@@ -178,7 +207,7 @@ def _number(env: Any, symbol: Any) -> Any:
 
 def depends_on_data(number: Any) -> bool:
     """Whether a number has unbacked symbols in it: it is known only once the program has read a tensor."""
-    if not isinstance(number, SYMBOLIC):
+    if not isinstance(number, SYMBOLIC) or number.node.is_nested_int():
         return False
     from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 

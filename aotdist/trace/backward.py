@@ -234,10 +234,10 @@ def new_tangent(
     `like` may be another kind of tensor: then all are on its one device.
     """
     same_kind = _kind(recipe) == _kind(recipe_of(like))
-    devices = [plain.device for plain in plain_tensors(like)] if same_kind else itertools.repeat(like.device)
+    likes = plain_tensors(like) if same_kind else itertools.repeat(like)
     plains = [
-        recorder.argument(Slot(role, path, inner), recorder.fake_like(leaf, device))
-        for (inner, leaf), device in zip(leaves(recipe), devices, strict=same_kind)
+        recorder.argument(Slot(role, path, inner), recorder.fake_like(leaf, one.device, stands_for=one))
+        for (inner, leaf), one in zip(leaves(recipe), likes, strict=same_kind)
     ]
     return rebuild(recipe, plains)
 

@@ -57,12 +57,8 @@ _NOT_IN_A_TRACE = {
         "the program is captured",
         "do so outside of the compiled function, or `clone()` inside of it",
     ),
-    "self.shape_env must not be None": (
-        "a nested tensor is made (`torch.nested`)",
-        "compute with its values and offsets, or move it out of the compiled function",
-    ),
 }
-"""How PyTorch says that a traced tensor has no memory, or a trace no jagged sizes; what it means, a fix."""
+"""How PyTorch says that a traced tensor has no memory; what it means, and a fix."""
 
 _NO_FAKE = re.compile(r"There was no fake impl registered for <CustomOpDef\((\S+)\)>")
 """How PyTorch says of a user's operator that it can only be computed with data."""

@@ -43,6 +43,7 @@ from aotdist.facts import (
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors, wrapper_rule
 from aotdist.torch_seam.autograd import creation_meta, is_leaf_with_grad
+from aotdist.torch_seam.jagged import is_ragged
 from aotdist.trace.metadata import is_switched_on
 from aotdist.trace.stand_ins import Inputs, StandIn
 
@@ -293,6 +294,7 @@ class _Classifier:
 
     def _output(self, position: OutIdx, out: Any) -> OutputFact:
         if not isinstance(out, torch.Tensor):
+            _refuse_ragged_size(position, out)
             return NotATensor(out)
         as_input = self._inputs.index_of(out)
         if as_input is not None:
@@ -349,7 +351,8 @@ class _Classifier:
         if not is_wrapper(out):
             return
         for stand_in in self._inputs.row():
-            if any(stand_in.writes()) and share_memory(stand_in.tensor, out):
+            pairs = zip(stand_in.plains, stand_in.writes(), strict=True)
+            if any(count and share_memory(plain, out) for plain, count in pairs):
                 raise UnsupportedProgram(
                     f"`{slot.path}` lies in the memory of `{stand_in.slot}`, which is written, and is "
                     "no view of it to autograd",
@@ -474,6 +477,16 @@ class _Classifier:
         if not tensor.is_inference():
             self._counted[idx] = tensor
         return idx
+
+
+def _refuse_ragged_size(position: OutIdx, out: Any) -> None:
+    if any(map(is_ragged, out if isinstance(out, torch.Size) else (out,))):
+        raise UnsupportedProgram(
+            f"`out[{position}]`, or what is assigned or printed, is the size of a ragged dimension, which "
+            "equals itself alone and is of this call",
+            stage="joint",
+            fix="return, or keep, the jagged tensor: it has the size",
+        )
 
 
 def _shown_by(tensors: Sequence[torch.Tensor], plain: torch.Tensor) -> bool:

@@ -44,6 +44,7 @@ from aotdist.torch_seam.functional import (
 )
 from aotdist.torch_seam.groups import no_objects_exchanged
 from aotdist.torch_seam.inductor import TracingContext, tracing
+from aotdist.torch_seam.jagged import share_ragged_size
 from aotdist.torch_seam.modes import dispatch_keys_kept, no_modes
 from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload
 from aotdist.torch_seam.patches import hand_on
@@ -205,14 +206,22 @@ class Recorder:
     def fake(self, example: torch.Tensor) -> torch.Tensor:
         """A fake of a plain tensor, real or another recorder's; its storage is not touched."""
         if isinstance(example, FunctionalTensor) or is_fake(example):
-            return self.fake_like(Plain(example.size(), example.stride(), example.dtype), example.device)
+            plain = Plain(example.size(), example.stride(), example.dtype)
+            return self.fake_like(plain, example.device, stands_for=example)
         with torch.no_grad(), no_modes():
-            return fake_of_its_own(self.fake_mode, example.detach())
+            fake = fake_of_its_own(self.fake_mode, example.detach())
+        share_ragged_size(fake, example)
+        return fake
 
-    def fake_like(self, plain: Plain, device: torch.device) -> torch.Tensor:
-        """A new fake with the metadata of a recipe's leaf."""
+    def fake_like(
+        self, plain: Plain, device: torch.device, *, stands_for: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """A new fake with the metadata of a recipe's leaf, and the ragged size that goes with it."""
         with no_modes(), self.fake_mode:
-            return torch.empty_strided(plain.size, plain.stride, dtype=plain.dtype, device=device)
+            fake = torch.empty_strided(plain.size, plain.stride, dtype=plain.dtype, device=device)
+            if stands_for is not None:
+                share_ragged_size(fake, stands_for)
+            return fake
 
     def second(self, tensor: FunctionalTensor, fake: torch.Tensor) -> FunctionalTensor:
         """Another tensor with the value of `tensor`; in the same memory, if `tensor` is a view."""

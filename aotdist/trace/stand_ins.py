@@ -204,7 +204,7 @@ class Inputs:
 
     def _fake(self, leaf: Plain, plain: torch.Tensor) -> torch.Tensor:
         if is_symbolic(leaf):
-            return self._recorder.fake_like(leaf, plain.device)
+            return self._recorder.fake_like(leaf, plain.device, stands_for=plain)
         return self._recorder.fake(plain)
 
     def _of_its_own(
@@ -364,21 +364,21 @@ def _refuse_reshaped(example: torch.Tensor, slot: Slot) -> UnsupportedProgram:
 
 
 def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:
-    """Refuse tensors that are not dense; one of a library's, which nobody named, by the line that met it."""
-    kinds = {"nested": example.is_nested, "quantised": example.is_quantized}
-    kind = next((kind for kind, is_one in kinds.items() if is_one), None)
-    if kind is None and example.layout is torch.strided:
+    """Refuse tensors that are neither dense nor around dense ones; one that nobody named, by its line."""
+    if is_wrapper(example):
         return
-    found = f"is a {kind} tensor" if kind else f"has layout {example.layout}"
-    if slot.path.startswith(UNNAMED):
-        raise UnsupportedProgram(
-            f"a tensor that is met here {found}",
-            where=Origins().current() or None,
-            stage="joint",
-            fix="compute with its values and offsets, or move it out of the compiled function",
+    if example.is_nested or example.is_quantized:
+        what = f"is a {'nested' if example.is_nested else 'quantised'} tensor"
+        fix = "pass a dense tensor, a jagged one (`layout=torch.jagged`), or the numbers of a quantised one"
+    elif example.layout is not torch.strided:
+        what = f"has layout {example.layout}"
+        fix = (
+            "pass its indices and values; its product with a dense matrix is "
+            "`zeros.index_add(0, row, values[:, None] * dense[column])`"
         )
-    raise UnsupportedProgram(
-        f"`{slot.path}` {found}",
-        stage="capture",
-        fix="pass a dense tensor: a padded one, the numbers of a quantised one, or values and indices",
-    )
+    else:
+        return
+    if slot.path.startswith(UNNAMED):
+        where, what = Origins().current() or None, f"a tensor that is met here {what}"
+        raise UnsupportedProgram(what, where=where, stage="joint", fix=fix)
+    raise UnsupportedProgram(f"`{slot.path}` {what}", stage="capture", fix=fix)

@@ -54,10 +54,10 @@ def printed_by(blocks: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 PROMISES = {
-    "differences": 30,
+    "differences": 31,
     "from_torch_compile": 8,
     "index": 0,
-    "my_training_loop": 19,
+    "my_training_loop": 20,
     "passes": 8,
     "subclasses": 2,
     "train_step": 12,

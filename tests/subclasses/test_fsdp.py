@@ -323,3 +323,42 @@ def both_cases() -> None:
 
 def test_a_sharded_model_is_an_argument_or_returns_logits_too(world2: World) -> None:
     world2.run(both_cases)
+
+
+class Packed(nn.Module):
+    """Attention in rows of different lengths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(10, 8), nn.Linear(8, 8), nn.Linear(8, 10)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        heads = self.inner(self.embed(tokens)).unflatten(-1, (2, 4)).transpose(1, 2)
+        attended = nn.functional.scaled_dot_product_attention(heads, heads, heads)
+        return self.head(attended.transpose(1, 2).flatten(-2)).values()
+
+
+def packed(step: int) -> torch.Tensor:
+    """Rows of other lengths on each rank."""
+    lengths = torch.tensor([2 + step, 5, 3 + 2 * torch.distributed.get_rank()])
+    offsets = nn.functional.pad(lengths.cumsum(0), (1, 0))
+    return torch.nested.nested_tensor_from_jagged(torch.arange(int(lengths.sum())) % 10, offsets)
+
+
+def jagged_case() -> None:
+    eager, compiled = (seeded(Packed) for _ in range(2))
+    for model in (eager, compiled):
+        fully_shard(model.inner, mesh=line(2))
+        fully_shard(model, mesh=line(2))
+    aotdist.compile(compiled, backend="fx")
+    for step in range(4):
+        expected, logits = eager(packed(step)), compiled(packed(step))
+        assert same_bits(expected, logits)
+        expected.square().mean().backward()
+        logits.square().mean().backward()
+        assert not (names := different_grads(eager, compiled)), (step, names)
+    assert len(compiled.explain().artifacts) == 1
+
+
+def test_jagged_batches_of_other_lengths_on_each_rank(world2: World) -> None:
+    world2.run(jagged_case)

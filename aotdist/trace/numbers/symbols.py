@@ -23,7 +23,7 @@ from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import PrimalIdx, Slot
 from aotdist.sizes import STATIC, Measure, Sizes, is_symbolic
-from aotdist.subclasses.protocol import Constant, Plain, Recipe
+from aotdist.subclasses.protocol import Constant, Plain, Recipe, wrapper_rule
 from aotdist.torch_seam.symbols import (
     SYMBOLIC,
     expression,
@@ -90,19 +90,21 @@ class Symbols:
         dims = self._dims.get(id(example), frozenset())
         if self._env is None or not dims or example.is_conj() or example.is_neg():
             return recipe
-        found: dict[tuple[str, int, int], torch.SymInt] = {}
+        found: dict[tuple[str, str, int, int], torch.SymInt] = {}
 
-        def symbol_for(measure: Measure, number: int) -> int | torch.SymInt:
+        def symbol_for(
+            measure: Measure, number: int, dims: AbstractSet[int], apart: str
+        ) -> int | torch.SymInt:
             if number < 2 or (measure.of == "size" and measure.dim not in dims):
                 return number
-            key = (measure.of, measure.dim, number)
+            key = (apart, measure.of, measure.dim, number)
             if key not in found:
                 found[key] = self._new(slot, measure, number)
                 if measure.of == "size" and measure.dim in marked_dims(example):
                     self._marked.append((measure.spelled(slot.path), found[key]))
             return found[key]
 
-        return self._sized(recipe, at, "", symbol_for)
+        return self._sized(recipe, at, "", frozenset(dims), "", symbol_for)
 
     def _meet(self, at: PrimalIdx, recipe: Recipe) -> None:
         """Note the symbols of a user's fake tensor, where they are first to be read."""
@@ -157,23 +159,36 @@ class Symbols:
         self._computed_with.update(name for number in numbers for name in symbols_in(number))
 
     def _sized(
-        self, recipe: Recipe, at: PrimalIdx, inner: str, symbol_for: Callable[[Measure, int], Any]
+        self,
+        recipe: Recipe,
+        at: PrimalIdx,
+        inner: str,
+        dims: frozenset[int],
+        apart: str,
+        symbol_for: Callable[[Measure, int, AbstractSet[int], str], Any],
     ) -> Recipe:
+        """The recipe with symbols; a part called `apart`, or in it, shares none with others."""
         if isinstance(recipe, Constant):
             return recipe
-        size = tuple(symbol_for(Measure(at, inner, "size", dim), n) for dim, n in enumerate(recipe.size))
+
+        def number_of(of: Literal["size", "stride"], dim: int, number: int) -> Any:
+            return symbol_for(Measure(at, inner, of, dim), number, dims, apart)
+
+        size = tuple(number_of("size", dim, n) for dim, n in enumerate(recipe.size))
         stride = recipe.stride
         if is_symbolic(size):  # else the strides are those of every call, as the sizes are
-            stride = symbolic_strides(
-                size, recipe.size, stride, lambda dim, n: symbol_for(Measure(at, inner, "stride", dim), n)
-            )
+            stride = symbolic_strides(size, recipe.size, stride, lambda dim, n: number_of("stride", dim, n))
         for of, dim, number in _numbers(size, stride):
             if isinstance(number, SYMBOLIC):
                 self._expect(Measure(at, inner, of, dim), number)
         sized = replace(recipe, size=torch.Size(size), stride=stride)
         if isinstance(sized, Plain):
             return sized
-        attributes = ((n, self._sized(part, at, f"{inner}.{n}", symbol_for)) for n, part in sized.attributes)
+        rule, attributes = wrapper_rule(sized.cls), list[tuple[str, Recipe]]()
+        for name, part in sized.attributes:
+            path, inside = f"{inner}.{name}", rule.dims_inside(sized, name, dims)
+            of_part = self._sized(part, at, path, inside, apart if rule.sized else path, symbol_for)
+            attributes.append((name, of_part))
         return replace(sized, attributes=tuple(attributes))
 
     def _expect(self, measure: Measure, number: Any) -> None:

@@ -6,7 +6,7 @@ and rows are put into other places by index; others are refused by the line that
 
 In evaluation, where the padding is at the end of each sequence, `nn.TransformerEncoder` packs the batch into
 a nested tensor that its layers work on, and returns zeros for the padding; elsewhere the layers are given the
-mask. A trace holds no nested tensors, and does not know where the padding is. Here the encoder is handed a
+mask. A trace holds no such tensors, and does not know where the padding is. Here the encoder is handed a
 `Packed` in either case: what a layer makes of it is one operator of our own, which looks at the mask when it
 runs.
 """
