@@ -106,7 +106,7 @@ class KnownResults:
             return result
         kind, results = known
         made = [None if one is None else self._made(one, args) for one in results]
-        return made[0] if kind is FakeTensor else kind(made)
+        return kind(made) if issubclass(kind, (tuple, list)) else made[0]
 
     def _made(self, result: _Result, args: tuple[Any, ...]) -> FakeTensor:
         fake = result.likeness.made(self._mode, args[0] if result.is_view else None)

@@ -95,6 +95,14 @@ def _without_grad(x: torch.Tensor) -> torch.Tensor:
     return (x.t() * other).sum()
 
 
+def _solved(x: torch.Tensor) -> torch.Tensor:
+    """Operators that check, and have no result: two of them are alike."""
+    for _ in range(2):
+        gram = x @ x.mT + 4 * torch.eye(4)
+        x = torch.linalg.solve(gram, x) + torch.linalg.cholesky(gram) @ torch.linalg.inv(gram) @ x
+    return x
+
+
 SEQUENCES, IMAGES = (2, 3, 8), (2, 2, 4, 4)
 PROGRAMS: dict[str, tuple[Callable[[], Callable[[torch.Tensor], torch.Tensor]], tuple[int, ...]]] = {
     "attention": (lambda: nn.Sequential(*(Attending() for _ in range(3))), SEQUENCES),
@@ -116,6 +124,7 @@ PROGRAMS: dict[str, tuple[Callable[[], Callable[[torch.Tensor], torch.Tensor]], 
     "constants": (lambda: _constants, SEQUENCES),
     "views": (lambda: _views, (4, 8)),
     "without grad": (lambda: _without_grad, (4, 8)),
+    "without results": (lambda: _solved, (4, 8)),
 }
 
 
