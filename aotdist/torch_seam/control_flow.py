@@ -3,6 +3,7 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch.utils.checkpoint import CheckpointFunction as _ReentrantCheckpoint
+from torch.utils.checkpoint import _CachedTorchDispatchMode as _Recomputing
 from torch.utils.checkpoint import _is_compiling as _checkpoint_is_compiling
 from torch.utils.checkpoint import checkpoint
 
@@ -34,7 +36,8 @@ def calling_to_be_traced() -> AbstractContextManager[None]:
     `torch.cond` and its like call their operators with the functions that they are given; otherwise they have
     Dynamo trace these first. They test whether Dynamo is at work already, and find that it is. Reentrant
     checkpoints, which call the autograd engine in a backward, recompute as others do. Selective ones save
-    what their policy says and recompute the rest; under a compiler they would save all and tag it.
+    what their policy says and recompute the rest, as often as the trace runs the backward; under a compiler
+    they would save all and tag it.
     """
     return _TRACES.applied(True)
 
@@ -70,12 +73,24 @@ _TRACES = Patch[bool](
         (_cond_module(), "cond_op", _cond_of_trees),
         (torch.utils.checkpoint, "CheckpointFunction", _Recomputed),
         (torch.utils.checkpoint, "_is_compiling", _asks_for_tags),
+        (_Recomputing, "__enter__", _takes_of_a_copy),
     ],
 )
 
 
 def _asks_for_tags(*args: Any) -> bool:
     return not _TRACES.value and _checkpoint_is_compiling(*args)
+
+
+_enters = _Recomputing.__enter__
+
+
+def _takes_of_a_copy(recomputing: Any) -> Any:
+    """What was saved for a selective checkpoint is gone once it is read: each time, let it be a copy."""
+    if _TRACES.value:
+        saved = vars(recomputing).setdefault("_all_saved", recomputing.storage)
+        recomputing.storage = {key: copy.copy(found) for key, found in saved.items()}
+    return _enters(recomputing)
 
 
 class _Recomputed:

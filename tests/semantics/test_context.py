@@ -221,6 +221,30 @@ def test_checkpoints_inside(name: str) -> None:
     same_as_eager(lambda: Scene(Block(**CHECKPOINTS[name]), (leaf(),)), calls=2)
 
 
+class Routing(Block):
+    """Counts, in what is recomputed too, and has a loss of its own."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register_buffer("count", torch.zeros(4))
+
+    def body(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        gates = super().body(x).softmax(-1)
+        self.count.add_(gates.detach().sum(0))
+        return x * gates, gates.mean(0).square().sum()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return checkpoint(self.body, x, **self.options)
+
+
+@pytest.mark.parametrize("left_out", [(), (0,), (1,)])
+@pytest.mark.parametrize("name", ["not reentrant", "selective"])
+def test_checkpoints_that_write_and_have_several_results(name: str, left_out: tuple[int, ...]) -> None:
+    same_as_eager(
+        lambda: Scene(Routing(**CHECKPOINTS[name]), (leaf(),), left_out=frozenset(left_out)), calls=2
+    )
+
+
 @pytest.mark.parametrize("name", ["not reentrant", "reentrant"])
 def test_what_a_checkpoint_recomputes_is_not_kept(name: str) -> None:
     saved = []
