@@ -19,6 +19,7 @@ from aotdist.codegen.fx import FxBackend, print_graph, warn_of_fx
 from aotdist.codegen.grad_mode import has_unknown_sizes, keep_for_backward
 from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.inductor_rewrites import (
+    keep_gradients_of_windows,
     keep_scatters,
     keep_sizes_symbolic,
     lay_out_what_is_written,
@@ -160,6 +161,7 @@ class InductorBackend:
             tell_strides(gm)
             keeps_layouts = _keeps_layouts(gm)
             keep_sizes_symbolic(gm)
+            keep_gradients_of_windows(gm)
             with (
                 inductor_config(size_asserts=False) if has_unknown_sizes(gm) else nullcontext(),
                 inductor_config(layout_optimization=False) if keeps_layouts else nullcontext(),

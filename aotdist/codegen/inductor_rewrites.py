@@ -34,12 +34,12 @@ _LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
 _LINEAR_ALGEBRA = re.compile(r"linalg|^(cholesky|lu_|svd|qr|ormqr|geqrf|triangular_solve)")
 
 
-def _own(scatter: OpOverload) -> OpOverload:
+def _own(op: OpOverload, of: str = "complex_") -> OpOverload:
     """An operator that does the same, of which a compiler knows nothing."""
-    schema = schema_of(scatter)
-    name = f"complex_{operator_name(scatter)}"
+    schema = schema_of(op)
+    name = f"{of}{operator_name(op)}"
     _LIBRARY.define(name + schema[schema.index("(") :])
-    _LIBRARY.impl(name, scatter, "CompositeExplicitAutograd")
+    _LIBRARY.impl(name, op, "CompositeExplicitAutograd")
     return getattr(torch.ops.aotdist, name).default
 
 
@@ -103,6 +103,48 @@ def keep_sizes_symbolic(gm: GraphModule) -> None:
         value = convolved.meta["val"]
         if value.device.type == "cpu" and is_symbolic(tuple(value.shape)):
             node.target = _OPAQUE_CONVOLUTION_BACKWARD
+
+
+# Gradients of what is pooled, or interpolated, for Inductor.
+#
+# With `ceil_mode` the last window may hang over. Of an average, eager divides its gradient by what it has
+# averaged, and Inductor by a whole window. Of nearest interpolation, Inductor asks for sizes and not for
+# scales: where 5 rows are scaled by 1.5 to 7, gradients came to the wrong rows (torch 2.13, `torch.compile`
+# too). The library computes these, as it does for sizes that are symbols.
+
+
+def _hangs_over(
+    _grad: Any, _input: Any, _sizes: Any, _strides: Any, _pads: Any, ceil: bool, *counted: Any
+) -> bool:
+    return ceil and counted in ((True,), (True, None))
+
+
+def _is_no_repetition(_grad: Any, to: Any, size: Any, *scales: float | None) -> bool:
+    if is_symbolic((tuple(to), tuple(size))):
+        return True
+    times = [divmod(after, before) for after, before in zip(to, size[2:], strict=True)]
+    asked = (scale for scale in scales if scale is not None)
+    return any(rest for _, rest in times) or any(
+        scale != n for scale, (n, _) in zip(asked, times, strict=False)
+    )
+
+
+_WINDOWS = {
+    op: (_own(op, "library_"), is_wrong)
+    for op, is_wrong in (
+        (_ATEN.avg_pool2d_backward.default, _hangs_over),
+        (_ATEN.avg_pool3d_backward.default, _hangs_over),
+        (_ATEN.upsample_nearest2d_backward.default, _is_no_repetition),
+    )
+}
+
+
+def keep_gradients_of_windows(gm: GraphModule) -> None:
+    """Let the library compute gradients of windows that Inductor gets wrong, in place."""
+    for op, (by_library, is_wrong) in _WINDOWS.items():
+        for node in gm.graph.find_nodes(op="call_function", target=op):
+            if is_wrong(*node.args):
+                node.target = by_library
 
 
 # Operators that are bound to the strides of their arguments, for a compiler that lays its own results out.
