@@ -152,16 +152,9 @@ def keep_from_dynamo(call_of: Callable[[torch.nn.Module], Callable[..., Any] | N
 
 _PACKAGE = Path(__file__).parent.parent
 _RUNS_IN_CALLS = (
-    "api.py",
-    "capture",
-    "codegen",
-    "convention",
-    "dynamo",
-    "joint",
-    "pipeline.py",
-    "runtime",
-    "subclasses/protocol.py",
-    "torch_seam",
+    *("aliasing", "capture", "codegen", "convention", "dynamo", "partition", "passes", "runtime", "step"),
+    *("subclasses/protocol.py", "torch_seam", "trace"),
+    *("api.py", "assumptions.py", "compiled.py", "pipeline.py"),
 )
 
 

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo import trace_rules
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
+from aotdist import compiled as calls
+from aotdist.aliasing import version
+from aotdist.runtime import node
+from aotdist.torch_seam import dynamo as seam
+from aotdist.trace import trace
 from tests.dynamo.comparison import compiled, same_as_eager
 
 
@@ -332,3 +339,12 @@ def test_reset_lets_go(made):
     assert len(made()) == 1
     torch._dynamo.reset()
     assert not made()
+
+
+def test_dynamo_leaves_the_frames_of_calls_alone() -> None:
+    """A backward that is asked for where Dynamo has broken a graph runs them under Dynamo."""
+    seam.skip_our_frames()
+    skipped = [Path(name) for name in trace_rules.SKIP_DIRS if str(Path(seam.__file__).parents[1]) in name]
+    assert skipped and all(path.exists() for path in skipped)
+    for module in (calls, node, trace, version):
+        assert trace_rules.check_file(module.__file__).skipped
