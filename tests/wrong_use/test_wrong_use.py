@@ -347,6 +347,16 @@ def test_modules_of_torchscript_are_refused_by_name(convert: Callable[[nn.Module
         compiled(module)(torch.ones(2, 4))
 
 
+def test_an_average_over_all_batches_is_refused() -> None:
+    """As `torch.optim.swa_utils.update_bn` takes it: each batch counts by the number of those before."""
+    module = nn.Sequential(nn.BatchNorm1d(4, momentum=None))
+    with pytest.raises(UnsupportedProgram, match=r"`float\(tensor\)` needs the value"):
+        compiled(module)(torch.ones(2, 4))
+    assert module[0].num_batches_tracked == 0
+    module.eval()
+    assert torch.equal(compiled(module)(torch.ones(2, 4)), nn.BatchNorm1d(4).eval()(torch.ones(2, 4)))
+
+
 def test_sparse_results_are_refused_by_name() -> None:
     with pytest.raises(UnsupportedProgram, match="makes a sparse tensor"):
         compiled(lambda x: x.to_sparse())(torch.ones(2, 4))
