@@ -20,7 +20,8 @@ from aotdist.convention.stack import Plans
 from aotdist.job import Job
 from aotdist.partition.builder import collector_paused
 from aotdist.partition.gates import linked
-from aotdist.partition.policy import partition
+from aotdist.partition.policy import Policy, partition
+from aotdist.partition.remake import remade
 from aotdist.passes.linear_losses import WHOLE
 from aotdist.passes.run import PassRecord, run_passes
 from aotdist.passes.verify import verify_split
@@ -228,9 +229,8 @@ def _compile_training(
     """
     settings = emitter.settings
     with times.stage("partition"):
-        policy = emitter.backend.partition if settings.partition == "auto" else settings.partition
         cut, joint = (traced.graph, prepared) if emitter.backend.owns_cut else (prepared, linked(prepared))
-        split = partition(joint, policy)
+        split = partition(joint, _policy(emitter))
         if settings.verify:
             verify_split(split)
     later = traced.later_backwards
@@ -251,6 +251,12 @@ def _compile_training(
         traced, plans, recorded, ahead, halves, emitter, doubles, has_other_kinds=has_other_kinds
     )
     return region, (*records, *records_of_backward)
+
+
+def _policy(emitter: Emitter) -> Policy:
+    """How it is decided what the backward finds, and what it makes again."""
+    chosen = emitter.settings.partition
+    return emitter.backend.partition if chosen == "auto" else chosen
 
 
 def _double_backwards(traced: Traced, halves: EmittedHalves, emitter: Emitter) -> DoubleBackwards:
@@ -275,6 +281,8 @@ def _double_backwards(traced: Traced, halves: EmittedHalves, emitter: Emitter) -
 def _compile_inference(
     joint: Graph, emitter: Emitter, times: StageTimes
 ) -> tuple[Inference, tuple[PassRecord, ...]]:
+    with times.stage("partition"):
+        joint = remade(joint) if _policy(emitter) == "min_cut" else joint
     with times.stage("passes"):
         graph, records = run_passes(joint, "forward", emitter.settings)
     with times.stage("codegen"):

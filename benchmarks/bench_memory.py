@@ -5,6 +5,10 @@ model itself, gradients included, as PyTorch's CPU allocator reports them. One p
 repeated to the byte in two runs; two ranks varied by up to a tenth (FSDP2, a model of 2 MiB).
 `process`: the most memory that a process holds over some steps, less what it held before the model
 was made; a compiler's own heap is part of it, and so are buffers that no allocator reports.
+
+`whole step` is with AdamW and `zero_grad`, the optimizer apart or in the same graph, where a gradient is gone
+as soon as its parameter is updated. Blocks are checkpointed: else a step of equal blocks needs most where its
+loss is computed, before there are gradients. Optimizer state is there before.
 """
 
 from __future__ import annotations
@@ -14,13 +18,18 @@ import gc
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Literal, cast, get_args
 
+import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+import aotdist
 from aotdist.report.profile import most_allocated_by
 from benchmarks import workers
 from benchmarks.effort import Case, Effort
-from benchmarks.models import LlamaShape
+from benchmarks.models import Llama, LlamaShape, make_batch
 from benchmarks.process import status
 from benchmarks.timing import Series
 from benchmarks.variants import (
@@ -54,7 +63,26 @@ def _targets(layout: Layout) -> tuple[Target, ...]:
     )
 
 
-TARGETS = tuple(target for layout in LAYOUTS for target in _targets(layout))
+WHOLE = "whole step, 1 rank"
+Way = Literal[
+    "eager", "aotdist fx", "aotdist inductor", "aotdist fx, one graph", "aotdist inductor, one graph"
+]
+WAYS: tuple[Way, ...] = get_args(Way)
+TARGETS = (
+    *(target for layout in LAYOUTS for target in _targets(layout)),
+    *(
+        Target(
+            WHOLE,
+            "step tensors",
+            f"aotdist {backend}, one graph",
+            (f"aotdist {backend}",),
+            limit=0.9,
+            prediction=0.8,
+            reason="gradients go as they come, and what is saved is the same",
+        )
+        for backend in ("fx", "inductor")
+    ),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +106,8 @@ class Peak:
 def cases(effort: Effort) -> list[Case]:
     """MiB by contender; a case a layout."""
     layouts: tuple[Layout, ...] = ("single",) if effort.quick else LAYOUTS
-    return [Case(case_name(layout), partial(_measure, layout, effort)) for layout in layouts]
+    spread = [Case(case_name(layout), partial(_measure, layout, effort)) for layout in layouts]
+    return [*spread, Case(WHOLE, partial(_measure_whole, effort))]
 
 
 def _measure(layout: Layout, effort: Effort) -> list[Series]:
@@ -90,6 +119,51 @@ def _measure(layout: Layout, effort: Effort) -> list[Series]:
         found.append(Series(case, compiler, "step tensors", "MiB", (peak.step_tensors,)))
         found.append(Series(case, compiler, "process", "MiB", (peak.process,)))
     return found
+
+
+def _measure_whole(effort: Effort) -> list[Series]:
+    """Each way in a process of its own: what one compiled is no memory of another."""
+    found: list[Series] = []
+    for way in WAYS:
+        job = (effort.shape, way)
+        peak = workers.call(f"{WHOLE}: {way}", peak_of_whole, job, environment=effort.environment)
+        found.append(Series(WHOLE, way, "step tensors", "MiB", (peak,)))
+    return found
+
+
+class Checkpointed(nn.Module):
+    """A block whose inside is computed again in the backward."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """As the block."""
+        return cast("Tensor", checkpoint(self.block, x, cos, sin, use_reentrant=False))
+
+
+def peak_of_whole(job: tuple[LlamaShape, Way]) -> float:
+    """MiB of tensors that a step with AdamW has alive at once, beyond model and state."""
+    shape, way = job
+    torch.manual_seed(0)
+    model, batch = Llama(shape), make_batch(shape, seed=0)
+    model.blocks = nn.ModuleList(map(Checkpointed, model.blocks))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    backend = way.removeprefix("aotdist ").removesuffix(", one graph")
+    forward = aotdist.compile(model, backend=backend) if way in ("aotdist fx", "aotdist inductor") else model
+
+    def step() -> Tensor:
+        loss = forward(*batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run = aotdist.compile(step, backend=backend) if way.endswith("one graph") else step
+    for _ in range(3):
+        run()
+    return most_allocated_by(run)
 
 
 def peak_of(job: Job) -> Peak:

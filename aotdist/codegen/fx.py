@@ -21,6 +21,7 @@ from torch.fx.node import map_arg
 
 from aotdist.codegen.any_strides import takes_any_strides, with_reshapes
 from aotdist.codegen.contract import BoxedCall, CompiledRegion, Decompositions, Emission, Emitted
+from aotdist.codegen.in_place import in_place
 from aotdist.codegen.marks import module_mark
 from aotdist.codegen.python_source import Bindings, load_function
 from aotdist.codegen.tensor_text import tensor_text
@@ -62,6 +63,7 @@ class FxBackend:
         if emission.kind == "backward" and takes_any_strides(graph):
             graph = with_reshapes(graph)
         graph, label = rejoin_selects(graph), f"{emission.name} {emission.kind}"
+        graph = in_place(graph) if emission.kind == "inference" else graph
         printed = print_graph(graph)
         call = load_graph(printed, graph, label)
         modules = functools.partial(marked_call, graph, label)

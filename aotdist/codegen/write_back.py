@@ -31,7 +31,7 @@ def write_back(gm: GraphModule, graph: Graph) -> None:
     output = gm.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     for at, argument, new in new_values(gm, graph.ins, graph.outs):
-        if _has_no_gaps(argument.meta["val"]) and not new.meta["val"].is_complex():
+        if has_no_gaps(argument.meta["val"]) and not new.meta["val"].is_complex():
             copy_back(gm, argument, new)
             results[at] = argument
     output.args = (tuple(results),)
@@ -66,5 +66,6 @@ def _are_of_a_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.dtype, a.device, a.dim()) == (b.dtype, b.device, b.dim()) and surely_equal(a.shape, b.shape)
 
 
-def _has_no_gaps(argument: torch.Tensor) -> bool:
+def has_no_gaps(argument: torch.Tensor) -> bool:
+    """Whether each element has its place, and each place its element."""
     return surely_equal(torch.empty_like(argument).stride(), argument.stride())

@@ -77,7 +77,7 @@ def find_halves(joint: Graph) -> Halves:
     effects = [n for n in order if is_effectful(n)]
     backward_roots = results_of(joint, BACKWARD_ROLES)
     backward_needs = joint.ancestors([*backward_roots, *(n for n in effects if n in late)])
-    must_save = _must_save(order)
+    must_save = must_save_of(order)
     return Halves(
         joint=joint,
         order=order,
@@ -88,7 +88,7 @@ def find_halves(joint: Graph) -> Halves:
         written=overwritten_primals(joint),
         rng=frozenset(n for slot, n in joint.named_placeholders().items() if slot.role == "rng"),
         must_save=must_save,
-        must_recompute=_must_recompute(order, never=must_save | set(effects)),
+        must_recompute=must_recompute_of(order, never=must_save | set(effects)),
     )
 
 
@@ -124,7 +124,8 @@ def _follows_source(node: Node) -> bool:
     return is_getitem(node) or is_wait(node)
 
 
-def _must_save(order: Sequence[Node]) -> frozenset[Node]:
+def must_save_of(order: Sequence[Node]) -> frozenset[Node]:
+    """Nodes that are tagged not to be made again."""
     pinned: set[Node] = set()
     for node in order:
         if node.meta.get("policy") == "must_save":
@@ -136,7 +137,8 @@ def _must_save(order: Sequence[Node]) -> frozenset[Node]:
     return frozenset(pinned)
 
 
-def _must_recompute(order: Sequence[Node], never: Container[Node]) -> frozenset[Node]:
+def must_recompute_of(order: Sequence[Node], never: Container[Node]) -> frozenset[Node]:
+    """Nodes that are tagged not to be saved, unless `never` has them."""
     tagged = {n for n in order if n.meta.get("policy") == "must_recompute"}
     for node in reversed(order):
         if node in tagged and _follows_source(node):

@@ -47,6 +47,14 @@ def is_view(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and _op_is_view(node.target)
 
 
+def may_share(node: Node) -> bool:
+    """Whether the result may share memory with an argument, or is read as long as that is."""
+    if not isinstance(node.target, OpOverload):
+        return node.op == "call_function"
+    name = node.target.name().partition(".")[0]
+    return _op_is_view(node.target) or name in _SOMETIMES_VIEWS or node.target.namespace == _COLLECTIVES
+
+
 def is_size(node: Node) -> bool:
     """Whether the node is an argument that stands for a symbolic number: both halves are given it."""
     return node.op == "placeholder" and isinstance(node.meta.get("val"), SYMBOLIC)
@@ -80,6 +88,11 @@ def _op_is_random(op: OpOverload) -> bool:
 def is_late(node: Node) -> bool:
     """Whether a node was recorded in the backward."""
     return node.meta.get("phase") == "backward"
+
+
+def phase_of(node: Node) -> str | None:
+    """Whether a node belongs to the forward or to a backward, that of the program itself included."""
+    return "backward" if "function" in node.meta else node.meta.get("phase")
 
 
 def is_random(node: Node) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from aotdist.partition.builder import GraphBuilder
-from aotdist.partition.traits import is_effectful, is_view, storage_root, value_bytes
+from aotdist.partition.traits import is_effectful, is_view, phase_of, storage_root, value_bytes
 from aotdist.passes.context import PassContext
 from aotdist.program import Graph
 from aotdist.torch_seam.operators import OpOverload
@@ -213,7 +213,7 @@ def _is_repeatable(node: Node) -> bool:
 
 def _may_stand_for(earlier: Node, node: Node) -> bool:
     """Whether one of two nodes of equal values will do: within a phase, or where it is cheaper to save it."""
-    labels, own = ((n.meta.get("phase"), n.meta.get("policy")) for n in (earlier, node))
+    labels, own = ((phase_of(n), n.meta.get("policy")) for n in (earlier, node))
     if labels == own:
         return True
     crosses = labels == ("forward", None) and own == ("backward", None)

@@ -18,6 +18,7 @@ from aotdist.passes.bucket import bucket
 from aotdist.passes.chunk_losses import chunk_losses
 from aotdist.passes.cleanup import cleanup
 from aotdist.passes.context import PassContext, Stage
+from aotdist.passes.early_updates import early_updates
 from aotdist.passes.overlap import overlap
 from aotdist.passes.verify import verify
 from aotdist.program import Graph
@@ -41,11 +42,12 @@ _CLEANUP = Pass("cleanup", cleanup)
 _BUCKET = Pass("bucket", bucket)
 _CHUNK_LOSSES = Pass("chunk_losses", chunk_losses)
 _OVERLAP = Pass("overlap", overlap)
+_EARLY_UPDATES = Pass("early_updates", early_updates)
 
 ORDER: Mapping[Stage, tuple[Pass, ...]] = MappingProxyType(
     {
         "joint": (_CLEANUP, _CHUNK_LOSSES),
-        "forward": (_BUCKET, _OVERLAP),
+        "forward": (_BUCKET, _OVERLAP, _EARLY_UPDATES),
         "backward": (_BUCKET, _OVERLAP),
     }
 )

@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from aotdist.codegen.tensor_text import tensor_text
-from aotdist.partition.traits import is_collective, is_getitem, is_view, is_wait, value_bytes
+from aotdist.partition.traits import is_collective, is_getitem, is_view, is_wait, phase_of, value_bytes
 from aotdist.passes.collectives import collectives
 from aotdist.program import Graph, Slot, Split
 from aotdist.report import words
@@ -130,7 +130,7 @@ def _nodes(graph: Graph, saved: Iterable[Slot], default_phase: str) -> Iterator[
             operator=_operator(node),
             type=_value_text(node.meta.get("val")),
             bytes=value_bytes(node),
-            phase=_phase(node) or default_phase,
+            phase=phase_of(node) or default_phase,
             kind=_kind(node),
             module=node.meta.get("module") or "",
             source=node.meta.get("source") or "",
@@ -139,11 +139,6 @@ def _nodes(graph: Graph, saved: Iterable[Slot], default_phase: str) -> Iterator[
             results=tuple(said.get(node, ())),
             is_saved=_saved_path(node) in kept,
         )
-
-
-def _phase(node: Node) -> str | None:
-    """Of a node that a backward within the program recorded, what it is to a reader."""
-    return "backward" if "function" in node.meta else node.meta.get("phase")
 
 
 def _said(graph: Graph) -> dict[Node, list[str]]:

@@ -53,6 +53,19 @@ def functional_twin(op: OpOverload) -> OpOverload | None:
     return next(fitting, None)
 
 
+@functools.cache
+def in_place_twin(op: OpOverload) -> OpOverload | None:
+    """The operator that stores in its arguments what `op` computes element by element; None for none."""
+    if op is torch.ops.aten.copy.default:
+        return torch.ops.aten.copy_.default
+    namespace, _, name = op._schema.name.partition("::")
+    if torch.Tag.pointwise not in op.tags and not name.startswith(("_foreach_", "_fused_")):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
+    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
+    return next((o for o in overloads if functional_twin(o) is op), None)
+
+
 def with_defaults(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """`args`, and what the operator's schema gives for those that are not there."""
     missing = (a for a in op._schema.arguments[len(args) :] if not a.kwarg_only and a.name not in kwargs)

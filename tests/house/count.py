@@ -40,10 +40,10 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (56_944, 42_000),
-    "lines of its core": (32_481, 23_500),
-    "classes of its core": (302, 200),
-    "files of aotdist/": (300, 235),
+    "lines of aotdist/": (57_900, 42_000),
+    "lines of its core": (32_700, 23_500),
+    "classes of its core": (305, 200),
+    "files of aotdist/": (305, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),
     "most fields of a class": (15, 14),

@@ -1,0 +1,225 @@
+"""Lets a graph that runs operator by operator write its inputs where they lie, as the program did.
+
+A functional graph makes new tensors of what the program wrote, and they are copied into the inputs when it
+has run: at the end of a step with AdamW three times the parameters are alive beside them. Here that is
+undone. An operator whose in-place twin overwrites what nothing reads any more is that twin; what is written
+otherwise is copied as soon as nobody reads the old value.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.fx.node import map_arg
+
+from aotdist.codegen.graph_copy import copied
+from aotdist.codegen.write_back import has_no_gaps, new_values
+from aotdist.partition.traits import may_share
+from aotdist.program import Graph
+from aotdist.torch_seam.operators import OpOverload, in_place_twin, written_arguments
+from aotdist.torch_seam.symbols import surely_equal
+
+_COPY, _COPY_OF = torch.ops.aten.copy_.default, torch.ops.aten.copy.default
+_SCALES = ("grad_scale", "found_inf")
+
+
+def in_place(graph: Graph) -> Graph:
+    """`graph` with its writes in place, and these inputs as results; itself if it writes nothing."""
+    if not any(slot.role == "write" for slot in graph.outs):
+        return graph
+    gm = copied(graph)
+    _drop_copies(gm)
+    edited = _InPlace(gm, graph)
+    for node in list(gm.graph.nodes):
+        edited.overwrite(node)
+    edited.copy_early()
+    return Graph(gm, graph.ins, graph.outs)
+
+
+def beneath(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory, to be written without that being counted: what counts writes is behind the graph."""
+    return tensor.data
+
+
+@dataclass(frozen=True, slots=True)
+class _Write:
+    """An input that is written.
+
+    Args:
+        input: the input.
+        memory: it, `beneath`.
+        new: its new value.
+        result: where among the results that is.
+    """
+
+    input: Node
+    memory: Node
+    new: Node
+    result: int
+
+
+class _InPlace:
+    """Edits a graph.
+
+    Args:
+        gm: a private copy of its module.
+        graph: names its arguments and results.
+    """
+
+    def __init__(self, gm: GraphModule, graph: Graph) -> None:
+        self._at: dict[Node, float] = {node: at for at, node in enumerate(gm.graph.nodes)}
+        self._output = gm.graph.output_node()
+        self._writes: dict[Node, _Write] = {}
+        placeholders = gm.graph.find_nodes(op="placeholder")
+        in_inputs = {name for each in placeholders for name in _names(each)}
+        for at, old, new in list(new_values(gm, graph.ins, graph.outs)):
+            if has_no_gaps(old.meta["val"]) and new not in in_inputs and self._output not in _readers(old):
+                with gm.graph.inserting_after(placeholders[-1]):
+                    memory = gm.graph.call_function(beneath, (old,), name=f"{old.name}_memory")
+                memory.meta, self._at[memory] = dict(old.meta), self._at[placeholders[-1]]
+                self._writes[old] = self._writes[memory] = _Write(old, memory, new, at)
+
+    def overwrite(self, node: Node) -> None:
+        """Let an operator overwrite its arguments, if nothing reads these afterwards."""
+        twin = in_place_twin(node.target) if isinstance(node.target, OpOverload) else None
+        made = dict(_made(node, ()))
+        overwritten = [] if twin is None else list(_overwritten(node, twin, made))
+        if twin is None or not all(self._is_free(node, old, new) for old, new in overwritten):
+            return
+        for old, new in overwritten:
+            write = self._writes.get(old)
+            memory = old if write is None else write.memory
+            node.replace_input_with(old, memory)
+            if new is not None:
+                new.replace_all_uses_with(memory)
+            if write is not None and new is write.new:
+                self._is_done(write)
+        node.target = twin
+        for part in reversed([part for part in made.values() if part is not node]):
+            part.graph.erase_node(part)
+
+    def _is_free(self, node: Node, old: Node, new: Node | None) -> bool:
+        """Whether `node` may store its result `new` where `old` lies."""
+        write, names = self._writes.get(old), _names(old)
+        others = {each for each in node.all_input_nodes if each in names} - {old}
+        if (
+            others
+            or _times(old, node) > 1
+            or any(self._at[reader] > self._at[node] for reader in _readers(old))
+        ):
+            return False
+        if new is None:
+            return write is None and _allocates(old)
+        if not _lie_alike(old, new) or not has_no_gaps(old.meta["val"]):
+            return False
+        if write is None:
+            return _allocates(old) and self._output not in _readers(new)
+        return self._output not in _readers(new) or new is write.new and self._is_result_once(new)
+
+    def _is_result_once(self, new: Node) -> bool:
+        return self._results().count(new) == 1 and not any(
+            self._output in name.users for name in _names(new) if name is not new
+        )
+
+    def copy_early(self) -> None:
+        """Copy what is not in its place yet, as soon as nobody reads what is there."""
+        for write in dict.fromkeys(self._writes.values()):
+            new = self._results()[write.result]
+            behind = max([new, *_readers(write.memory), *_readers(write.input)], key=self._at.__getitem__)
+            with new.graph.inserting_after(behind):
+                copy = new.graph.call_function(_COPY, (write.memory, new))
+            copy.meta, self._at[copy] = dict(new.meta), self._at[behind] + 0.5
+            self._is_done(write)
+            if _lie_alike(write.input, new):
+                for user in list(new.users):
+                    if user is not self._output and self._at[user] > self._at[copy]:
+                        user.replace_input_with(new, write.memory)
+
+    def _results(self) -> list[Any]:
+        return list(self._output.args[0])  # type: ignore[arg-type]
+
+    def _is_done(self, write: _Write) -> None:
+        """Let the graph return the input, which says that it was written; nothing overwrites it any more."""
+        del self._writes[write.input], self._writes[write.memory]
+        results = self._results()
+        results[write.result] = write.input
+        self._output.args = (tuple(results),)
+
+
+def _names(node: Node) -> dict[Node, None]:
+    """`node`, and what may share its memory because it was made of it."""
+    names = {node: None}
+    pending = [node]
+    while pending:
+        more = [user for user in pending.pop().users if may_share(user) and user not in names]
+        names.update(dict.fromkeys(more))
+        pending += more
+    return names
+
+
+def _readers(node: Node) -> Iterator[Node]:
+    """Who reads the memory of `node`."""
+    return (user for name in _names(node) for user in name.users)
+
+
+def _allocates(node: Node) -> bool:
+    """Whether `node` is a tensor that an operator made, and nothing else lies in its memory."""
+    if node.target is operator.getitem:
+        return _allocates(node.all_input_nodes[0])
+    return isinstance(node.target, OpOverload) and not may_share(node)
+
+
+def _made(node: Node, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Node]]:
+    """What an operator makes, and what is taken out of it, by where it lies there."""
+    yield path, node
+    for user in list(node.users):
+        if user.target is operator.getitem:
+            yield from _made(user, (*path, user.args[1]))  # type: ignore[misc]
+
+
+def _overwritten(
+    node: Node, twin: OpOverload, made: Mapping[tuple[int, ...], Node]
+) -> Iterator[tuple[Node, Node | None]]:
+    """The tensors that `twin` would overwrite, with what `node` makes in their places, if that is used."""
+    written = written_arguments(twin)
+    for at, (position, name) in enumerate(written):
+        if name == "grads" and all(node.kwargs.get(scale) is None for scale in _SCALES):
+            continue  # only those that are scaled are written
+        path = () if len(written) == 1 else (at,)
+        argument: Any = node.args[position]
+        for place, old in [(path, argument)] if isinstance(argument, Node) else _items(path, argument):
+            yield old, made.get(place)
+
+
+def _items(path: tuple[int, ...], items: Sequence[Node]) -> Iterator[tuple[tuple[int, ...], Node]]:
+    return (((*path, at), item) for at, item in enumerate(items))
+
+
+def _drop_copies(gm: GraphModule) -> None:
+    """Let what is written be what an operator made, where nothing else is done with that but to copy it."""
+    for copy in gm.graph.find_nodes(op="call_function", target=_COPY_OF):
+        source = copy.args[1]
+        if isinstance(source, Node) and len(source.users) == 1 and _allocates(source):
+            if _lie_alike(copy, source):
+                copy.replace_all_uses_with(source)
+                gm.graph.erase_node(copy)
+
+
+def _times(old: Node, node: Node) -> int:
+    """How often `node` is given `old`."""
+    given: list[Node] = []
+    map_arg((node.args, node.kwargs), given.append)
+    return given.count(old)
+
+
+def _lie_alike(old: Node, new: Node) -> bool:
+    one, other = old.meta["val"], new.meta["val"]
+    is_of_one_kind = one.dtype is other.dtype and one.device == other.device
+    return (
+        is_of_one_kind and surely_equal(one.shape, other.shape) and surely_equal(one.stride(), other.stride())
+    )
