@@ -83,7 +83,7 @@ def _attend(query: Any, key: Any, value: Any, dropout: float, scale: float | Non
     """
     if dropout:
         raise UnsupportedProgram(
-            f"attention of jagged tensors drops weights (dropout_p={dropout}) where PyTorch has no kernel for it",
+            f"attention of jagged tensors drops weights (dropout_p={dropout}): PyTorch has no kernel",
             stage="joint",
             fix="leave `dropout_p` at 0.0, or drop what attention returns (`F.dropout`)",
         )

@@ -54,7 +54,7 @@ def jagged_traced(attend: Attend) -> Generator[None]:
         replaced_here(nested_tensor, "_nt_view_dummy", lambda original: _unmet_dummy()),
         replaced_here(NestedTensor, "_get_max_seqlen", partial(_length, "max")),
         replaced_here(NestedTensor, "_get_min_seqlen", partial(_length, "min")),
-        replaced_here(ops, "jagged_scaled_dot_product_attention", partial(_attention, attend)),
+        replaced_here(ops, "jagged_scaled_dot_product_attention", partial(_jagged_attention, attend)),
     ):
         yield
 
@@ -74,7 +74,7 @@ def _ragged_size(original: Any, mode: FakeTensorMode, *, nt_tensor_id: int | Non
     return sizes[number]
 
 
-def _attention(
+def _jagged_attention(
     attend: Attend,
     original: Any,
     query: Any,

@@ -15,7 +15,7 @@ from tests.house.tree import ROOT, parse, python_files
 CORE = ("capture", "aliasing", "convention", "trace", "partition", "runtime")
 """The rooms that do the job of PyTorch's AOTAutograd, with the modules at the top of the package."""
 
-PYTORCHS = ("aot_function", "aot_module_simplified", "_cross_entropy")
+PYTORCHS = ("aot_function", "aot_module_simplified", "_cross_entropy", "_jagged_attention")
 """Functions that take the place of PyTorch's, and so have its parameters."""
 
 LONG_FUNCTION, LONG_FILE = 60, 400
