@@ -29,6 +29,7 @@ from aotdist.codegen.inductor_rewrites import (
     tell_strides,
 )
 from aotdist.codegen.kernel_batch import KernelBatches
+from aotdist.codegen.negated_inputs import materialise_inputs, materialising
 from aotdist.codegen.onednn_products import products_by_onednn
 from aotdist.codegen.portable import portable_of
 from aotdist.codegen.provenance import restore_provenance
@@ -104,7 +105,11 @@ class InductorBackend:
         """
         values = [node.meta.get("val") for node in graph.placeholders()]
         fakes = [value for value in values if isinstance(value, FakeTensor)]
-        if not fakes or any(_is_meta(node.meta.get("val")) for node in graph.gm.graph.nodes):
+        if (
+            not graph.outs
+            or not fakes
+            or any(_is_meta(node.meta.get("val")) for node in graph.gm.graph.nodes)
+        ):
             return graph  # the rewrites leave nodes without a size where no device computes (torch 2.13)
         _require_triton(fakes)
         gm = copied(graph)
@@ -147,6 +152,7 @@ class InductorBackend:
         gm.graph.output_node().meta["user_visible_output_idxs"] = visible
         if emission.kind == "inference":
             write_back(gm, graph)
+        negated = materialise_inputs(gm)
         _refuse_what_goes_wrong(gm)
         batches = KernelBatches()
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
@@ -176,6 +182,8 @@ class InductorBackend:
         strides = tuple(context.output_strides) if context.output_strides else None
         source = inductor_source(compiled) or print_graph(graph).source
         call = inductor_entry(compiled)
+        if negated:
+            return Emitted(materialising(call, negated), source, strides, batches.finish)
         return Emitted(
             call, source, strides, batches.finish, portable=lambda: portable_of(call, source, strides)
         )

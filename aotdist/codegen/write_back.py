@@ -21,8 +21,8 @@ _COPY = torch.ops.aten.copy_.default
 def write_back(gm: GraphModule, graph: Graph) -> None:
     """Copy the results of role `write` into the arguments that they are new values of, and return these.
 
-    An argument with gaps, or with an element twice, is left alone; so is one of complex numbers, for which
-    Inductor has no kernels: its `copy_` would be one more write to autograd.
+    An argument with gaps, or with an element twice, is left alone. So is one whose numbers lie negated or
+    complex: Inductor has no kernels for these, and its `copy_` would be one more write to autograd.
 
     Args:
         gm: a private copy of the graph's module.
@@ -31,7 +31,7 @@ def write_back(gm: GraphModule, graph: Graph) -> None:
     output = gm.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     for at, argument, new in new_values(gm, graph.ins, graph.outs):
-        if has_no_gaps(argument.meta["val"]) and not new.meta["val"].is_complex():
+        if has_no_gaps(old := argument.meta["val"]) and not old.is_neg() and not new.meta["val"].is_complex():
             copy_back(gm, argument, new)
             results[at] = argument
     output.args = (tuple(results),)

@@ -401,7 +401,8 @@ def _differs(printer: Printer, name: str, tangent: Tangent) -> str:
     recipe = tangent.recipe
     if not isinstance(recipe, Plain) or not tangent.is_any_plain():
         return f"{name} is None"
-    is_lazy = [f"{name}.is_neg()", *([f"{name}.is_conj()"] if recipe.dtype.is_complex else [])]
+    bits = ("is_neg", "_is_zerotensor", *(["is_conj"] if recipe.dtype.is_complex else []))
+    is_lazy = [f"{name}.{bit}()" for bit in bits]
     return " or ".join([f"type({name}) is not {printer.bind('Tensor', torch.Tensor)}", *is_lazy])
 
 

@@ -143,12 +143,14 @@ def _describe(recipe: Recipe) -> str:
 
 
 def _materialised(plain: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
-    """`plain` with these strides, if any are asked for, and no conjugation or negation left to be done."""
+    """`plain` with these strides, if any are asked for, and its numbers in memory as they are."""
     if stride is not None and plain.stride() != stride:
         if not is_wrapper(plain):
             out = torch.empty_strided(plain.size(), stride, dtype=plain.dtype, device=plain.device)
             return out.copy_(plain)
         return restrided(plain, stride)
+    if plain._is_zerotensor():
+        return plain.clone()
     return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
 
 

@@ -512,3 +512,30 @@ def test_a_kernel_that_does_not_build(needs_grad: bool, monkeypatch: pytest.Monk
         found = [compiled(x), *([gradient(compiled)] if needs_grad else [])]
     assert len(told) == 1
     assert_close(found, [waves(x), *([gradient(waves)] if needs_grad else [])])
+
+
+def _negated() -> torch.Tensor:
+    """The imaginary parts of conjugated numbers: they lie in memory as they were, with gaps."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randn(4, dtype=torch.complex64, generator=generator).conj().imag
+
+
+def test_numbers_that_lie_negated() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2 + 1
+        x.mul_(3)
+        return y
+
+    expected, given = _negated(), _negated()
+    result = aotdist.compile(fn, backend="inductor")(given)
+    torch.testing.assert_close(result, fn(expected))
+    torch.testing.assert_close(given, expected)
+    assert given.is_neg()
+
+
+def test_a_gradient_that_is_zeros_without_memory_arrives() -> None:
+    layer = torch.nn.Linear(3, 3)
+    x = torch.ones(2, 3, requires_grad=True)
+    torch.sgn(aotdist.compile(layer, backend="inductor")(x)).sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.zeros(2, 3))
+    assert layer.bias.grad is not None and torch.equal(layer.bias.grad, torch.zeros(3))

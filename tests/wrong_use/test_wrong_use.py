@@ -107,6 +107,14 @@ def test_disjoint_views_of_one_buffer_are_fine() -> None:
     assert torch.equal(base, expected)
 
 
+def test_zeros_without_memory_are_refused() -> None:
+    x = torch.ones(3, requires_grad=True)
+    (zeros,) = torch.autograd.grad(torch.sgn(x).sum(), x)
+    with pytest.raises(UnsupportedProgram, match=r"`args\[0\]` is zeros without memory"):
+        compiled(torch.cos)(zeros)
+    assert torch.equal(compiled(torch.cos)(zeros.clone()), torch.ones(3))
+
+
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
 def test_sparse_inputs_are_refused_and_the_fix_computes_the_same(layout: torch.layout) -> None:

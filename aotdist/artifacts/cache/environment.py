@@ -95,11 +95,18 @@ def _is_of_torch(function: Callable[..., Any] | functools.partial[Any]) -> bool:
 
 def _our_code() -> str:
     """A hash of our own source: while aotdist is worked on, its version stays the same."""
-    root = Path(__file__).resolve().parent.parent
     digest = hashlib.sha256()
-    for path in sorted(_python_files(root)):
-        digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
+    for path in own_files():
+        digest.update(f"{path.relative_to(_PACKAGE)}\n".encode() + path.read_bytes())
     return digest.hexdigest()
+
+
+_PACKAGE = Path(__file__).resolve().parents[2]
+
+
+def own_files() -> list[Path]:
+    """The files of the package `aotdist`, all rooms."""
+    return sorted(_python_files(_PACKAGE))
 
 
 def _python_files(folder: Path) -> Iterator[Path]:

@@ -11,7 +11,7 @@ import torch
 import aotdist
 from aotdist import api
 from aotdist.artifacts.cache.backend import CachingBackend, caching
-from aotdist.artifacts.cache.environment import process, refuse_foreign_lowerings
+from aotdist.artifacts.cache.environment import own_files, process, refuse_foreign_lowerings
 from aotdist.artifacts.cache.folder import Entry
 from aotdist.artifacts.cache.key import WrittenGraph
 from aotdist.codegen.backend import resolve
@@ -286,3 +286,9 @@ def test_a_deeper_model_takes_what_a_shallow_one_left(world2: World, tmp_path: P
     assert deep == (0, 0) and sorted(shallow) == [0, 5]
     for report in reports:
         assert "compiled once for equal layers: forward 1 for 5 calls, backward 4 for 9 calls" in report
+
+
+def test_an_entry_is_of_the_code_that_wrote_it() -> None:
+    """All of our code: what is emitted is decided in other rooms than the cache's."""
+    files = {path.name for path in own_files()}
+    assert {"inductor.py", "regions.py", "trace.py", "protocol.py", "environment.py"} <= files
