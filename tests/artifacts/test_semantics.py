@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aotdist import compiled
+from aotdist import compiling
 from aotdist.artifacts.record import read, written
 from aotdist.capture.captured import UserCall
 from aotdist.codegen.contract import Backend
@@ -24,7 +24,7 @@ from tests.semantics.test_writes import *  # noqa: F403
 
 @pytest.fixture(autouse=True)
 def through_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "compile_call", _compile_call)
+    monkeypatch.setattr(compiling, "compile_call", _compile_call)
 
 
 def _compile_call(call: UserCall, backend: Backend, settings: Settings, **_: Any) -> Artifact:

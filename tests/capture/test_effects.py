@@ -25,7 +25,7 @@ from aotdist.capture.effects import (
     Tree,
     any_of,
 )
-from aotdist.capture.environment import Reached
+from aotdist.capture.environment import Assignable, Reached
 from aotdist.capture.source import ABSENT, Source
 from aotdist.errors import UnsupportedProgram
 
@@ -67,12 +67,12 @@ def watch(held: dict[str, Any]) -> Assignments:
     root = Source("held", held)
     containers = [(root, held), *((root.item(name), held[name]) for name in ("log", "options"))]
     containers.append((root.item("options").item("b"), held["options"]["b"]))
-    wholes = ((root.item("seen"), held["seen"]), (root.item("recent"), held["recent"]))
-    names = ("modules", "tensors", "constants", "identities", "again", "assigned", "generators", "clocks")
-    empty: dict[str, Any] = dict.fromkeys((*names, "python_generators", "caches"), ())
-    owners = ((root.item("holder"), held["holder"]),)
-    found = Reached(owners=owners, containers=tuple(containers), wholes=wholes, names=None, **empty)
-    return Assignments({}, found, ())
+    assignable = Assignable(
+        owners=[(root.item("holder"), held["holder"])],
+        containers=containers,
+        wholes=[(root.item("seen"), held["seen"]), (root.item("recent"), held["recent"])],
+    )
+    return Assignments({}, Reached(assignable=assignable), ())
 
 
 def moved(place: Source, held: dict[str, Any]) -> Source:

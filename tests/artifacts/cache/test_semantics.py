@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import pytest
 
-from aotdist import compiled
+from aotdist import compiling
 from aotdist.artifacts.cache.backend import CachingBackend
 from aotdist.capture.captured import UserCall
 from aotdist.codegen.contract import Backend, Decompositions, Emission, Emitted
@@ -59,4 +59,4 @@ def through_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         assert warm.source == cold.source
         return warm
 
-    monkeypatch.setattr(compiled, "compile_call", twice)
+    monkeypatch.setattr(compiling, "compile_call", twice)
