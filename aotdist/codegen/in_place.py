@@ -87,9 +87,11 @@ class _InPlace:
     def overwrite(self, node: Node) -> None:
         """Let an operator overwrite its arguments, if nothing reads these afterwards."""
         twin = in_place_twin(node.target) if isinstance(node.target, OpOverload) else None
+        if twin is None or not _takes_tensors(node, twin):
+            return
         made = dict(_made(node, ()))
-        overwritten = [] if twin is None else list(_overwritten(node, twin, made))
-        if twin is None or not all(self._is_free(node, old, new) for old, new in overwritten):
+        overwritten = list(_overwritten(node, twin, made))
+        if not all(self._is_free(node, old, new) for old, new in overwritten):
             return
         for old, new in overwritten:
             write = self._writes.get(old)
@@ -180,6 +182,12 @@ def _made(node: Node, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], 
     for user in list(node.users):
         if user.target is operator.getitem:
             yield from _made(user, (*path, user.args[1]))  # type: ignore[misc]
+
+
+def _takes_tensors(node: Node, twin: OpOverload) -> bool:
+    """Whether `node` is given tensors for what `twin` overwrites: rewrites leave numbers (`1 - x`)."""
+    given = [node.args[position : position + 1] for position, _ in written_arguments(twin)]
+    return all(each and isinstance(each[0], Node | list | tuple) for each in given)
 
 
 def _overwritten(

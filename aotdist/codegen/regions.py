@@ -115,8 +115,9 @@ def parts_of(graph: Graph, emission: Emission) -> list[Node | RegionCall]:
     """A graph in the order in which it runs, with its regions; nothing for one that cannot be cut."""
     placeholders, symbols = graph.placeholders(), _symbols(graph)
     writes = _writes(graph) if emission.kind == "inference" else {}
+    at = {node: position for position, node in enumerate(graph.gm.graph.nodes)}
     parts = [
-        replace(part, ins=_with_symbols(part, symbols), writes=_stored(part, writes))
+        replace(part, ins=_with_symbols(part, symbols), writes=_stored(part, writes, at))
         if isinstance(part, Segment)
         else part
         for part in _cut_up(graph)
@@ -159,24 +160,30 @@ def _numbers(value: torch.Tensor) -> Iterator[torch.SymInt]:
     yield from (number for number in numbers if isinstance(number, torch.SymInt))
 
 
-def _writes(graph: Graph) -> dict[Node, Node]:
-    """New values of arguments, with these, that may be stored at once: nobody reads the old ones later."""
-    at = {node: position for position, node in enumerate(graph.gm.graph.nodes)}
+def _writes(graph: Graph) -> dict[Node, tuple[Node, int]]:
+    """New values of arguments, with these and with the position of the last node that reads the old ones."""
     read_until = dict[Node, int]()
-    for reader in list(graph.gm.graph.nodes)[:-1]:
-        read_until.update((storage_root(node), at[reader]) for node in reader.all_input_nodes)
-    return {
-        new: argument
-        for _, argument, new in new_values(graph.gm, graph.ins, graph.outs)
-        if new.op == "call_function" and read_until.get(argument, 0) <= at[new]
-    }
+    for position, reader in enumerate(list(graph.gm.graph.nodes)[:-1]):
+        read_until.update((storage_root(node), position) for node in reader.all_input_nodes)
+    values = new_values(graph.gm, graph.ins, graph.outs)
+    return {new: (argument, read_until.get(argument, 0)) for _, argument, new in values}
 
 
-def _stored(segment: Segment, writes: Mapping[Node, Node]) -> dict[Node, Node]:
-    """Of these, the ones that a region computes and that share memory with no other argument of it."""
+def _stored(
+    segment: Segment, writes: Mapping[Node, tuple[Node, int]], at: Mapping[Node, int]
+) -> dict[Node, Node]:
+    """The new values that a region may store: nobody reads the old ones behind it, or by another name."""
     memory = Counter(map(_storage, segment.ins))
-    stored = {new: writes[new] for new in segment.outs if new in writes and writes[new] in segment.ins}
-    return {new: argument for new, argument in stored.items() if memory[_storage(argument)] == 1}
+    stored = dict[Node, Node]()
+    for new in segment.outs:
+        argument, read_until = writes.get(new, (None, 0))
+        if (
+            argument in segment.ins
+            and read_until <= at[segment.nodes[-1]]
+            and memory[_storage(argument)] == 1
+        ):
+            stored[new] = argument
+    return stored
 
 
 def _storage(node: Node) -> int | None:

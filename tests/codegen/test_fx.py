@@ -283,3 +283,13 @@ def test_work_of_printing_grows_with_the_nodes_and_no_faster():
 
 def emission_without_values() -> Any:
     return emission(captured(lambda x: [x + 1], [torch.ones(2)]))
+
+
+def test_what_rewrites_left_as_a_number_is_not_overwritten() -> None:
+    graph = captured(lambda x: [x - x], [torch.randn(4)])
+    graph = Graph(graph.gm, graph.ins, (Slot("write", "args[0]"),))
+    (node,) = calls(graph)
+    node.args = (1, node.args[1])
+    x = torch.tensor([1.0, 2.0, 3.0, 4.0])
+    (result,) = FxBackend().emit(graph, emission(graph)).call([x])
+    assert result is x and x.tolist() == [0.0, -1.0, -2.0, -3.0]

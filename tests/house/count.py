@@ -40,9 +40,9 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (57_900, 42_000),
-    "lines of its core": (32_700, 23_500),
-    "classes of its core": (305, 200),
+    "lines of aotdist/": (57_773, 42_000),
+    "lines of its core": (32_676, 23_500),
+    "classes of its core": (302, 200),
     "files of aotdist/": (305, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),
