@@ -71,6 +71,9 @@ OF_OWN_LEAVES = (
 )
 """What it may be refused for besides, if it makes leaves of its own: a WithScale is one."""
 
+OF_NUMBERS = ("Inductor does not compile",)
+"""What it may be refused for besides, if it reads a number off a tensor and Inductor is to compile it."""
+
 OTHER_NUMBERS = "numbers that depend on data are not as the program was compiled for"
 """What a call may raise instead."""
 
@@ -106,6 +109,8 @@ def compare(program: Program, around: Around = nullcontext, *, mixes: bool = Fal
         reasons = (*reasons, *WATCHED) if program.other_kinds or mixes else reasons
         makes_leaves = any("WithScale(" in line for line in program.statements)
         reasons = (*reasons, *OF_OWN_LEAVES) if makes_leaves else reasons
+        reads_numbers = options.get("backend") == "inductor" and ".item()" in "".join(program.statements)
+        reasons = (*reasons, *OF_NUMBERS) if reads_numbers else reasons
         known = any(reason in refusal.what for reason in reasons)
         assert known, _explained(program, around, refusal, options)
     except Exception as error:
