@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.fsdp_unshard import (
     EnterUnit,
     GatherAgain,
@@ -174,6 +175,7 @@ class Capture:
         self._units: tuple[UnitHooks, ...] = ()
         self._forward_root: UnitHooks | None = None
         self._taken: set[tuple[ShardedParam, str]] = set()
+        self._accumulates: dict[ShardedParam, bool] = {}
         self.is_open = False
 
     def enter(self, unit: UnitHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -195,6 +197,16 @@ class Capture:
         self._forward_root = None
         return self._reach_accumulated(output)
 
+    def check_switch(self, param: ShardedParam) -> None:
+        """See `Reductions`: accumulators are made, and found, before a call that begins so."""
+        if param.accumulates != self._accumulates[param]:
+            raise UnsupportedProgram(
+                f"`set_requires_gradient_sync` is called for the FSDP unit `{param.unit}` in the program",
+                stage="joint",
+                fix="leave that out, and each backward in the program reduces; or call it before the program "
+                "runs, and compile the model alone",
+            )
+
     def take_accumulated(self, param: ShardedParam) -> torch.Tensor | None:
         """See `Reductions`."""
         return param.accumulated if self._is_first(param, "accumulated") else None
@@ -202,6 +214,12 @@ class Capture:
     def take_partial(self, param: ShardedParam) -> torch.Tensor | None:
         """See `Reductions`."""
         return param.partial if self._is_first(param, "partial") else None
+
+    def _switch_back(self, failure: type[BaseException] | None, *_: Any) -> None:
+        """Let units reduce again that did, where the capture failed."""
+        if failure is not None:
+            for param, accumulates in self._accumulates.items():
+                param.group.reduce_grads = not accumulates
 
     def _is_first(self, param: ShardedParam, what: str) -> bool:
         taken = (param, what) in self._taken
@@ -212,7 +230,9 @@ class Capture:
     def hooked(self, units: Iterable[tuple[Any, tuple[ShardedParam, ...]]]) -> Generator[None]:
         """Replace the hooks of these states; put them back at the end, and the sharded parameters too."""
         self._units = tuple(UnitHooks(state, params, self) for state, params in units)
+        self._accumulates = {param: param.accumulates for unit in self._units for param in unit.params}
         with ExitStack() as stack:
+            stack.push(self._switch_back)
             stack.enter_context(_methods_replaced({unit.state: unit for unit in self._units}))
             for unit in self._units:
                 stack.enter_context(_hooks_replaced(unit))

@@ -141,6 +141,10 @@ class Reductions(Protocol):
 
     annotate: Annotate
 
+    def check_switch(self, param: ShardedParam) -> None:
+        """Refuse a program that switches `set_requires_gradient_sync` itself."""
+        ...
+
     def take_accumulated(self, param: ShardedParam) -> torch.Tensor | None:
         """The accumulated gradient of `param`, if any; handed out once."""
         ...
@@ -242,6 +246,7 @@ def _remember(ctx: Any, param: ShardedParam, capture: Reductions) -> None:
 
 
 def _sharded_grad(grad: torch.Tensor | None, param: ShardedParam, capture: Reductions) -> torch.Tensor | None:
+    capture.check_switch(param)
     if param.accumulates:
         _accumulate(grad, param)
         return None

@@ -9,10 +9,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.optim import lr_scheduler, swa_utils
 
 import aotdist
+from tests.semantics.meshes import mesh as mesh
 
 
 class Loop:
@@ -195,3 +198,24 @@ def test_step_that_chooses_by_a_hyperparameter_is_compiled_once_for_all_calls() 
         loop.optimizer.param_groups[0]["weight_decay"] = decay
         step()
     assert len(step.graphs) == 2
+
+
+def test_fsdp_is_told_inside_not_to_reduce(mesh: DeviceMesh) -> None:
+    torch.manual_seed(0)
+    model: Any = fully_shard(nn.Linear(4, 3), mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @aotdist.compile(backend="fx")
+    def step(batches: list[torch.Tensor]) -> None:
+        for number, batch in enumerate(batches):
+            model.set_requires_gradient_sync(number == len(batches) - 1)
+            model(batch).square().mean().backward()
+        optimizer.step()
+
+    before = model.weight.detach().clone()
+    for _ in range(2):
+        with pytest.raises(aotdist.UnsupportedProgram, match="`set_requires_gradient_sync` is called"):
+            step([torch.ones(2, 4), torch.ones(2, 4)])
+    assert model.weight.grad is None and torch.equal(model.weight.detach(), before)
+    model(torch.ones(2, 4)).sum().backward()
+    assert model.weight.grad is not None
