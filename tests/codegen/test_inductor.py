@@ -539,3 +539,25 @@ def test_a_gradient_that_is_zeros_without_memory_arrives() -> None:
     torch.sgn(aotdist.compile(layer, backend="inductor")(x)).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, torch.zeros(2, 3))
     assert layer.bias.grad is not None and torch.equal(layer.bias.grad, torch.zeros(3))
+
+
+def test_what_inductor_makes_of_operators_is_differentiated_and_checked_as_that() -> None:
+    """Pins what docs/differences.md says of gradients of gradients, and of sizes that eager refuses."""
+
+    def of_first_bias(backend: str) -> torch.Tensor | None:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.LeakyReLU(), torch.nn.Linear(3, 1))
+        x = torch.randn(2, 4, requires_grad=True)
+        (grad,) = torch.autograd.grad(aotdist.compile(model, backend=backend)(x).sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        return model[0].bias.grad
+
+    eager = of_first_bias("eager")
+    assert eager is not None and not eager.any() and of_first_bias("inductor") is None
+
+    def fn(x: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return torch.index_add(x, 0, torch.arange(3), v)
+
+    with pytest.raises(RuntimeError, match="source tensor shape must match"):
+        fn(torch.zeros(3, 3), torch.ones(3))
+    assert aotdist.compile(fn, backend="inductor")(torch.zeros(3, 3), torch.ones(3)).equal(torch.ones(3, 3))
