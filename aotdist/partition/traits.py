@@ -142,7 +142,7 @@ def view_base(node: Node) -> Node:
 
 def storage_root(node: Node) -> Node:
     """The node that allocated the memory which `node`'s result lives in; waiting allocates none."""
-    while is_view(node) or is_wait(node):
+    while node.all_input_nodes and (is_view(node) or is_wait(node)):
         node = node.all_input_nodes[0]
     return node
 

@@ -80,3 +80,11 @@ def test_small_layers_are_a_part_together() -> None:
 
 def test_a_few_small_layers_are_no_parts() -> None:
     assert len(pieces(stack(*[lambda x, weight: (x @ weight).relu()] * 8), 8)) == 1
+
+
+def test_a_view_of_a_number_has_no_memory() -> None:
+    """Rewrites leave the conjugate of a number, of an inverse Fourier transform."""
+    graph = captured(lambda x: [torch.view_as_real(x.conj() * x)], [torch.randn(4, dtype=torch.complex64)])
+    nodes = calls(graph)
+    nodes[0].args = (1j,)
+    assert str(nodes[0].target) == "aten._conj.default" and where_layers_begin(nodes) == []
