@@ -23,7 +23,6 @@ ONE_OF: Mapping[str, int] = {
     "artifacts/test_semantics.py": 16,
     "capture/test_effects.py": 1,
     "docs/test_pages.py": 1,
-    "joint/test_corrections.py": 3,
     "kernels/test_operators.py": 12,
     "models/test_zoo.py": 1,
     "op_db/test_op_db.py": 42,

@@ -561,3 +561,21 @@ def test_what_inductor_makes_of_operators_is_differentiated_and_checked_as_that(
     with pytest.raises(RuntimeError, match="source tensor shape must match"):
         fn(torch.zeros(3, 3), torch.ones(3))
     assert aotdist.compile(fn, backend="inductor")(torch.zeros(3, 3), torch.ones(3)).equal(torch.ones(3, 3))
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_labels_that_are_missing_are_no_labels(reduction: str) -> None:
+    """Made of other operators by PyTorch, each counts as class 0 (2.13, `torch.compile` too)."""
+
+    def fn(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.multilabel_margin_loss(x, target, reduction=reduction)
+
+    x, target = torch.randn(3, 4), torch.tensor([[0, 1, -1, 2], [3, -1, -1, -1], [-1, 0, 1, 2]])
+    compiled = aotdist.compile(fn, backend="inductor")
+    for rows in (slice(None), 0):
+        ours, eager = (x[rows].clone().requires_grad_() for _ in range(2))
+        result, expected = compiled(ours, target[rows]), fn(eager, target[rows])
+        torch.testing.assert_close(result, expected)
+        result.sum().backward()
+        expected.sum().backward()
+        torch.testing.assert_close(ours.grad, eager.grad)

@@ -120,11 +120,27 @@ def _as_cudnn(*args: Any) -> tuple[Tensor, ...]:
     return out, mean, deviation, out.new_empty((0,), dtype=torch.uint8), *new
 
 
+def _multilabel_margin_loss(x: Tensor, target: Tensor, reduction: int) -> tuple[Tensor, Tensor]:
+    """The loss, and which classes are labels; PyTorch's own takes class 0 for each that is missing."""
+    rows, labels = torch.atleast_2d(x), torch.atleast_2d(target)
+    classes = torch.arange(rows.shape[1], device=x.device)
+    is_label = classes < torch.where(labels < 0, classes, rows.shape[1]).amin(-1, keepdim=True)
+    chosen = torch.where(is_label, labels, 0)
+    is_target = ((classes[:, None] == chosen[:, None]) & is_label[:, None]).any(-1)
+    margins = (1 - rows.gather(1, chosen)[:, :, None] + rows[:, None]).clamp_min(0)
+    counts = is_label[:, :, None] & ~is_target[:, None]
+    losses = torch.where(counts, margins, 0).sum((1, 2)) / rows.shape[1]
+    if reduction != 0:
+        losses = losses.mean() if reduction == 1 else losses.sum()
+    return losses.reshape(target.shape[:-1] if reduction == 0 else ()), is_target.to(x.dtype).reshape(x.shape)
+
+
 MADE_OF: Mapping[OpOverload, Callable[..., Any]] = {
+    _ATEN.multilabel_margin_loss_forward.default: _multilabel_margin_loss,
     _TWIN_OF_NORM[_ATEN.cudnn_batch_norm.default]: _as_cudnn,
     _TWIN_OF_NORM[_ATEN.miopen_batch_norm.default]: _BROKEN_UP,
 }
-"""What compilers make of a batch norm; its backward is in PyTorch's own table."""
+"""What compilers make of batch norms, whose backward is in PyTorch's table, and of what is wrong there."""
 
 
 def is_list_write(func: Any) -> bool:
