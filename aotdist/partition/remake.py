@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from aotdist.partition.builder import GraphBuilder
+from aotdist.partition.builder import private_copy
 from aotdist.partition.halves import Halves, must_recompute_of, must_save_of
 from aotdist.partition.min_cut import min_cut_saved
 from aotdist.partition.traits import is_effectful, is_getitem, is_wait, phase_of
@@ -22,7 +22,7 @@ def remade(graph: Graph) -> Graph:
     """`graph` with cheap operations of its forward made again in its backward; itself if there is none."""
     if not any(phase_of(node) == "backward" for node in graph.gm.graph.nodes):
         return graph
-    graph = _copied(graph)
+    graph = private_copy(graph)
     halves = _halves(graph)
     saved = min_cut_saved(halves)
     needed = graph.ancestors(halves.backward, stop=saved) - halves.late - saved
@@ -48,17 +48,6 @@ def _make_again(node: Node, reader: Node, again: set[Node], copies: dict[Node, N
             with made.graph.inserting_before(reader):
                 copies[made] = made.graph.node_copy(made, lambda each: copies.get(each, each))
             copies[made].meta["function"] = reader.meta.get("function", "")
-
-
-def _copied(graph: Graph) -> Graph:
-    builder = GraphBuilder(graph.gm)
-    for node in graph.gm.graph.nodes:
-        if node.op == "placeholder":
-            builder.placeholder(node)
-        elif node.op != "output":
-            builder.copy(node)
-    results = [None if node is None else builder.env[node] for node in graph.results()]
-    return builder.finish(results, graph.ins, graph.outs)
 
 
 def _halves(graph: Graph) -> Halves:

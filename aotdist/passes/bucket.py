@@ -29,10 +29,11 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
+from aotdist.partition.builder import private_copy
 from aotdist.partition.traits import value_bytes
 from aotdist.passes.collectives import arguments, group_name, wait_of
 from aotdist.passes.context import PassContext
-from aotdist.passes.editing import emit, erase_unused, hoist, private_copy, sink
+from aotdist.passes.editing import emit, erase_unused, hoist, sink
 from aotdist.program import Graph
 
 _C10D = torch.ops._c10d_functional

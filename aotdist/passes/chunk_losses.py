@@ -21,9 +21,10 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
+from aotdist.partition.builder import private_copy
 from aotdist.partition.traits import value_bytes
 from aotdist.passes.context import PassContext
-from aotdist.passes.editing import emit, erase_unused, private_copy
+from aotdist.passes.editing import emit, erase_unused
 from aotdist.passes.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from aotdist.passes.linear_losses import SLICE, VIEWS, LinearLoss, LossGradients, linear_losses, slice_of
 from aotdist.program import Graph

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 
 from torch.fx import Node
 
+from aotdist.partition.builder import private_copy
 from aotdist.partition.traits import is_collective, is_effectful, is_random, is_wait, phase_of
 from aotdist.passes.context import PassContext
-from aotdist.passes.editing import private_copy
 from aotdist.program import Graph
 
 

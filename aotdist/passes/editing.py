@@ -1,4 +1,4 @@
-"""Editing a pass's private copy: copy it, move nodes, insert operators with their fake values."""
+"""Editing a pass's private copy: move nodes, insert operators with their fake values."""
 
 from __future__ import annotations
 
@@ -11,23 +11,9 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.traits import is_effectful
-from aotdist.program import Graph
 
 _INHERITED = ("phase", "source", "module", "seq_nr", "unit")
-
-
-def private_copy(graph: Graph) -> Graph:
-    """The same graph in nodes of its own; names and metadata stay."""
-    builder = GraphBuilder(graph.gm)
-    for node in graph.gm.graph.nodes:
-        if node.op == "placeholder":
-            builder.placeholder(node)
-        elif node.op != "output":
-            builder.copy(node)
-    results = [None if n is None else builder.env[n] for n in graph.results()]
-    return builder.finish(results, graph.ins, graph.outs)
 
 
 def walk(first: Node, last: Node) -> Iterator[Node]:

@@ -21,11 +21,12 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from aotdist.partition.builder import private_copy
 from aotdist.partition.traits import is_copy_back, is_wait
 from aotdist.passes.bucket import GATHER, REDUCE, SCATTER
 from aotdist.passes.collectives import wait_of
 from aotdist.passes.context import PassContext
-from aotdist.passes.editing import hoist, private_copy, sink
+from aotdist.passes.editing import hoist, sink
 from aotdist.program import Graph
 
 _ATEN = torch.ops.aten
