@@ -40,8 +40,8 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (57_789, 42_000),
-    "lines of its core": (32_692, 23_500),
+    "lines of aotdist/": (57_779, 42_000),
+    "lines of its core": (32_693, 23_500),
     "classes of its core": (302, 200),
     "files of aotdist/": (305, 235),
     "import floors": (15, 15),
