@@ -5,7 +5,7 @@ It is written anew, without the names and lines of the program that it comes fro
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +43,13 @@ def arguments_of(segment: Segment, gm: GraphModule) -> list[Node]:
 
 def _is_graph(node: Node, gm: GraphModule) -> bool:
     return node.op == "get_attr" and isinstance(attribute_of(gm, node), GraphModule)
+
+
+def tensors_of(node: Node) -> Iterator[torch.Tensor]:
+    """The fake tensors that a node computes."""
+    val = node.meta.get("val")
+    values = val if isinstance(val, tuple | list) else (val,)
+    yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
 _PLACES = frozenset({"source", "module", "function", "unit", "seq_nr", "serial", "policy", "stack_trace"})
@@ -135,7 +142,7 @@ class _Kinds:
             case Node():
                 return "node", self._at[value]
             case torch.Tensor():
-                return tuple(map(self.of, _metadata(value)))
+                return tuple(map(self.of, metadata(value)))
             case dict():
                 return tuple((self.of(key), self.of(item)) for key, item in value.items())
             case torch.SymInt():
@@ -148,7 +155,8 @@ class _Kinds:
                 return type(value), repr(value) if isinstance(value, float) else value
 
 
-def _metadata(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+def metadata(tensor: torch.Tensor) -> tuple[Hashable, ...]:
+    """What compiled code knows of a tensor that a graph computes."""
     layout = (*tensor.shape, *tensor.stride(), tensor.dtype, tensor.device)
     return (*layout, tensor.requires_grad, tensor.is_conj(), tensor.is_neg(), tensor.is_inference())
 

@@ -24,7 +24,7 @@ from torch.fx import GraphModule, Node
 from aotdist.codegen.contract import Backend, CompiledRegion, Emission, Emitted
 from aotdist.codegen.fx import load_graph, print_graph
 from aotdist.codegen.kernel_batch import kernels_together
-from aotdist.codegen.region_graph import Segment, arguments_of, kind_of, region_graph
+from aotdist.codegen.region_graph import Segment, arguments_of, kind_of, region_graph, tensors_of
 from aotdist.codegen.repeats import where_layers_begin
 from aotdist.codegen.write_back import new_values
 from aotdist.errors import UnsupportedProgram
@@ -114,13 +114,15 @@ def _lies_as_traced(graph: Graph, emitted: Emitted) -> bool:
 def parts_of(graph: Graph, emission: Emission) -> list[Node | RegionCall]:
     """A graph in the order in which it runs, with its regions; nothing for one that cannot be cut."""
     placeholders, symbols = graph.placeholders(), _symbols(graph)
-    writes = _writes(graph) if emission.kind == "inference" else {}
-    at = {node: position for position, node in enumerate(graph.gm.graph.nodes)}
+    cut = _cut_up(graph)
+    order = [node for part in cut for node in (part.nodes if isinstance(part, Segment) else (part,))]
+    at = {node: position for position, node in enumerate(order)}
+    writes = _writes(graph, at) if emission.kind == "inference" else {}
     parts = [
         replace(part, ins=_with_symbols(part, symbols), writes=_stored(part, writes, at))
         if isinstance(part, Segment)
         else part
-        for part in _cut_up(graph)
+        for part in cut
     ]
     if not all(_is_compilable(part, graph.gm) for part in parts if isinstance(part, Segment)):
         return []
@@ -150,7 +152,7 @@ def _symbols(graph: Graph) -> dict[str, Node]:
 
 def _with_symbols(segment: Segment, symbols: Mapping[str, Node]) -> tuple[Node, ...]:
     """What a region reads, and what its sizes are of."""
-    values = (value for node in (*segment.ins, *segment.nodes) for value in _tensors(node))
+    values = (value for node in (*segment.ins, *segment.nodes) for value in tensors_of(node))
     names = {name for value in values for size in _numbers(value) for name in symbols_in(size)}
     return tuple(dict.fromkeys((*segment.ins, *(symbols[name] for name in sorted(names & symbols.keys())))))
 
@@ -160,11 +162,12 @@ def _numbers(value: torch.Tensor) -> Iterator[torch.SymInt]:
     yield from (number for number in numbers if isinstance(number, torch.SymInt))
 
 
-def _writes(graph: Graph) -> dict[Node, tuple[Node, int]]:
-    """New values of arguments, with these and with the position of the last node that reads the old ones."""
+def _writes(graph: Graph, at: Mapping[Node, int]) -> dict[Node, tuple[Node, int]]:
+    """New values of arguments, with these and with where the last node runs that reads the old ones."""
     read_until = dict[Node, int]()
-    for position, reader in enumerate(list(graph.gm.graph.nodes)[:-1]):
-        read_until.update((storage_root(node), position) for node in reader.all_input_nodes)
+    for reader, position in at.items():
+        if reader.op != "output":
+            read_until.update((storage_root(node), position) for node in reader.all_input_nodes)
     values = new_values(graph.gm, graph.ins, graph.outs)
     return {new: (argument, read_until.get(argument, 0)) for _, argument, new in values}
 
@@ -173,17 +176,13 @@ def _stored(
     segment: Segment, writes: Mapping[Node, tuple[Node, int]], at: Mapping[Node, int]
 ) -> dict[Node, Node]:
     """The new values that a region may store: nobody reads the old ones behind it, or by another name."""
-    memory = Counter(map(_storage, segment.ins))
-    stored = dict[Node, Node]()
-    for new in segment.outs:
-        argument, read_until = writes.get(new, (None, 0))
-        if (
-            argument in segment.ins
-            and read_until <= at[segment.nodes[-1]]
-            and memory[_storage(argument)] == 1
-        ):
-            stored[new] = argument
-    return stored
+    memory, ins, last = Counter(map(_storage, segment.ins)), set(segment.ins), at[segment.nodes[-1]]
+    candidates = ((new, *writes[new]) for new in segment.outs if new in writes)
+    return {
+        new: argument
+        for new, argument, read_until in candidates
+        if argument in ins and read_until <= last and memory[_storage(argument)] == 1
+    }
 
 
 def _storage(node: Node) -> int | None:
@@ -262,7 +261,7 @@ def _is_compilable(segment: Segment, gm: GraphModule) -> bool:
     """Whether a region takes tensors and symbols, returns tensors, and has sizes that are made of these."""
     arguments = [node.meta.get("val") for node in arguments_of(segment, gm)]
     given = {expression(value) for value in arguments if isinstance(value, torch.SymInt)}
-    values = [value for node in segment.nodes for value in _tensors(node)]
+    values = [value for node in segment.nodes for value in tensors_of(node)]
     are_known = all(
         value.layout is torch.strided
         and given.issuperset(name for size in _numbers(value) for name in symbols_in(size))
@@ -274,12 +273,6 @@ def _is_compilable(segment: Segment, gm: GraphModule) -> bool:
         and are_taken
         and all(isinstance(node.meta.get("val"), torch.Tensor) for node in segment.outs)
     )
-
-
-def _tensors(node: Node) -> Iterator[torch.Tensor]:
-    val = node.meta.get("val")
-    values = val if isinstance(val, tuple | list) else (val,)
-    yield from (value for value in values if isinstance(value, torch.Tensor))
 
 
 # The whole graph again.

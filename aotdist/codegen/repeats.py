@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 from typing import Any
 
-import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from aotdist.codegen.region_graph import metadata, tensors_of
 from aotdist.partition.recomputable import is_border
 from aotdist.partition.traits import is_view, storage_root, value_bytes
 
@@ -60,24 +60,28 @@ def where_layers_begin(nodes: Sequence[Node]) -> list[int]:
     Args:
         nodes: `call_function` nodes, in the order in which they run.
     """
-    return sorted(set(_cuts([_form(node) for node in nodes], _losses(nodes), _weights(nodes), 0)))
+    forms, losses = [_form(node) for node in nodes], _losses(nodes)
+
+    def cuts(begin: int, end: int) -> Iterator[int]:
+        run = longest_run(forms[begin:end])
+        if run is None:
+            return
+        start, stop = begin + run.start, begin + run.stop
+        layers_in_a_part = -(-SHORTEST // max(_num_computing(nodes[start : start + run.period]), 1))
+        run = Run(start, stop, run.period * layers_in_a_part)
+        if run.num_periods < 2:
+            return
+        first = _best_start(run, losses)
+        last = first + (run.stop - first) // run.period * run.period
+        yield from cuts(begin, first)
+        yield from range(first, last + 1, run.period)
+        yield from cuts(last, end)
+
+    return list(dict.fromkeys(cuts(0, len(nodes))))
 
 
-def _cuts(
-    forms: Sequence[Hashable], losses: Sequence[int], weights: Sequence[int], begin: int
-) -> Iterator[int]:
-    run = longest_run(forms)
-    if run is None:
-        return
-    per_layer = sum(weights[run.start : run.start + run.period])
-    run = Run(run.start, run.stop, run.period * -(-SHORTEST // max(per_layer, 1)))
-    if run.num_periods < 2:
-        return
-    first = _best_start(run, losses)
-    last = first + (run.stop - first) // run.period * run.period
-    yield from range(begin + first, begin + last + 1, run.period)
-    yield from _cuts(forms[:first], losses[:first], weights[:first], begin)
-    yield from _cuts(forms[last:], losses[last:], weights[last:], begin + last)
+def _num_computing(nodes: Sequence[Node]) -> int:
+    return sum(not is_view(node) and node.target is not operator.getitem for node in nodes)
 
 
 def _best_start(run: Run, losses: Sequence[int]) -> int:
@@ -117,18 +121,12 @@ def _longest_of(forms: Sequence[Hashable], period: int) -> Run:
 
 def _form(node: Node) -> Hashable:
     """An operator up to names: what it computes, its numbers, metadata of what it reads and makes."""
-    arguments = map_arg((node.args, node.kwargs), lambda read: _metadata(read.meta.get("val")))  # type: ignore[arg-type]
-    return node.target, repr(arguments), _metadata(node.meta.get("val"))
+    arguments = map_arg((node.args, node.kwargs), _value)  # type: ignore[arg-type]
+    return node.target, repr(arguments), repr(_value(node))
 
 
-def _metadata(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"{value.dtype} {tuple(value.shape)} {value.stride()} {value.device}"
-    return repr(tuple(map(_metadata, value))) if isinstance(value, tuple | list) else repr(value)
-
-
-def _weights(nodes: Sequence[Node]) -> list[int]:
-    return [not is_view(node) and node.target is not operator.getitem for node in nodes]
+def _value(node: Node) -> Any:
+    return tuple(map(metadata, tensors_of(node))) or node.meta.get("val")
 
 
 def _losses(nodes: Sequence[Node]) -> list[int]:
@@ -140,10 +138,10 @@ def _losses(nodes: Sequence[Node]) -> list[int]:
     borders = [0, *accumulate(map(is_border, nodes))]
     changes = [0] * (len(nodes) + 1)
     for reader, position in at.items():
-        for node in {storage_root(read) for read in reader.all_input_nodes} if not is_view(reader) else ():
-            made = at.get(node)
-            if made is not None and borders[made] == borders[position + 1]:
-                size = value_bytes(node)
+        read = set() if is_view(reader) else set(map(storage_root, reader.all_input_nodes))
+        for node in read & at.keys():
+            made, size = at[node], value_bytes(node)
+            if borders[made] == borders[position + 1]:
                 changes[made + 1] += size
                 changes[position + 1] -= size
     return list(accumulate(changes))

@@ -380,3 +380,18 @@ def test_a_whole_step_is_compiled_by_its_layers() -> None:
         torch.testing.assert_close(ours, theirs)
     *_, artifact = aotdist.explain(compiled).artifacts
     assert sum(count > 1 for count in artifact.graphs[-1].regions) == 2  # forward, backward and updates
+
+
+def test_what_is_sent_behind_a_region_is_the_old_value() -> None:
+    """What fills a bucket runs behind the region that it stands in, and may read what that would store."""
+
+    def fn(x: Tensor, weight: Tensor) -> list[Tensor]:
+        bucket = torch.ops.aten.cat.default([weight.view(-1), weight.view(-1)])
+        new = mixed(x, weight)
+        sent = C10D.wait_tensor(C10D.all_reduce(bucket, "sum", "0"))
+        return [sent, new]
+
+    graph = captured(fn, tensors(1))
+    graph = Graph(graph.gm, graph.ins, (graph.outs[0], Slot("write", "args[1]")))
+    calls = [part for part in parts_of(graph, emission(graph)) if isinstance(part, RegionCall)]
+    assert calls and not any(call.segment.writes for call in calls)

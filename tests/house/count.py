@@ -40,7 +40,7 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (57_779, 42_000),
+    "lines of aotdist/": (57_776, 42_000),
     "lines of its core": (32_693, 23_500),
     "classes of its core": (302, 200),
     "files of aotdist/": (305, 235),
