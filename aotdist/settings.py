@@ -41,7 +41,7 @@ _TRACEBACK = "AOTDIST_TRACEBACK"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _OfNoGraph:
+class _RuntimeSettings:
     """The settings that change nothing in a compiled graph; `Settings` says what they mean."""
 
     max_artifacts: int = 64
@@ -55,7 +55,7 @@ class _OfNoGraph:
 
 
 @dataclass(frozen=True, slots=True)
-class Settings(_OfNoGraph):
+class Settings(_RuntimeSettings):
     """How to compile.
 
     Args:
@@ -227,7 +227,7 @@ class Settings(_OfNoGraph):
     def fingerprint(self) -> str:
         """A hash of every setting that a compiled graph may depend on: part of each cache key."""
         fields = dataclasses.asdict(self)
-        for of_none in dataclasses.fields(_OfNoGraph):
+        for of_none in dataclasses.fields(_RuntimeSettings):
             del fields[of_none.name]
         fields["disabled_passes"] = sorted(self.disabled_passes)
         return hashlib.sha256(repr(sorted(fields.items())).encode()).hexdigest()[:16]

@@ -182,11 +182,9 @@ class InductorBackend:
         strides = tuple(context.output_strides) if context.output_strides else None
         source = inductor_source(compiled) or print_graph(graph).source
         call = inductor_entry(compiled)
-        if negated:
-            return Emitted(materialising(call, negated), source, strides, batches.finish)
-        return Emitted(
-            call, source, strides, batches.finish, portable=lambda: portable_of(call, source, strides)
-        )
+        portable = None if negated else lambda: portable_of(call, source, strides)
+        taking = materialising(call, negated) if negated else call
+        return Emitted(taking, source, strides, batches.finish, portable=portable)
 
 
 def _keeps_layouts(gm: torch.fx.GraphModule) -> bool:

@@ -21,14 +21,14 @@ def materialise_inputs(gm: GraphModule) -> list[int]:
     Args:
         gm: a private copy of the graph's module.
     """
-    found = list[int]()
+    positions = list[int]()
     for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
         val = node.meta.get("val")
         if isinstance(val, torch.Tensor) and val.is_neg():
             with no_modes(), val.fake_mode:  # type: ignore[attr-defined]
                 node.meta["val"] = val.resolve_neg()
-            found.append(position)
-    return found
+            positions.append(position)
+    return positions
 
 
 def materialising(call: BoxedCall, positions: Collection[int]) -> BoxedCall:
