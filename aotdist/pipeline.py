@@ -15,7 +15,6 @@ from aotdist.capture.compile_lock import alone
 from aotdist.codegen.contract import Backend
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.emit import EmittedHalves, Emitter
-from aotdist.codegen.graph_copy import copied
 from aotdist.convention.stack import Plans
 from aotdist.job import Job
 from aotdist.partition.builder import collector_paused
@@ -210,7 +209,7 @@ def _joint_passes(graph: Graph, backend: Backend, settings: Settings) -> tuple[G
     """A joint or an inference graph after its passes, with a record of each; nothing in it is left whole."""
     graph, records = run_passes(backend.prepare_joint(graph), "joint", settings)
     if settings.loss_chunk_bytes is not None:
-        graph = Graph(copied(graph), graph.ins, graph.outs)
+        graph = graph.copied()
         decompose(graph.gm, backend.decompositions(), only=WHOLE)
     return graph, records
 

@@ -5,6 +5,7 @@ Everything here is frozen. A stage takes such values and returns new ones; nothi
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NewType, TypeAlias, TypeVar, cast
@@ -12,6 +13,7 @@ from typing import Any, Generic, Literal, NewType, TypeAlias, TypeVar, cast
 import torch
 
 from aotdist.torch_seam.packed_graphs import HeldGraph
+from aotdist.torch_seam.proxies import graph_module
 
 ArgIdx = NewType("ArgIdx", int)
 """Position among the tensors that the user's call brings: arguments, then lifted state."""
@@ -172,6 +174,13 @@ class Graph:
     def gm(self) -> torch.fx.GraphModule:
         """The module; the same for as long as anybody holds it, or its nodes."""
         return self.held.module()
+
+    def copied(self) -> Graph:
+        """The same graph in nodes of its own, for whoever rewires them or changes their `meta`.
+
+        Tensors, fake values and submodules are shared.
+        """
+        return Graph(graph_module(self.gm, copy.deepcopy(self.gm.graph)), self.ins, self.outs)
 
     def pack(self) -> None:
         """Hold `gm` in a twentieth of its memory; it is made anew when it is asked for."""

@@ -11,7 +11,6 @@ import torch
 
 from aotdist.codegen.contract import Decompositions, Emission, Emitted, Fusion
 from aotdist.codegen.fx import FxBackend, print_graph
-from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.marks import with_marks
 from aotdist.codegen.triton import (
     GPUS,
@@ -91,7 +90,7 @@ class Ahead:
             settings: how it was compiled.
             label: a word for the file name that tracebacks show.
         """
-        here = Graph(copied(self.graph), self.graph.ins, self.graph.outs)
+        here = self.graph.copied()
         for node in here.gm.graph.nodes:
             if isinstance(node.target, PackedLaunch):
                 node.target = node.target.on(device)

@@ -14,7 +14,6 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from aotdist.codegen.graph_copy import copied
 from aotdist.program import GRADIENT_ROLES, Graph
 from aotdist.torch_seam.operators import HigherOrderOperator
 
@@ -46,7 +45,7 @@ def takes_any_strides(backward: Graph) -> bool:
 
 def with_reshapes(backward: Graph) -> Graph:
     """`backward` with a `reshape` for each `view` that depends on a tangent."""
-    loose = Graph(copied(backward), backward.ins, backward.outs)
+    loose = backward.copied()
     for node in _with_tangents(loose):
         if node.target in _VIEWS:
             node.target = _ATEN.reshape.default

@@ -15,7 +15,6 @@ from aotdist.codegen.contract import Backend, BoxedCall, Decompositions, Emissio
 from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.generators import name_generators
 from aotdist.codegen.grad_mode import detach_what_is_written, keep_for_backward
-from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.codegen.provenance import write_stack_traces
 from aotdist.codegen.triton import TritonBackend
@@ -131,7 +130,7 @@ class CallableBackend:
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Hand the user's compiler a copy of the graph, which it may change as it likes."""
-        gm = copied(graph)
+        gm = graph.copied().gm
         hand_over(gm)
         examples = [node.meta.get("val") for node in graph.placeholders()]
         compiler = self.compiler_of(emission.kind)

@@ -16,7 +16,6 @@ from aotdist.codegen.contract import Backend, Emission, Emitted, Kind, Strides, 
 from aotdist.codegen.cuda_graphs import with_cuda_graphs
 from aotdist.codegen.fx import FxBackend, warn_of_fx
 from aotdist.codegen.gloo_gathers import gathers_into_buffers
-from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.marks import with_marks
 from aotdist.codegen.numbers import numbers_apart
 from aotdist.codegen.regions import emit_by_regions
@@ -171,7 +170,7 @@ def with_strides(graph: Graph, strides: Mapping[Slot, Strides], fake_mode: FakeT
     }
     if not different:
         return graph
-    changed = Graph(copied(graph), graph.ins, graph.outs)
+    changed = graph.copied()
     for slot, node in changed.named_placeholders().items():
         if slot in different:
             val = node.meta["val"]

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 import torch
 from torch.fx import Node
 
-from aotdist.codegen.graph_copy import copied
 from aotdist.partition.traits import is_wait, view_base
 from aotdist.passes.collectives import group_name
 from aotdist.program import Graph
@@ -32,7 +31,7 @@ def gathers_into_buffers(graph: Graph) -> Graph:
     """`graph` with each gather of gloo's writing into a fresh `empty`; itself when there is none."""
     if not any(_gathers_on_gloo(graph)):
         return graph
-    safe = Graph(copied(graph), graph.ins, graph.outs)
+    safe = graph.copied()
     for gather in list(_gathers_on_gloo(safe)):
         _gather_into_buffer(safe, gather)
     return safe

@@ -17,7 +17,6 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.write_back import has_no_gaps, new_values
 from aotdist.partition.traits import may_share
 from aotdist.program import Graph
@@ -32,7 +31,7 @@ def in_place(graph: Graph) -> Graph:
     """`graph` with its writes in place, and these inputs as results; itself if it writes nothing."""
     if not any(slot.role == "write" for slot in graph.outs):
         return graph
-    gm = copied(graph)
+    gm = graph.copied().gm
     _drop_copies(gm)
     edited = _InPlace(gm, graph)
     for node in list(gm.graph.nodes):

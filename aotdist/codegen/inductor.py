@@ -17,7 +17,6 @@ from aotdist.codegen.cpp_toolchain import check_cpp_toolchain, vector_isa_is_sou
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.fx import FxBackend, print_graph, warn_of_fx
 from aotdist.codegen.grad_mode import has_unknown_sizes, keep_for_backward
-from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.inductor_rewrites import (
     keep_gradients_of_windows,
     keep_scatters,
@@ -112,7 +111,7 @@ class InductorBackend:
         ):
             return graph  # the rewrites leave nodes without a size where no device computes (torch 2.13)
         _require_triton(fakes)
-        gm = copied(graph)
+        gm = graph.copied().gm
         memory = memory_of(Graph(gm, graph.ins, graph.outs))
         try:
             with _failing_by_name(gm, "the joint graph"), _compiling(gm, fakes[0].fake_mode):
@@ -133,7 +132,7 @@ class InductorBackend:
         Raises:
             UnsupportedProgram: Inductor fails.
         """
-        gm = copied(graph)
+        gm = graph.copied().gm
         failing_by_name = functools.partial(
             _failing_by_name, gm, f"the {emission.kind} graph of `{emission.name}`"
         )

@@ -22,7 +22,6 @@ from torch.fx import Node
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.codegen.decompose import inline
 from aotdist.codegen.fx import print_graph
-from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import UnsupportedProgram
 from aotdist.partition.builder import GraphBuilder
@@ -92,7 +91,7 @@ def numbers_apart(graph: Graph, fake_mode: FakeTensorMode) -> Apart | None:
     for node in nodes:
         if _is_early(node, early):
             early.add(node)
-    gm = copied(graph)
+    gm = graph.copied().gm
     copies = dict(zip(graph.gm.graph.nodes, gm.graph.nodes, strict=True))
     wanted = [n for n in nodes if n in early and _is_number(n) and not early.issuperset(n.users)]
     ready = tuple(at for at, n in enumerate(graph.results()) if n in early and n not in graph.placeholders())

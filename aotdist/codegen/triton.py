@@ -21,7 +21,6 @@ from aotdist.codegen.checked_call import CheckedCall, Form
 from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted, Fusion, KernelSummary
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.fx import load_graph, marked_call, print_graph
-from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import BadSettings
 from aotdist.kernels import extremes, foreach, scattering, triton_seam
@@ -241,7 +240,7 @@ def with_kernels(
 
 def _prepared(graph: Graph) -> Graph:
     """A private copy, in operators that have rules."""
-    fresh = Graph(copied(graph), graph.ins, graph.outs)
+    fresh = graph.copied()
     decompose(fresh.gm, {**TritonBackend().decompositions(), **MADE_OF}, only=_OF_PASSES)
     _leave_host_alone(fresh)
     return fresh

@@ -12,7 +12,6 @@ from collections import defaultdict
 import torch
 from torch.fx import Node
 
-from aotdist.codegen.graph_copy import copied
 from aotdist.program import Graph
 
 _SELECT = torch.ops.aten.select.int
@@ -27,7 +26,7 @@ def rejoin_selects(graph: Graph) -> Graph:
     """
     if not _complete_sets(graph):
         return graph
-    rejoined = Graph(copied(graph), graph.ins, graph.outs)
+    rejoined = graph.copied()
     for (source, dim), selects in _complete_sets(rejoined).items():
         _replace(rejoined, source, dim, selects)
     return rejoined

@@ -85,18 +85,6 @@ class GraphBuilder:
         return new
 
 
-def private_copy(graph: Graph) -> Graph:
-    """The same graph in nodes of its own; names and metadata stay."""
-    builder = GraphBuilder(graph.gm)
-    for node in graph.gm.graph.nodes:
-        if node.op == "placeholder":
-            builder.placeholder(node)
-        elif node.op != "output":
-            builder.copy(node)
-    results = [None if n is None else builder.env[n] for n in graph.results()]
-    return builder.finish(results, graph.ins, graph.outs)
-
-
 def returning(graph: Graph, outs: Sequence[Slot]) -> Graph:
     """`graph` with these of its results, and no more than they need but arguments."""
     builder = GraphBuilder(graph.gm)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 from torch.fx import Node
 
-from aotdist.partition.builder import private_copy
 from aotdist.partition.halves import Halves, must_recompute_of, must_save_of
 from aotdist.partition.min_cut import min_cut_saved
 from aotdist.partition.traits import is_effectful, is_getitem, is_wait, phase_of
@@ -22,7 +21,7 @@ def remade(graph: Graph) -> Graph:
     """`graph` with cheap operations of its forward made again in its backward; itself if there is none."""
     if not any(phase_of(node) == "backward" for node in graph.gm.graph.nodes):
         return graph
-    graph = private_copy(graph)
+    graph = graph.copied()
     halves = _halves(graph)
     saved = min_cut_saved(halves)
     needed = graph.ancestors(halves.backward, stop=saved) - halves.late - saved

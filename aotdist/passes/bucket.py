@@ -29,7 +29,6 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
-from aotdist.partition.builder import private_copy
 from aotdist.partition.traits import value_bytes
 from aotdist.passes.collectives import arguments, group_name, wait_of
 from aotdist.passes.context import PassContext
@@ -103,7 +102,7 @@ def bucket(graph: Graph, context: PassContext) -> Graph:
     """The same graph with every unit's collectives merged, up to `settings.bucket_bytes` each."""
     if not _has_candidates(graph):
         return graph
-    merged = private_copy(graph)
+    merged = graph.copied()
     for op in (GATHER, SCATTER, REDUCE):
         for family in _families(merged, op):
             for group in _groups(family, context.settings.bucket_bytes):

@@ -21,7 +21,6 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
-from aotdist.partition.builder import private_copy
 from aotdist.partition.traits import value_bytes
 from aotdist.passes.context import PassContext
 from aotdist.passes.editing import emit, erase_unused
@@ -41,7 +40,7 @@ def chunk_losses(graph: Graph, context: PassContext) -> Graph:
     most = context.settings.loss_chunk_bytes
     if most is None or not _large_losses(graph.gm.graph, most):
         return graph
-    chunked = private_copy(graph)
+    chunked = graph.copied()
     for loss in _large_losses(chunked.gm.graph, most):
         _rewrite(chunked.gm.graph, loss, most)
     return chunked

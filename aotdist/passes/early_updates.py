@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping
 
 from torch.fx import Node
 
-from aotdist.partition.builder import private_copy
 from aotdist.partition.traits import is_collective, is_effectful, is_random, is_wait, phase_of
 from aotdist.passes.context import PassContext
 from aotdist.program import Graph
@@ -23,7 +22,7 @@ def early_updates(graph: Graph, context: PassContext) -> Graph:
     differentiates = any(phase_of(node) == "backward" for node in graph.gm.graph.nodes)
     if not differentiates or not any(slot.role == "write" for slot in graph.outs):
         return graph
-    ordered = private_copy(graph)
+    ordered = graph.copied()
     nodes = list(ordered.gm.graph.nodes)
     at = {node: position for position, node in enumerate(nodes)}
     ready = _ready(at)

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from aotdist.partition.builder import private_copy
 from aotdist.partition.traits import is_copy_back, is_wait
 from aotdist.passes.bucket import GATHER, REDUCE, SCATTER
 from aotdist.passes.collectives import wait_of
@@ -51,7 +50,7 @@ def overlap(graph: Graph, context: PassContext) -> Graph:
     """The same nodes in an order that hides communication behind compute."""
     if not any(_serves_unit(n, (GATHER, SCATTER, REDUCE)) for n in graph.gm.graph.nodes):
         return graph
-    ordered = private_copy(graph)
+    ordered = graph.copied()
     _finish_gathers_late(_stages(ordered, GATHER))
     _start_gathers_early(ordered, _stages(ordered, GATHER))
     for op in (SCATTER, REDUCE):

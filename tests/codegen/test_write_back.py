@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from aotdist.codegen.graph_copy import copied
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.codegen.write_back import write_back
 from aotdist.program import Graph, Slot
@@ -25,7 +24,7 @@ def writing(fn: Callable[..., Any], inputs: Sequence[torch.Tensor], written: Seq
 def test_values_are_copied_at_the_end_and_arguments_returned() -> None:
     x, y = torch.randn(3, 4), torch.randn(4, 3)
     graph = writing(lambda x, y: [x.sum(), x + 1, y * 2], [x, y], [0, 1])
-    gm = copied(graph)
+    gm = graph.copied().gm
     write_back(gm, graph)
     expected = [x.sum(), x + 1, y * 2]
     total, *stored = gm(x, y)
@@ -41,7 +40,7 @@ def test_values_are_copied_at_the_end_and_arguments_returned() -> None:
 )
 def test_what_no_kernel_stores_is_left_alone(x: torch.Tensor) -> None:
     graph = writing(lambda x: [x + 1], [x], [0])
-    gm = copied(graph)
+    gm = graph.copied().gm
     write_back(gm, graph)
     assert "copy_" not in str(gm.code)
 
