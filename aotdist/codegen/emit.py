@@ -11,14 +11,13 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from aotdist.codegen.any_strides import takes_any_strides
 from aotdist.codegen.contract import Backend, Emission, Emitted, Kind, Strides, finished
 from aotdist.codegen.cuda_graphs import with_cuda_graphs
 from aotdist.codegen.fx import FxBackend, warn_of_fx
-from aotdist.codegen.gloo_gathers import gathers_into_buffers
 from aotdist.codegen.marks import with_marks
 from aotdist.codegen.numbers import numbers_apart
 from aotdist.codegen.regions import emit_by_regions
+from aotdist.codegen.rewrites import gathers_into_buffers, takes_any_strides
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph, Role, Slot, Split
 from aotdist.settings import Settings

@@ -1,7 +1,7 @@
 """The reference emitter: a graph printed as one straight-line Python function.
 
 The operators that run are those that were traced, in the same order, but for a few that give the same bits
-(`unbind.py`, `any_strides.py`), so results are equal to eager bit for bit. Printing is linear in the
+(`rewrites.py`), so results are equal to eager bit for bit. Printing is linear in the
 number of nodes.
 """
 
@@ -19,13 +19,12 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from aotdist.codegen.any_strides import takes_any_strides, with_reshapes
 from aotdist.codegen.contract import BoxedCall, CompiledRegion, Decompositions, Emission, Emitted
 from aotdist.codegen.in_place import in_place
 from aotdist.codegen.marks import module_mark
 from aotdist.codegen.python_source import Bindings, load_function
+from aotdist.codegen.rewrites import rejoin_selects, takes_any_strides, with_reshapes
 from aotdist.codegen.tensor_text import tensor_text
-from aotdist.codegen.unbind import rejoin_selects
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functions import function_of, num_function_modes

@@ -16,9 +16,9 @@ import torch
 from torch.fx import Interpreter, Node
 
 from aotdist.capture.compile_lock import alone
-from aotdist.codegen.any_strides import takes_any_strides, with_reshapes
 from aotdist.codegen.contract import BoxedCall
 from aotdist.codegen.emit import EmittedHalves, Emitter
+from aotdist.codegen.rewrites import takes_any_strides, with_reshapes
 from aotdist.passes.run import run_passes
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Row
 from aotdist.runtime.derive import BackwardRequest, Joint, derive, derive_double

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import aotdist
-from aotdist.codegen.gloo_gathers import gathers_into_buffers
+from aotdist.codegen.rewrites import gathers_into_buffers
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.proxies import make_fx
 from tests.ranks.harness import World

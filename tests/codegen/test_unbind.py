@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from aotdist.codegen.unbind import rejoin_selects
+from aotdist.codegen.rewrites import rejoin_selects
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.proxies import make_fx
 

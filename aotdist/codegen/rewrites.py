@@ -1,0 +1,186 @@
+"""Rewrites of graphs that change no bit: what every compiler is given, and what the reference emitter runs.
+
+`inductor_rewrites.py` has those for Inductor.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Iterator
+
+import torch
+from torch.fx import Node
+
+from aotdist.partition.traits import is_wait, view_base
+from aotdist.passes.collectives import group_name
+from aotdist.program import GRADIENT_ROLES, Graph
+from aotdist.torch_seam.groups import runs_on_gloo
+from aotdist.torch_seam.operators import HigherOrderOperator
+from aotdist.torch_seam.symbols import spell_number
+
+# Gathers into a buffer of the graph's own, where gloo gathers.
+#
+# On gloo, `all_gather_into_tensor` is a coalesced gather, which corrupts the heap once two are in flight: on
+# torch 2.11 and 2.13, ranks that start two and then wait for both abort within some thousand rounds. Its `out`
+# form is a plain gather, and is sound. We start gathers ahead, so every compiler is given that form.
+#
+# Inductor knows that a gather reads its input until it has been waited for, but not of the `out` form: it lets
+# a kernel that runs meanwhile write there. So the input has another use behind the wait.
+
+_GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
+_GATHER_INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
+_EMPTY = torch.ops.aten.empty.memory_format
+
+
+def gathers_into_buffers(graph: Graph) -> Graph:
+    """`graph` with each gather of gloo's writing into a fresh `empty`; itself when there is none."""
+    if not any(_gathers_on_gloo(graph)):
+        return graph
+    safe = graph.copied()
+    for gather in list(_gathers_on_gloo(safe)):
+        _gather_into_buffer(safe, gather)
+    return safe
+
+
+def _gathers_on_gloo(graph: Graph) -> Iterator[Node]:
+    for node in graph.gm.graph.find_nodes(op="call_function", target=_GATHER):
+        if runs_on_gloo(group_name(node), node.meta["val"].device):
+            yield node
+
+
+def _gather_into_buffer(graph: Graph, gather: Node) -> None:
+    value, nodes = gather.meta["val"], graph.gm.graph
+    sizes = graph.named_sizes()
+    with nodes.inserting_before(gather):
+        shape = [n if isinstance(n, int) else spell_number(n, sizes, nodes) for n in value.shape]
+        options = {"dtype": value.dtype, "device": value.device}
+        buffer = nodes.call_function(_EMPTY, (shape,), options)
+    buffer.meta = dict(gather.meta)
+    gather.target = _GATHER_INTO
+    gather.kwargs = {"out": buffer}
+    _hold_until_waited(graph, gather)
+
+
+def _hold_until_waited(graph: Graph, gather: Node) -> None:
+    """Use what a gather reads once more behind its wait; there is nothing to wait for any more."""
+    read = view_base(gather.all_input_nodes[0])
+    if read.op == "placeholder":  # compilers leave arguments alone
+        return
+    for wait in [user for user in gather.users if is_wait(user)]:
+        with graph.gm.graph.inserting_after(wait):
+            graph.gm.graph.call_function(_WAIT, (read,)).meta = dict(read.meta)
+
+
+# Tangents of any strides, for a backward that runs operator by operator.
+#
+# A tangent is recorded with the strides of its output, and may arrive expanded or transposed. Copying it
+# first would do, but eager does not: a reduction over other strides adds up in another order. So the graph
+# takes it as it comes. What the trace decided by strides is most often which `reshape` is a `view`; autograd's
+# own formulas say `reshape`, and so does the graph, for whatever depends on a tangent.
+#
+# Some formulas say `contiguous`, of which a trace keeps nothing where it is so there, and their kernels rely on
+# it. With these, and where a backward of the user's looks at strides itself, tangents are copied first.
+
+_ATEN = torch.ops.aten
+_VIEWS = (_ATEN.view.default, _ATEN._unsafe_view.default)
+_BOUND_TO_STRIDES = (
+    _ATEN.as_strided.default,
+    _ATEN.as_strided_scatter.default,
+    _ATEN.view.dtype,
+    _ATEN.view_as_complex.default,
+    _ATEN.view_as_real.default,
+    _ATEN._cdist_backward.default,
+    _ATEN._weight_norm_interface_backward.default,
+    _ATEN.cudnn_batch_norm_backward.default,
+    _ATEN.native_group_norm_backward.default,
+)
+"""What spells out strides, or is given a contiguous gradient by autograd's formulas."""
+
+
+def takes_any_strides(backward: Graph) -> bool:
+    """Whether nothing that depends on a tangent is bound to strides."""
+    return not any(
+        node.target in _BOUND_TO_STRIDES
+        or isinstance(node.target, HigherOrderOperator)
+        or "strides_asked" in node.meta
+        for node in _with_tangents(backward)
+    )
+
+
+def with_reshapes(backward: Graph) -> Graph:
+    """`backward` with a `reshape` for each `view` that depends on a tangent."""
+    loose = backward.copied()
+    for node in _with_tangents(loose):
+        if node.target in _VIEWS:
+            node.target = _ATEN.reshape.default
+    return loose
+
+
+def _with_tangents(graph: Graph) -> set[Node]:
+    """The tangents, and what is computed from them."""
+    named = graph.named_placeholders()
+    return graph.descendants(node for slot, node in named.items() if slot.role in GRADIENT_ROLES)
+
+
+# `unbind`, put back together where the trace broke it up.
+#
+# Before it reaches a graph, PyTorch turns `unbind` (and the backward of `stack`) into one `select` an index.
+# Eager makes those in C++; as operators of a graph each costs 1.5 us, 150 us for a stack of 100.
+
+_SELECT = torch.ops.aten.select.int
+_UNBIND = torch.ops.aten.unbind.int
+_FEWEST = 4  # below, one more operator and its getitems cost as much as they save
+
+
+def rejoin_selects(graph: Graph) -> Graph:
+    """`graph` with every complete set of selects along one dim as one `unbind`; itself when there is none.
+
+    The results are the same views of the same memory.
+    """
+    if not _complete_sets(graph):
+        return graph
+    rejoined = graph.copied()
+    for (source, dim), selects in _complete_sets(rejoined).items():
+        _put_unbind(rejoined, source, dim, selects)
+    return rejoined
+
+
+def _complete_sets(graph: Graph) -> dict[tuple[Node, int], list[Node]]:
+    """Selects by tensor and dim, where every index is taken."""
+    found: dict[tuple[Node, int], list[Node]] = defaultdict(list)
+    for node in graph.gm.graph.find_nodes(op="call_function", target=_SELECT):
+        source, dim, index = node.args
+        if isinstance(index, int):
+            found[source, dim].append(node)
+    return {key: selects for key, selects in found.items() if _is_complete(*key, selects)}
+
+
+def _is_complete(source: Node, dim: int, selects: list[Node]) -> bool:
+    size = source.meta["val"].size(dim)
+    if isinstance(size, torch.SymInt) or size < _FEWEST:
+        return False
+    return {_index(node, size) for node in selects} == set(range(size))
+
+
+def _index(select: Node, size: int) -> int:
+    index = select.args[2]
+    assert isinstance(index, int)
+    return index % size
+
+
+def _put_unbind(graph: Graph, source: Node, dim: int, selects: list[Node]) -> None:
+    """One `unbind` where the first select stood, so that its source lives no longer than before."""
+    size = source.meta["val"].size(dim)
+    first = next(node for node in graph.gm.graph.nodes if node in set(selects))
+    values = {_index(node, size): node.meta["val"] for node in selects}
+    with graph.gm.graph.inserting_before(first):
+        unbind = graph.gm.graph.call_function(_UNBIND, (source, dim))
+        unbind.meta = {**first.meta, "val": [values[index] for index in range(size)]}
+        parts = [graph.gm.graph.call_function(operator.getitem, (unbind, index)) for index in range(size)]
+    for index, part in enumerate(parts):
+        part.meta = {**first.meta, "val": values[index]}
+    for node in selects:
+        node.replace_all_uses_with(parts[_index(node, size)])
+        graph.gm.graph.erase_node(node)
