@@ -33,7 +33,7 @@ from aotdist.codegen.onednn_products import products_by_onednn
 from aotdist.codegen.portable import portable_of
 from aotdist.codegen.provenance import restore_provenance
 from aotdist.codegen.random_operators import draws_as_eager, keep_draws_in_order, prepare_draws, restore_draws
-from aotdist.codegen.write_back import write_back
+from aotdist.codegen.in_place import write_back
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.program import Graph
 from aotdist.torch_seam.ambient import autocast_off, warnings_no_errors

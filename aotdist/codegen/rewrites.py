@@ -22,11 +22,11 @@ from aotdist.torch_seam.symbols import spell_number
 # Gathers into a buffer of the graph's own, where gloo gathers.
 #
 # On gloo, `all_gather_into_tensor` is a coalesced gather, which corrupts the heap once two are in flight: on
-# torch 2.11 and 2.13, ranks that start two and then wait for both abort within some thousand rounds. Its `out`
-# form is a plain gather, and is sound. We start gathers ahead, so every compiler is given that form.
+# torch 2.11 and 2.13, ranks that start two and then wait for both abort within some thousand rounds. Its
+# `out` form is a plain gather, and is sound. We start gathers ahead, so every compiler is given that form.
 #
-# Inductor knows that a gather reads its input until it has been waited for, but not of the `out` form: it lets
-# a kernel that runs meanwhile write there. So the input has another use behind the wait.
+# Inductor knows that a gather reads its input until it has been waited for, but not of the `out` form: it
+# lets a kernel that runs meanwhile write there. So the input has another use behind the wait.
 
 _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _GATHER_INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default
@@ -77,11 +77,11 @@ def _hold_until_waited(graph: Graph, gather: Node) -> None:
 #
 # A tangent is recorded with the strides of its output, and may arrive expanded or transposed. Copying it
 # first would do, but eager does not: a reduction over other strides adds up in another order. So the graph
-# takes it as it comes. What the trace decided by strides is most often which `reshape` is a `view`; autograd's
-# own formulas say `reshape`, and so does the graph, for whatever depends on a tangent.
+# takes it as it comes. What the trace decided by strides is most often which `reshape` is a `view`;
+# autograd's own formulas say `reshape`, and so does the graph, for whatever depends on a tangent.
 #
-# Some formulas say `contiguous`, of which a trace keeps nothing where it is so there, and their kernels rely on
-# it. With these, and where a backward of the user's looks at strides itself, tangents are copied first.
+# Some formulas say `contiguous`, of which a trace keeps nothing where it is so there, and their kernels rely
+# on it. With these, and where a backward of the user's looks at strides itself, tangents are copied first.
 
 _ATEN = torch.ops.aten
 _VIEWS = (_ATEN.view.default, _ATEN._unsafe_view.default)

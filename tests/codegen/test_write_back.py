@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from aotdist.codegen.inductor import InductorBackend
-from aotdist.codegen.write_back import write_back
+from aotdist.codegen.in_place import write_back
 from aotdist.program import Graph, Slot
 from tests.codegen.captured import captured, emission
 
