@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import difflib
 import functools
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 
 from aotdist.codegen.contract import Backend, BoxedCall, Decompositions, Emission, Emitted, Kind
 from aotdist.codegen.fx import FxBackend, print_graph
-from aotdist.codegen.generators import name_generators
-from aotdist.codegen.grad_mode import detach_what_is_written, keep_for_backward
 from aotdist.codegen.inductor import InductorBackend
-from aotdist.codegen.provenance import write_stack_traces
+from aotdist.codegen.inductor_rewrites import keep_for_backward
 from aotdist.codegen.triton import TritonBackend
 from aotdist.errors import BadSettings
 from aotdist.program import Graph
 from aotdist.torch_seam.inductor import tracing_context
 from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.trees import pytree
 
 __all__ = ["Backend", "BoxedCall", "CallableBackend", "Compiler", "Emission", "Emitted", "Kind", "resolve"]
 
@@ -155,10 +155,55 @@ def hand_over(gm: GraphModule) -> None:
 
     It runs without grad mode, and on arguments that require grad, and says where its nodes come from.
     """
-    write_stack_traces(gm)
+    _write_stack_traces(gm)
     keep_for_backward(gm)
-    detach_what_is_written(gm)
+    _detach_what_is_written(gm)
     name_generators(gm)
+
+
+_LINE = re.compile(r"(.+):(\d+)   (.*)")
+
+
+def _write_stack_traces(gm: GraphModule) -> None:
+    """Give nodes with a `source` the `stack_trace` that PyTorch's tools read: one frame, the user's line."""
+    for node in gm.graph.nodes:
+        if found := _LINE.fullmatch(node.meta.get("source") or ""):
+            file, number, code = found.groups()
+            where = node.meta.get("module") or "<function>"
+            node.meta["stack_trace"] = f'  File "{file}", line {number}, in {where}\n    {code}\n'
+
+
+def name_generators(gm: GraphModule) -> None:
+    """Let each generator that operators draw from be an attribute of the module, in place: it has no text."""
+    held: dict[int, str] = {}
+
+    def named(node: Node, value: object) -> object:
+        if not isinstance(value, torch.Generator):
+            return value
+        name = held.setdefault(id(value), f"_generator_{len(held)}")
+        setattr(gm, name, value)
+        with gm.graph.inserting_before(node):
+            return gm.graph.create_node("get_attr", name)
+
+    for node in list(gm.graph.nodes):
+        if any(isinstance(leaf, torch.Generator) for leaf in pytree.tree_leaves((node.args, node.kwargs))):
+            node.kwargs = {key: named(node, value) for key, value in node.kwargs.items()}
+            node.args = tuple(named(node, value) for value in node.args)
+
+
+def _detach_what_is_written(gm: GraphModule) -> None:
+    """Let what the graph writes through strides be detached first, if it is an argument, in place.
+
+    `as_strided_scatter` refuses an argument that requires grad if it has gaps or is transposed (torch 2.13),
+    also where nothing is recorded.
+    """
+    for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided_scatter.default):
+        written = node.args[0]
+        if isinstance(written, Node) and written.op == "placeholder":
+            with gm.graph.inserting_before(node):
+                detached = gm.graph.call_function(torch.ops.aten.detach.default, (written,))
+            detached.meta = dict(written.meta)
+            node.replace_input_with(written, detached)
 
 
 def boxed(compiled: Callable[..., Any], compiler: Compiler, graph: str, num_results: int) -> BoxedCall:

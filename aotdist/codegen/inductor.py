@@ -16,22 +16,24 @@ from aotdist.codegen.contract import Decompositions, Emission, Emitted
 from aotdist.codegen.cpp_toolchain import check_cpp_toolchain, vector_isa_is_sound
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.fx import FxBackend, print_graph, warn_of_fx
-from aotdist.codegen.grad_mode import has_unknown_sizes, keep_for_backward
 from aotdist.codegen.inductor_rewrites import (
+    has_unknown_sizes,
+    keep_for_backward,
     keep_gradients_of_windows,
     keep_scatters,
     keep_sizes_symbolic,
     lay_out_what_is_written,
     linear_algebra,
+    materialise_inputs,
+    materialising,
     memory_of,
     restore_own_memory,
+    restore_provenance,
     tell_strides,
 )
 from aotdist.codegen.kernel_batch import KernelBatches
-from aotdist.codegen.negated_inputs import materialise_inputs, materialising
 from aotdist.codegen.onednn_products import products_by_onednn
 from aotdist.codegen.portable import portable_of
-from aotdist.codegen.provenance import restore_provenance
 from aotdist.codegen.random_operators import draws_as_eager, keep_draws_in_order, prepare_draws, restore_draws
 from aotdist.codegen.in_place import write_back
 from aotdist.errors import BadSettings, UnsupportedProgram

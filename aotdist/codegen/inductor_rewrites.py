@@ -1,4 +1,4 @@
-"""What is rewritten in a graph for Inductor: operators that it has no kernels for, or gets wrong.
+"""What is rewritten in a graph for Inductor: what it has no kernels for, or gets wrong, or forgets.
 
 Each rewrite says what Inductor does otherwise, and in which release of torch it was seen.
 """
@@ -6,7 +6,7 @@ Each rewrite says what Inductor does otherwise, and in which release of torch it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,11 +15,14 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from aotdist.aliasing.memory import may_repeat
+from aotdist.codegen.contract import BoxedCall
 from aotdist.partition.traits import view_base
 from aotdist.program import Graph
 from aotdist.sizes import is_symbolic
 from aotdist.torch_seam.inductor import EAGER_ARGUMENTS, needs_exact_strides
-from aotdist.torch_seam.operators import OpOverload, operator_name, schema_of
+from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.operators import OpOverload, operator_name, schema_of, training_rnn
+from aotdist.trace.operators import functions_of_data
 
 # Complex numbers, for Inductor: it has no kernels for them, and calls PyTorch's operators (torch 2.13).
 #
@@ -258,3 +261,99 @@ def _copied(graph: Graph, node: Node) -> Node:
         copy = graph.gm.graph.call_function(_CLONE, (node,))
     copy.meta = dict(node.meta)
     return copy
+
+
+# Inputs whose numbers lie in memory negated: `z.conj().imag` is one.
+#
+# Inductor's kernels read memory as it is. So it compiles for a tensor of the numbers, and the call makes that.
+
+
+def materialise_inputs(gm: GraphModule) -> list[int]:
+    """Let a graph take their numbers for such inputs; the positions of these.
+
+    Args:
+        gm: a private copy of the graph's module.
+    """
+    positions = list[int]()
+    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
+        val = node.meta.get("val")
+        if isinstance(val, torch.Tensor) and val.is_neg():
+            with no_modes(), val.fake_mode:  # type: ignore[attr-defined]
+                node.meta["val"] = val.resolve_neg()
+            positions.append(position)
+    return positions
+
+
+def materialising(call: BoxedCall, positions: Collection[int]) -> BoxedCall:
+    """`call`, given tensors of the numbers at `positions`."""
+
+    def materialised(args: list[Any]) -> Sequence[Any]:
+        for position in positions:
+            args[position] = args[position].resolve_neg()
+        return call(args)
+
+    return materialised
+
+
+# Recurrent layers by oneDNN for a compiler that runs its graphs without grad mode.
+#
+# `mkldnn_rnn_layer` asks grad mode whether it is to keep what its backward needs. A forward of ours runs
+# without, so the operator stands in the graph as one of our own, which runs with grad mode on, as eager does.
+
+_RNN = torch.ops.aten.mkldnn_rnn_layer.default
+_RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
+
+_LIBRARY.define(schema_of(_RNN).replace("aten::mkldnn_rnn_layer", "training_rnn"))
+_TRAINING_RNN = torch.ops.aotdist.training_rnn.default
+_LIBRARY.impl("training_rnn", training_rnn, "CPU")
+
+
+@torch.library.impl(_LIBRARY, "training_rnn", "Meta")
+def _shapes(*args: Any) -> tuple[torch.Tensor, ...]:
+    return _RNN(*args)
+
+
+def keep_for_backward(gm: GraphModule) -> None:
+    """Let the layers of a graph that have a backward keep what it needs, in place."""
+    for node in gm.graph.find_nodes(op="call_function", target=_RNN):
+        if node.meta.get("grad", True):
+            node.target = _TRAINING_RNN
+
+
+def has_unknown_sizes(gm: GraphModule) -> bool:
+    """Whether a graph passes on what a layer or an operator makes: nobody knows its size before it runs."""
+    targets = (_TRAINING_RNN, _RNN_BACKWARD, *functions_of_data.OF_OUR_OWN.values())
+    return any(gm.graph.find_nodes(op="call_function", target=target) for target in targets)
+
+
+# Where nodes come from, after a rewrite that did not keep track of it.
+
+_INHERITED = ("source", "module", "seq_nr")
+
+
+def restore_provenance(graph: Graph) -> None:
+    """Give nodes without a `phase` the phase, source line, module and `seq_nr` of their neighbours, in place.
+
+    A new node belongs to the backward if anything that it is computed from does. It takes the rest from
+    the nearest node of its phase that it reads, else from the first that reads it.
+    """
+    tangents = {node for slot, node in graph.named_placeholders().items() if slot.role == "tangent"}
+    orphans = [
+        node for node in graph.gm.graph.nodes if node.op == "call_function" and "phase" not in node.meta
+    ]
+    for node in orphans:  # in order of the graph, so that what a node reads is settled before it
+        backward = any(
+            read in tangents or read.meta.get("phase") == "backward" for read in node.all_input_nodes
+        )
+        node.meta["phase"] = "backward" if backward else "forward"
+        _inherit(node, reversed(node.all_input_nodes))
+    for node in reversed(orphans):
+        _inherit(node, node.users)
+
+
+def _inherit(node: Node, neighbours: Iterable[Node]) -> None:
+    for neighbour in neighbours:
+        if neighbour.meta.get("phase") == node.meta["phase"]:
+            for key in _INHERITED:
+                if key in neighbour.meta:
+                    node.meta.setdefault(key, neighbour.meta[key])

@@ -11,10 +11,9 @@ import torch
 from torch.fx import GraphModule
 
 from aotdist.aliasing.version import all_uncounted
-from aotdist.codegen.backend import CallableBackend, boxed, hand_over
+from aotdist.codegen.backend import CallableBackend, boxed, hand_over, name_generators
 from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted
 from aotdist.codegen.fx import FxBackend, print_graph
-from aotdist.codegen.generators import name_generators
 from aotdist.codegen.in_place import copy_back, new_values
 from aotdist.compiled import running_eagerly
 from aotdist.functorch.convention import Order, flat_results, joint_module, named_as_theirs

@@ -2,7 +2,7 @@
 
 import torch
 
-from aotdist.codegen.provenance import restore_provenance
+from aotdist.codegen.inductor_rewrites import restore_provenance
 from aotdist.program import Graph
 from tests.codegen.captured import calls, captured
 
