@@ -159,7 +159,7 @@ def _trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCal
         counting = replace(job, counts=tuple(_distinct_places(counts)), counted=returned.counted)
         if (symbolic := _with_symbols(counting, times, traced_call)) is not traced_call:
             job, traced_call = counting, symbolic
-    if job.symbolic and traced_call.captured.guessed:
+    if job.symbolic and job.call.guessed:
         opening = replace(job, opens=True)
         if (symbolic := _with_symbols(opening, times, traced_call)) is not traced_call:
             job, traced_call = opening, symbolic

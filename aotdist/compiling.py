@@ -23,7 +23,7 @@ from aotdist.runtime.ranks import (
     board_of_this_process,
     fingerprint_of_state,
 )
-from aotdist.runtime.signature import ChangingSizes, what_changed, what_helps
+from aotdist.runtime.signature import changed_dims, what_changed, what_helps
 from aotdist.settings import Settings, settings_of
 from aotdist.trace.failures import AccumulatesInside
 
@@ -108,9 +108,9 @@ class Compiling:
         symbolic = not any(artifact.compilation.takes_no_symbols() for artifact in artifacts)
         if self._open_dims is not None:
             call = replace(call, dims=self._open_dims(call))
-        sizes, modes = ChangingSizes(artifacts), ambient()
+        modes = ambient()
         if self._guesses and symbolic and modes not in self._fit_one_size:
-            call = replace(call, guess=sizes)
+            call = replace(call, guessed=changed_dims(call, artifacts, modes))
         artifact = compile_call(
             call,
             self._backend,
@@ -119,7 +119,7 @@ class Compiling:
             symbolic=symbolic,
             undecided=undecided,
         )
-        if sizes.was_wrong(artifact):
+        if call.guessed and not artifact.fit.numbers.symbols():
             self._fit_one_size.add(modes)
         self._warn_of_many(artifact, artifacts)
         return artifact

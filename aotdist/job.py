@@ -33,7 +33,7 @@ class Job:
         finds_out: let the program choose by data of this call, see `aotdist.trace.numbers.data_guards`.
         counts: places of numbers that symbols are to stand for.
         counted: such numbers among the arguments, by path.
-        opens: let dimensions differ that `call.guess` names.
+        opens: let dimensions differ that `call.guessed` names.
     """
 
     call: UserCall
@@ -55,8 +55,8 @@ def dims_of(job: Job, captured: Captured) -> Mapping[int, frozenset[int]]:
     if not job.opens:
         return captured.dims
     none = frozenset[int]()
-    keys = {*captured.dims, *captured.guessed}
-    return {key: captured.dims.get(key, none) | captured.guessed.get(key, none) for key in keys}
+    known, guessed = captured.dims, job.call.guessed
+    return {key: known.get(key, none) | guessed.get(key, none) for key in {*known, *guessed}}
 
 
 def refuse_fakes(program: Program[PrimalIdx], backend: Backend) -> None:

@@ -93,9 +93,9 @@ def _printed(job: Job) -> Artifact:
     try:
         return printed(_compile(job))
     except Exception:  # a user's compiler raises what it likes
-        if job.call.guess is None or not job.call.guess.opened:
+        if not job.call.guessed:
             raise
-        return printed(_compile(replace(job, call=replace(job.call, guess=None))))
+        return printed(_compile(replace(job, call=replace(job.call, guessed={}))))
 
 
 def printed(compilation: Compilation) -> Artifact:

@@ -101,7 +101,6 @@ def capture(
     examples = [*tensors, *(tensor.value for tensor in environment.state)]
     program = Program(fn, Row(slots), Row(examples))
     dims = {**_dynamic_dims(tensors, examples, settings), **call.dims}
-    paths = dict(zip(arguments.tensor_paths(), tensors, strict=True))
     closed_over = _closed_over(environment)
     state = ((tensor.source(), tensor.value) for tensor in environment.state)
     places = [*_places(arguments, tensors), *state, *environment.reached.tensors]
@@ -116,7 +115,6 @@ def capture(
         places=places,
         name=call.name,
         dims=dims,
-        guessed={} if call.guess is None else call.guess(paths),
         in_backward=in_backward,
         number=call.number,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -36,17 +36,6 @@ from aotdist.torch_seam.symbols import number_kind
 from aotdist.torch_seam.trees import pytree
 
 
-class Guess(Protocol):
-    """From the tensors among the arguments, by path, to the dimensions that may differ from call to call."""
-
-    opened: bool
-    """Whether it has found any."""
-
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[int, frozenset[int]]:
-        """The dimensions, by the identity of the tensor."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class UserCall:
     """A call of the user's function or module.
@@ -59,7 +48,7 @@ class UserCall:
         dims: dimensions whose size may differ from call to call, by the identity of the tensor; others may be
             marked, or named by settings.
         differentiates: whether the call runs its own backward: then what it assigns has no history.
-        guess: says which dimensions may differ besides, though nobody asked for it.
+        guessed: more of them, that nobody asked for: they are opened where the program stays the same.
         apart: containers whose items the program is given as arguments: an optimizer's state.
         prints: whether every call is to print what the program prints; else the capture prints it.
         number: how many modules like this one were compiled before it, for ranks to tell them apart.
@@ -70,7 +59,7 @@ class UserCall:
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     dims: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    guess: Guess | None = None
+    guessed: Mapping[int, frozenset[int]] = field(default_factory=dict)
     differentiates: bool = False
     apart: Sequence[Any] = ()
     prints: bool = True
@@ -207,7 +196,6 @@ class Captured:
         places: tensors whose gradients it may meet, with where to read them.
         name: a word for the function or module.
         dims: dimensions whose size may differ from call to call, by the identity of the tensor.
-        guessed: more of them, that the program may be compiled for where it is the same program then.
         in_backward: watches what the backward changes in Python.
         leaves: puts back the objects that the program left in Python, if it is another program once they are
             there: the artifact is for this call alone then.
@@ -222,7 +210,6 @@ class Captured:
     places: list[tuple[Source, torch.Tensor]]
     name: str
     dims: Mapping[int, frozenset[int]]
-    guessed: Mapping[int, frozenset[int]]
     in_backward: InBackward
     leaves: Callable[[], None] | None = None
     number: int = 0

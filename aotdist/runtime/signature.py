@@ -6,38 +6,40 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
-from aotdist.capture.ambient import ambient
-from aotdist.capture.arguments import CodeLeaf, ConstantLeaf
+from aotdist.capture.ambient import Ambient
+from aotdist.capture.arguments import CodeLeaf, ConstantLeaf, read_arguments
+from aotdist.capture.captured import UserCall
 from aotdist.capture.modules import ModuleGuard
 from aotdist.runtime.artifact import Artifact
 from aotdist.subclasses.protocol import wrapper_rule
+from aotdist.torch_seam.modes import class_functions_off, users_modes_off
 
 
-class ChangingSizes:
-    """Opens the dimensions of arguments whose sizes have changed since something was compiled for them.
+def changed_dims(
+    call: UserCall, artifacts: Sequence[Artifact], modes: Ambient
+) -> dict[int, frozenset[int]]:
+    """The dimensions of a call's tensors whose sizes differ from what was compiled so far for these modes.
 
-    Args:
-        artifacts: what was compiled so far.
+    They are by the identity of the tensor.
     """
+    dims: dict[int, frozenset[int]] = {}
+    alike = [artifact for artifact in artifacts if artifact.fit.around.ambient == modes]
+    with users_modes_off(), class_functions_off():
+        tensors = _named_tensors(call) if alike else {}
+        for artifact in alike:
+            for path, found in _changed_dims(tensors, artifact):
+                key = id(tensors[path])
+                dims[key] = dims.get(key, frozenset()).union(found)
+    return dims
 
-    def __init__(self, artifacts: Sequence[Artifact]) -> None:
-        self._artifacts = artifacts
-        self.opened = False
 
-    def __call__(self, tensors: Mapping[str, torch.Tensor]) -> Mapping[int, frozenset[int]]:
-        """Those of these tensors, by path, that differ from what was compiled for the same modes."""
-        modes, dims = ambient(), dict[int, frozenset[int]]()
-        for artifact in self._artifacts:
-            if artifact.fit.around.ambient == modes:
-                for path, found in _changed_dims(tensors, artifact):
-                    key = id(tensors[path])
-                    dims[key] = dims.get(key, frozenset()).union(found)
-        self.opened = bool(dims)
-        return dims
-
-    def was_wrong(self, artifact: Artifact) -> bool:
-        """Whether the artifact, made with this guess, fits its own sizes only."""
-        return self.opened and not artifact.fit.numbers.symbols()
+def _named_tensors(call: UserCall) -> dict[str, torch.Tensor]:
+    """The tensors among the arguments of a call, by path; none of a call that is about to be refused."""
+    try:
+        arguments, tensors, _ = read_arguments(call.args, call.kwargs)
+    except Exception:  # which is raised when it is compiled, where peers hear of it
+        return {}
+    return dict(zip(arguments.tensor_paths(), tensors, strict=True))
 
 
 def what_changed(artifact: Artifact, others: Sequence[Artifact]) -> str:
