@@ -247,7 +247,7 @@ class Split:
     Args:
         forward: primals, sizes -> outputs, writes, computed saved values.
         backward: saved values, sizes, tangents -> grads, backward writes.
-        saved: every tensor that the backward needs, in the order of the backward's arguments.
+        saved: every tensor that the backward needs, in the order of the backward's arguments: primals first.
         saved_primals: for each saved slot that *is* a primal, that primal's slot.
         saved_bytes: bytes that are kept alive for the backward alone: storage that a primal or an output
             keeps alive anyway is not counted, and shared storage once.

@@ -123,7 +123,7 @@ def verify_split(split: Split) -> None:
         InternalError: they do not.
     """
     returned = tuple(slot for slot in split.forward.outs if slot.role == "saved")
-    computed = tuple(slot for slot in split.saved if slot not in split.saved_primals)
+    computed = split.saved[len(split.saved_primals) :]
     taken = split.backward.ins[: len(split.saved)]
     if returned != computed:
         raise _split_error(f"the forward saves {_names(returned)}, the split {_names(computed)}")

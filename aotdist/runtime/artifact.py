@@ -229,7 +229,7 @@ def backward_of(
         after=after,
         shares=functools.cache(
             functools.partial(
-                SavedSharing.of, node.saved.freed, region.graphs.whole, tangents, len(node.saved.sources)
+                SavedSharing.of, node.saved.freed, region.graphs.whole, tangents, len(node.saved.slots)
             )
         ),
         in_python=in_python,

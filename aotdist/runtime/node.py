@@ -6,7 +6,7 @@ steps, found by walking the plan at every call instead of once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from aotdist.convention.subclass import rebuild_all
 from aotdist.program import Call
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.held import run_once
-from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult
+from aotdist.runtime.plan import NodePlan, Saved
 from aotdist.runtime.results import Versions, detached_views, saved_beside
 from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import evaluate
@@ -64,7 +64,7 @@ def make_node(
             outs = rebuild_all(plan.inside.unwrap.outs, values)
             count_as(outs, versions)
             saved, kept, late = plan.saved, plan.kept_inputs, plan.backward_writes
-            ctx.save_for_backward(*(_saved(source, plains, results, versions) for source in saved.sources))
+            ctx.save_for_backward(*_saved(saved, plains, results, versions))
             ctx.kept_primals = tuple(primals[idx] for idx in kept.primals)
             ctx.versions = tuple(version_of(ctx.kept_primals[k]) for k, _ in kept.unsaved)
             ctx.symbols = symbols
@@ -95,12 +95,11 @@ def make_node(
 
 
 def _saved(
-    source: SavedInput | SavedResult, plains: Sequence[Any], results: Sequence[Any], versions: Versions
-) -> Any:
-    if isinstance(source, SavedInput):
-        return plains[source.plain].detach() if source.changes else plains[source.plain]
-    value = results[source.position]
-    return saved_beside(value) if versions else value
+    saved: Saved, plains: Sequence[Any], results: Sequence[Any], versions: Versions
+) -> Iterator[torch.Tensor]:
+    yield from (plains[plain].detach() if changes else plains[plain] for plain, changes in saved.inputs)
+    values = (results[position] for position in saved.results)
+    yield from map(saved_beside, values) if versions else values
 
 
 def without_autocast(call: BoxedCall) -> BoxedCall:

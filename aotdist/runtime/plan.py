@@ -26,38 +26,21 @@ Grads: TypeAlias = "Mapping[NodeOutIdx, torch.Tensor | None]"
 
 
 @dataclass(frozen=True, slots=True)
-class SavedInput:
-    """A saved value that is a plain input.
-
-    Args:
-        plain: position of the input among the plain inputs.
-        changes: whether the program reshapes it or moves it to other memory before the backward.
-    """
-
-    plain: PlainIdx
-    changes: bool
-
-
-@dataclass(frozen=True, slots=True)
-class SavedResult:
-    """A saved value that the forward graph returns, at this position among its results."""
-
-    position: int
-
-
-@dataclass(frozen=True, slots=True)
 class Saved:
-    """What the node saves for the backward graph.
+    """What the node saves for the backward graph: plain inputs, then results of the forward graph.
 
     Args:
-        sources: where each saved argument of the graph comes from.
-        slots: the names of these arguments.
+        inputs: which inputs; for each, whether the program reshapes it, or moves it to other memory, before
+            the backward.
+        results: positions of the results.
+        slots: the names of all of them.
         wrappers: the wrappers that saved values lie in.
         freed: see `BackwardFacts.freed`.
         frees: whether there is only one backward of some results; if not, nothing is saved.
     """
 
-    sources: tuple[SavedInput | SavedResult, ...]
+    inputs: tuple[tuple[PlainIdx, bool], ...]
+    results: tuple[int, ...]
     slots: tuple[Slot, ...]
     wrappers: SavedWrappers
     freed: frozenset[frozenset[NodeOutIdx]]
@@ -268,15 +251,18 @@ def _saved(traced: Traced, plans: Plans, split: Split, outs: Row[NodeOutIdx, Nod
     result = {slot: idx for idx, slot in enumerate(split.forward.outs)}
     plains = plain_positions(facts.recipes)
     changing = {plain for idx in facts.reshaped() for plain in plains[idx]}
-    sources = tuple(
-        SavedInput(plain := PlainIdx(position[split.saved_primals[slot]]), plain in changing)
-        if slot in split.saved_primals
-        else SavedResult(result[slot])
-        for slot in split.saved
-    )
+    num_inputs = len(split.saved_primals)
+    inputs = [PlainIdx(position[split.saved_primals[slot]]) for slot in split.saved[:num_inputs]]
     wrappers = SavedWrappers.of(facts, plans, split, traced.program.ins, outs)
     freed = facts.backward.freed
-    return Saved(sources, split.saved, wrappers, freed, frees=bool(freed or sources))
+    return Saved(
+        inputs=tuple((plain, plain in changing) for plain in inputs),
+        results=tuple(result[slot] for slot in split.saved[num_inputs:]),
+        slots=split.saved,
+        wrappers=wrappers,
+        freed=freed,
+        frees=bool(freed or split.saved),
+    )
 
 
 def _backward_writes(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> BackwardWrites:

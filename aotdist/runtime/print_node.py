@@ -20,7 +20,7 @@ from aotdist.program import PrimalIdx
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import run_once
-from aotdist.runtime.plan import NodePlan, SavedInput, SavedResult
+from aotdist.runtime.plan import NodePlan, Saved
 from aotdist.runtime.print_outputs import print_effects_of_backward
 from aotdist.runtime.printer import Printer, Told, print_size, print_step, remark, sequence
 from aotdist.runtime.results import Versions, saved_beside
@@ -220,7 +220,7 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
         for idx, out in plan.outs.enumerate():
             printer.line(f"o{idx} = {outs[idx]}{remark(f'{out.slot.role} {out.slot}')}")
         region.print_versions()
-        saved = [_saved(printer, source, plains, region.versions) for source in plan.saved.sources]
+        saved = _saved(printer, plan.saved, plains, region.versions)
         printer.spread("ctx.save_for_backward(", saved, ")")
         if plan.kept_inputs.primals:
             printer.spread("ctx.kept_primals = (", [names[idx] for idx in plan.kept_inputs.primals], ",)")
@@ -246,14 +246,14 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
         printer.spread("return (", [f"o{idx}" for idx in plan.outs.indices()], ",)")
 
 
-def _saved(
-    printer: Printer, source: SavedInput | SavedResult, plains: Sequence[str], versions: Versions
-) -> str:
-    """An expression for a value to save."""
-    if isinstance(source, SavedInput):
-        return f"{plains[source.plain]}{'.detach()' if source.changes else ''}"
-    value = f"results[{source.position}]"
-    return f"{printer.bind('saved_beside', saved_beside)}({value})" if versions else value
+def _saved(printer: Printer, saved: Saved, plains: Sequence[str], versions: Versions) -> list[str]:
+    """Expressions for the values to save."""
+    inputs = [f"{plains[plain]}{'.detach()' if changes else ''}" for plain, changes in saved.inputs]
+    results = [f"results[{position}]" for position in saved.results]
+    if results and versions:
+        beside = printer.bind("saved_beside", saved_beside)
+        results = [f"{beside}({result})" for result in results]
+    return inputs + results
 
 
 def _print_noted(printer: Printer, names: Sequence[str], wrappers: SavedWrappers) -> None:
