@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Mapping, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
@@ -349,45 +349,19 @@ class Passages:
 
 
 @dataclass(frozen=True, slots=True)
-class BackwardWrite:
-    """An input that the backward wrote.
-
-    Args:
-        input: the input.
-        bumps: by how much its version counter increases.
-    """
-
-    input: PrimalIdx
-    bumps: int
-
-
-@dataclass(frozen=True, slots=True)
-class ResultWrite:
-    """A tensor that the program made, and returns, and that the backward wrote.
-
-    Args:
-        out: which of the node's.
-        bumps: by how much its version counter goes up.
-    """
-
-    out: NodeOutIdx
-    bumps: int
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
     """Some of the differentiable results, whose backward was traced separately.
 
     Args:
         outs: these results.
         grads: the inputs that get a gradient from them, and its recipe.
-        writes: the inputs that their backward writes.
+        writes: the inputs that their backward writes, see `BackwardFacts`.
         kept: recipes of what user code in that backward keeps.
     """
 
     outs: tuple[NodeOutIdx, ...]
     grads: Mapping[PrimalIdx, Recipe]
-    writes: tuple[BackwardWrite, ...] = ()
+    writes: Mapping[PrimalIdx, int] = field(default_factory=dict)
     kept: tuple[Recipe, ...] = ()
 
     def slots(self, ins: Row[PrimalIdx, Slot], recipes: Row[PrimalIdx, Recipe]) -> list[Slot]:
@@ -404,9 +378,9 @@ class Choice:
             for inner, _ in leaves(recipe)
         ]
         writes = [
-            Slot("backward_write", ins[write.input].path + suffix, inner)
-            for write in self.writes
-            for inner, _ in leaves(recipes[write.input])
+            Slot("backward_write", ins[idx].path + suffix, inner)
+            for idx in self.writes
+            for inner, _ in leaves(recipes[idx])
         ]
         return grads + writes + kept_slots(self.kept, suffix)
 
@@ -452,8 +426,8 @@ class BackwardFacts:
 
     Args:
         grads: for each input, the recipe of its gradient, or None when it gets none.
-        writes: inputs that it wrote.
-        result_writes: results of the node's own that it wrote.
+        writes: inputs that it wrote, and by how much their version counters increase.
+        result_writes: the same for tensors that the program made, and that the node returns.
         storages: plain tensors beneath inputs, by position, whose storage has another size after it, and the
             bytes of that.
         passages: which gradients pass tensors that the caller holds.
@@ -467,8 +441,8 @@ class BackwardFacts:
     """
 
     grads: Row[PrimalIdx, Recipe | None]
-    writes: tuple[BackwardWrite, ...] = ()
-    result_writes: tuple[ResultWrite, ...] = ()
+    writes: Mapping[PrimalIdx, int] = field(default_factory=dict)
+    result_writes: Mapping[NodeOutIdx, int] = field(default_factory=dict)
     storages: tuple[tuple[PrimalIdx, int, int], ...] = ()
     passages: Passages = NO_PASSAGES
     once: bool = False
@@ -525,7 +499,7 @@ class Facts:
         forward = {idx for idx, fact in self.inputs.enumerate() if isinstance(fact, DataWritten)}
         grown = [write.target for write in self.metadata_writes() if write.data is not None]
         forward |= {target.input for target in grown if isinstance(target, IsInput)}
-        return forward | {write.input for write in self.backward.writes}
+        return forward | self.backward.writes.keys()
 
     def reshaped(self) -> Set[PrimalIdx]:
         """Inputs whose metadata is written."""

@@ -331,7 +331,9 @@ def _facts(facts: Facts, section: Section) -> Iterator[str]:
     for idx, fact in facts.outputs.enumerate():
         if "Returned" not in repr(fact):
             yield f"output {idx}: {_short(fact)}"
-    yield from (_short(write) for write in (*facts.metadata_writes(), *facts.backward.writes))
+    yield from map(_short, facts.metadata_writes())
+    for idx, bumps in facts.backward.writes.items():
+        yield f"input {idx}: written by the backward, bumps={bumps}"
 
 
 def _short(fact: Any) -> str:

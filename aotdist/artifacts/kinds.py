@@ -49,7 +49,7 @@ _OURS: tuple[type[Any], ...] = (
     *(BackwardRequest, PackedLaunch, Result, Fusion, KernelSummary),
     *(protocol.Plain, protocol.Constant, protocol.Wrapper),
     *(synthetic_base.Member, synthetic_base.Span, synthetic_base.ViewBase, synthetic_base.BasePlan),
-    *(facts.Facts, facts.BackwardFacts, facts.BackwardWrite, facts.ResultWrite, facts.Choice),
+    *(facts.Facts, facts.BackwardFacts, facts.Choice),
     *(facts.NodeOut, facts.Untouched, facts.DataWritten),
     *(facts.NotATensor, facts.Fresh, facts.IsInput, facts.Kept, facts.Keep, facts.MetadataWrite),
     *(facts.ViewOfInput, facts.ViewOfIntermediate, facts.ViewOfOutput, facts.ViewStep, facts.FunctionView),

@@ -60,7 +60,7 @@ def result(slot: Slot) -> str:
 def of_input(facts: Facts, idx: PrimalIdx) -> Iterator[str]:
     """What happens to an input, one sentence each; none if it is only read."""
     yield from _data(facts.inputs[idx])
-    if any(write.input == idx for write in facts.backward.writes):
+    if idx in facts.backward.writes:
         yield "written in backward, copied back after the graph"
     repeated = [write for write in facts.metadata_writes() if write.target == IsInput(idx)]
     yield from (f"`{_operator(write.op)}` is repeated on it" for write in repeated)

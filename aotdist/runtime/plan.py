@@ -268,28 +268,29 @@ def _saved(traced: Traced, plans: Plans, split: Split, outs: Row[NodeOutIdx, Nod
 def _backward_writes(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> BackwardWrites:
     backward, plains = facts.backward, plain_positions(facts.recipes)
     written = [
-        (write, plain, Slot("buffer", ins[write.input].path, inner))
-        for write in backward.writes
-        for plain, (inner, _) in zip(plains[write.input], leaves(facts.recipes[write.input]), strict=True)
+        (idx, plain, Slot("buffer", ins[idx].path, inner))
+        for idx in backward.writes
+        for plain, (inner, _) in zip(plains[idx], leaves(facts.recipes[idx]), strict=True)
     ]
     position = {slot: at for at, slot in enumerate(split.forward.outs)}
     results = [
-        (write, position[Slot(out.slot.role, out.slot.path, inner)], Slot("buffer", out.slot.path, inner))
-        for write, out in ((write, facts.node_outs[write.out]) for write in backward.result_writes)
+        (idx, position[Slot(out.slot.role, out.slot.path, inner)], Slot("buffer", out.slot.path, inner))
+        for idx, out in ((idx, facts.node_outs[idx]) for idx in backward.result_writes)
         for inner, _ in leaves(out.recipe)
     ]
     names = [slot for _, _, slot in (*written, *results)]
-    wrapped = {w.input for w in backward.writes if isinstance(facts.recipes[w.input], Wrapper)}
-    outs = {w.out for w in backward.result_writes if isinstance(facts.node_outs[w.out].recipe, Wrapper)}
+    wrapped = {idx: n for idx, n in backward.writes.items() if isinstance(facts.recipes[idx], Wrapper)}
+    of_outs = backward.result_writes.items()
+    outs = {idx: n for idx, n in of_outs if isinstance(facts.node_outs[idx].recipe, Wrapper)}
     return BackwardWrites(
         plains=tuple(plain for _, plain, _ in written),
         results=tuple(at for _, at, _ in results),
         bumps=(
-            *(0 if write.input in wrapped else write.bumps for write, _, _ in written),
-            *(0 if write.out in outs else write.bumps for write, _, _ in results),
+            *(0 if idx in wrapped else backward.writes[idx] for idx, _, _ in written),
+            *(0 if idx in outs else backward.result_writes[idx] for idx, _, _ in results),
         ),
-        wrappers=tuple((w.input, w.bumps) for w in backward.writes if w.input in wrapped),
-        outs=tuple((w.out, w.bumps) for w in backward.result_writes if w.out in outs),
+        wrappers=tuple(wrapped.items()),
+        outs=tuple(outs.items()),
         storages=tuple((plains[idx][leaf], num_bytes) for idx, leaf, num_bytes in backward.storages),
         read={slot: names.index(slot) for slot in split.backward.ins if slot.role == "buffer"},
         once=backward.once,
@@ -297,8 +298,7 @@ def _backward_writes(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> B
 
 
 def _choice(choice: Choice, facts: Facts) -> ChoicePlan:
-    counts = {write.input: write.bumps for write in choice.writes}
-    written = [write.input for write in facts.backward.writes]
+    counts, written = choice.writes, facts.backward.writes
     wrapped = [idx for idx in written if isinstance(facts.recipes[idx], Wrapper)]
     plains = [idx for idx in written for _ in leaves(facts.recipes[idx])]
     return ChoicePlan(

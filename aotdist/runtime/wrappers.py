@@ -63,7 +63,7 @@ class SavedWrappers:
         taken = {PlainIdx(given[node]) for node in saved if node in given}
         # A write that the call repeats outside of the node is none of the user's.
         repeated = facts.reshaped() | {idx for idx, _, _ in plans.writes.writes}
-        repeated |= {write.input for write in facts.backward.writes}
+        repeated |= facts.backward.writes.keys()
         ins = tuple(
             idx
             for idx, plains in plain_positions(facts.recipes).enumerate()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,6 @@ from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
     BackwardFacts,
-    BackwardWrite,
     Choice,
     DataWritten,
     Fresh,
@@ -172,7 +171,7 @@ class BackwardTrace:
         return [node for node, storage in writers.of_forward.items() if storage not in storages]
 
     def _to_trace_alone(
-        self, whole: Computed, writes: Sequence[BackwardWrite], writers: Writers
+        self, whole: Computed, writes: Collection[PrimalIdx], writers: Writers
     ) -> Sequence[Chosen]:
         """The choices of results whose backward does not follow from the whole one.
 
@@ -186,10 +185,10 @@ class BackwardTrace:
             return self._backward.some()
         return self._nonlinear
 
-    def _are_met_by_all(self, writes: Sequence[BackwardWrite], writers: Writers) -> bool:
+    def _are_met_by_all(self, writes: Collection[PrimalIdx], writers: Writers) -> bool:
         """Whether the backward writes the same, from whichever of the results it starts."""
         row = self._inputs.row()
-        memory = {functional_storage_id(plain) for write in writes for plain in row[write.input].plains}
+        memory = {functional_storage_id(plain) for idx in writes for plain in row[idx].plains}
         numbers = {number for storage, number in writers.nodes if storage in memory}
         all_ends = len(self._ends)
         return numbers <= {
@@ -197,7 +196,7 @@ class BackwardTrace:
         }
 
     def _trace_alone(
-        self, choices: Sequence[Chosen], writes: Sequence[BackwardWrite]
+        self, choices: Sequence[Chosen], writes: Collection[PrimalIdx]
     ) -> tuple[dict[Chosen, Computed], tuple[Choice, ...], list[Result]]:
         """Run the backward of each choice of results: what each computes, its fact, and graph results.
 
@@ -207,7 +206,6 @@ class BackwardTrace:
         found: list[Choice] = []
         results: list[Result] = []
         recorder, inputs, storages = self._recorder, self._inputs, self._context.storages
-        known = {write.input for write in writes}
         for chosen in choices:
             if writes and self._forward_end is not None:
                 self._forward_end.restore(inputs.row())
@@ -215,9 +213,9 @@ class BackwardTrace:
             runs[chosen] = some = self._backward.run(chosen, retain_graph=True)
             row, metadata = inputs.row(), self._forward.metadata
             some_writes, written = backward_writes(recorder, row, counters, metadata, storages)
-            for write in some_writes:
-                if write.input not in known:
-                    raise written_without_others(row[write.input].slot)
+            for idx in some_writes:
+                if idx not in writes:
+                    raise written_without_others(row[idx].slot)
             grads, kept = some.recipes()
             found.append(Choice(chosen, grads, some_writes, kept))
             slots = found[-1].slots(row.map(lambda one: one.slot), row.map(lambda one: one.recipe))

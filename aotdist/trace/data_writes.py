@@ -9,7 +9,7 @@ import torch
 
 from aotdist.aliasing.memory import covers, may_repeat
 from aotdist.aliasing.version import version_of
-from aotdist.facts import BackwardWrite, DataWritten, InputFact, NodeOut, ResultWrite, Untouched
+from aotdist.facts import DataWritten, InputFact, NodeOut, Untouched
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import is_wrapper, leaves, plain_tensors
 from aotdist.torch_seam.autograd import is_leaf_with_grad
@@ -131,9 +131,9 @@ def backward_writes(
     before: Sequence[tuple[tuple[int, ...], int]],
     metadata: Metadata,
     storages: Storages,
-) -> tuple[tuple[BackwardWrite, ...], list[Result]]:
-    """Inputs that the backward wrote, and their new values."""
-    writes: list[BackwardWrite] = []
+) -> tuple[dict[PrimalIdx, int], list[Result]]:
+    """Inputs that the backward wrote, and how often; their new values."""
+    writes: dict[PrimalIdx, int] = {}
     results: list[Result] = []
     # An input that the backward was the first to touch has no count from before: nothing was written then.
     padded = [*before, *[((), 0)] * (len(row) - len(before))]
@@ -145,11 +145,11 @@ def backward_writes(
             continue
         if not all(map(storages.has_room, stand_in.plains)):
             continue
-        writes.append(BackwardWrite(idx, stand_in.bumps() - bumps))
+        writes[idx] = stand_in.bumps() - bumps
         plains = metadata.plains_as_before(idx, stand_in)
         for (inner, _), plain in zip(leaves(stand_in.recipe), plains, strict=True):
             results.append((Slot("backward_write", stand_in.slot.path, inner), recorder.value(plain)))
-    return tuple(writes), results
+    return writes, results
 
 
 def counts_of_results(
@@ -173,14 +173,14 @@ def result_writes(
     tensors: Sequence[torch.Tensor],
     before: Row[NodeOutIdx, tuple[tuple[int, ...], int]],
     after: Row[NodeOutIdx, tuple[tuple[int, ...], int]],
-) -> tuple[tuple[ResultWrite, ...], list[Result]]:
-    """Results of the node's that the backward wrote, and their new values."""
-    writes: list[ResultWrite] = []
+) -> tuple[dict[NodeOutIdx, int], list[Result]]:
+    """Results of the node's that the backward wrote, and how often; their new values."""
+    writes: dict[NodeOutIdx, int] = {}
     results: list[Result] = []
     for idx, out in node_outs.enumerate():
         (counts, version), (counted, counted_version) = after[idx], before[idx]
         if counts != counted:
-            writes.append(ResultWrite(idx, version - counted_version))
+            writes[idx] = version - counted_version
             for (inner, _), plain in zip(leaves(out.recipe), plain_tensors(tensors[idx]), strict=True):
                 results.append((Slot("backward_write", out.slot.path, inner), recorder.value(plain)))
-    return tuple(writes), results
+    return writes, results

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from aotdist.facts import BackwardWrite, NodeOut, ResultWrite
+from aotdist.facts import NodeOut
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors
 from aotdist.torch_seam.functional import functional_value, is_functional_base, replace_functional_value
@@ -68,22 +68,22 @@ class ForwardEnd:
         self,
         recorder: Recorder,
         row: Row[PrimalIdx, StandIn],
-        writes: Sequence[BackwardWrite],
+        writes: Collection[PrimalIdx],
         node_outs: Row[NodeOutIdx, NodeOut],
-        result_writes: Sequence[ResultWrite],
+        result_writes: Collection[NodeOutIdx],
     ) -> None:
         """Let the backward read what it writes from new arguments of the graph (role `buffer`)."""
-        for write in writes:
-            stand_in = row[write.input]
-            before = self.nodes.get(write.input, [])
-            if write.input >= len(self.values):  # the backward is the first to meet it
+        for idx in writes:
+            stand_in = row[idx]
+            before = self.nodes.get(idx, [])
+            if idx >= len(self.values):  # the backward is the first to meet it
                 names = (Slot("primal", stand_in.slot.path, inner) for inner, _ in leaves(stand_in.recipe))
                 before = [recorder.placeholder(name) for name in names]
             if before:
                 _read_late(recorder, stand_in.slot.path, stand_in.recipe, before)
-        for write in result_writes:
-            out = node_outs[write.out]
-            _read_late(recorder, out.slot.path, out.recipe, self.results[write.out])
+        for made in result_writes:
+            out = node_outs[made]
+            _read_late(recorder, out.slot.path, out.recipe, self.results[made])
 
 
 def is_read_again(written: Collection[Node], results: Sequence[tuple[Slot, Node | None]]) -> bool:
