@@ -297,15 +297,8 @@ class NodeOut:
     version: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class OutputView:
-    """An output that is made as a view outside of the node."""
-
-    out: OutIdx
-
-
-HeldPlace: TypeAlias = Fresh | IsInput | OutputView
-"""Where the caller holds a waypoint."""
+HeldPlace: TypeAlias = Fresh | IsInput | OutIdx
+"""Where the caller holds a waypoint; an output that is none of these is made as a view, outside of the node."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from aotdist.facts import (
     HeldPlace,
     IsInput,
     MetadataWrite,
-    OutputView,
     Passages,
     ViewOfInput,
     ViewOfIntermediate,
@@ -64,8 +63,8 @@ def schedule(plans: Plans, gates: Sequence[Gate], passages: Passages) -> tuple[S
         written = gate.level - 1
         for position, _ in gate.pieces:
             place = passages.waypoints[position].place
-            if isinstance(place, OutputView):
-                make(gate.level, place.out)
+            if isinstance(place, int):
+                make(gate.level, place)
         steps.append(gate)
     steps += _writes(plans, passages, written, len(passages.waypoints))
     return (*steps, *(idx for idx in order if idx not in made), *endings)
@@ -244,7 +243,7 @@ class Gates:
                 return values[value]
             case IsInput(input=source):
                 return primals[source]
-            case OutputView(out=out):
+            case out:
                 return outs.make(out)
 
 

@@ -40,7 +40,6 @@ from aotdist.facts import (
     MetadataWrite,
     NotATensor,
     OutputFact,
-    OutputView,
     Place,
     Step,
     ViewOfInput,
@@ -93,7 +92,7 @@ def _point(place: HeldPlace, primals: Sequence[str]) -> str:
             return f"values[{value}]"
         case IsInput(input=source):
             return primals[source]
-        case OutputView(out=out):
+        case out:
             return f"o{out}"
 
 

@@ -21,7 +21,6 @@ from aotdist.facts import (
     InputFact,
     IsInput,
     MetadataWrite,
-    OutputView,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
@@ -321,7 +320,7 @@ def held_tensors(
     for position, (out, fact) in enumerate(zip(outs, outputs.facts, strict=True)):
         is_view = isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)) and fact.steps
         if is_view and out.grad_fn is not None:
-            held.append(HeldTensor(f"out[{position}]", OutputView(OutIdx(position)), None, out))
+            held.append(HeldTensor(f"out[{position}]", OutIdx(position), None, out))
     return held
 
 
