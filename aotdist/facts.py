@@ -298,7 +298,7 @@ class NodeOut:
 
 
 HeldPlace: TypeAlias = Fresh | IsInput | OutIdx
-"""Where the caller holds a waypoint; an output that is none of these is made as a view, outside of the node."""
+"""Where the caller holds a waypoint; an output that is neither is made as a view outside of the node."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -118,14 +118,6 @@ Base: TypeAlias = Span | ViewBase
 
 
 @dataclass(frozen=True, slots=True)
-class Alias:
-    """A plain tensor as a part of a span."""
-
-    span: PrimalIdx
-    member: Member
-
-
-@dataclass(frozen=True, slots=True)
 class BasePlan:
     """What the traced program takes: bases, then the distinct inputs that are no bases themselves.
 
@@ -180,10 +172,10 @@ class BasePlan:
         base = self.bases[at] if at < len(self.bases) else None
         return isinstance(base, Span) and base.whole
 
-    def aliases(self) -> Mapping[tuple[PrimalIdx, int], Alias]:
-        """For each plain tensor that lies in a span, by primal and leaf: where."""
+    def aliases(self) -> Mapping[tuple[PrimalIdx, int], tuple[PrimalIdx, Member]]:
+        """For each plain tensor that lies in a span, by primal and leaf: which span, and where in it."""
         return {
-            (self.place(member), member.leaf): Alias(at, member)
+            (self.place(member), member.leaf): (at, member)
             for at, base in self.bases.enumerate()
             if isinstance(base, Span)
             for member in base.members

@@ -190,7 +190,7 @@ class Inputs:
             return replace(self._view_again(slot, example, recipe, self._stand_ins[base]), base=base)
         functionals = self._through_spans(at, functionals, example)
         stand_in = self._of_its_own(slot, example, recipe, functionals, fakes)
-        spans = frozenset(place.span for (primal, _), place in self._aliases.items() if primal == at)
+        spans = frozenset(span for (primal, _), (span, _) in self._aliases.items() if primal == at)
         return replace(stand_in, derived=is_span, whole=self._bases.is_whole(at), spans=spans)
 
     def _note_storages(self, at: PrimalIdx, stand_in: StandIn) -> None:
@@ -237,10 +237,10 @@ class Inputs:
             if place is None:
                 found.append(own)
             else:
-                (memory,) = self._stand_ins[place.span].plains
-                member = place.member
+                span, member = place
+                (memory,) = self._stand_ins[span].plains
                 part = part_of(memory, member.dtype, member.size, member.stride, member.offset)
-                offset, is_whole = int(real.storage_offset()), self._bases.is_whole(place.span)
+                offset, is_whole = int(real.storage_offset()), self._bases.is_whole(span)
                 self._recorder.strided.lies_in(memory, part, offset, is_whole=is_whole)
                 found.append(part)
         return found
