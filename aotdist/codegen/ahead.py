@@ -138,7 +138,7 @@ class TargetBackend(TritonBackend):
                 node.target = PackedLaunch(launch.name, packed[launch.name], num_blocks, results)
         source = f"{fused.source}\n\n{print_graph(fused.graph).source}"
         fusion = with_registers(summary(fused), {name: one.registers for name, one in packed.items()})
-        return Emitted(Ahead(fused.graph, fusion), source, fusion=lambda: fusion, runs_here=False)
+        return Emitted(Ahead(fused.graph, fusion), source, fusion=lambda: fusion)
 
 
 _LAYER_NORM = torch.ops.aten.native_layer_norm.default

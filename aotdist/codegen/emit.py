@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from aotdist.codegen.ahead import Ahead
 from aotdist.codegen.contract import Backend, Emission, Emitted, Kind, Strides, finished
 from aotdist.codegen.cuda_graphs import with_cuda_graphs
 from aotdist.codegen.fx import FxBackend, warn_of_fx
@@ -136,10 +137,11 @@ class Emitter:
         apart = None if isinstance(self.backend, FxBackend) else numbers_apart(graph, self.fake_mode)
         graph = graph if apart is None else apart.rest
         emitted = emit_by_regions(self.backend, graph, emission)
+        runs_here = not isinstance(emitted.call, Ahead)
         if self.settings.cuda_graphs:
             # What was recorded is replayed as a whole.
             emitted = replace(with_cuda_graphs(emitted, graph, emission), with_modules=None)
-        if emitted.runs_here:
+        if runs_here:
             emitted = with_marks(emitted, graph, f"{emission.name} {kind}")
         return emitted if apart is None else apart.around(emitted)
 
