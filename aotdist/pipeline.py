@@ -25,8 +25,7 @@ from aotdist.passes.linear_losses import WHOLE
 from aotdist.passes.run import PassRecord, run_passes
 from aotdist.passes.verify import verify_split
 from aotdist.program import Graph
-from aotdist.report.logs import log_compiled
-from aotdist.report.progress import StageTimes, showing
+from aotdist.report.progress import StageTimes, log_compiled, showing
 from aotdist.retracing import with_traces
 from aotdist.runtime.artifact import Artifact, Artifacts, load, nodes_of
 from aotdist.runtime.backwards import DoubleBackwards

@@ -124,14 +124,6 @@ class KernelDetails:
 
 
 @dataclass(frozen=True, slots=True)
-class EmittedSource:
-    """What runs a graph, as its backend prints it."""
-
-    graph: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Details:
     """One artifact.
 
@@ -147,7 +139,6 @@ class Details:
         saved_bytes: that are kept alive for the backward alone.
         collectives: of the graphs that run, in the order in which they start.
         kernels: of a backend that writes its own.
-        sources: what runs each graph.
         wrapper: the printed call.
         ranks: how other ranks differ.
     """
@@ -164,7 +155,6 @@ class Details:
     saved_bytes: int
     collectives: tuple[CollectiveDetails, ...]
     kernels: tuple[KernelDetails, ...]
-    sources: tuple[EmittedSource, ...]
     wrapper: str
     ranks: Ranks = ALONE
 
@@ -183,7 +173,10 @@ def details_of(artifact: Artifact) -> Details:
         passes=compilation.records,
         inputs=tuple(_inputs(compilation)),
         outputs=tuple(_outputs(compilation)),
-        graphs=tuple(graph_details(name, graph, split) for name, graph in graphs.items()),
+        graphs=tuple(
+            graph_details(name, graph, split, emitted[name].source if name in emitted else "")
+            for name, graph in graphs.items()
+        ),
         saved=() if split is None else saved_details(graphs["joint"], split),
         saved_bytes=0 if split is None else split.saved_bytes,
         collectives=tuple(collective_details(graphs)),
@@ -193,7 +186,6 @@ def details_of(artifact: Artifact) -> Details:
             if one.fusion is not None
             for kernel in one.fusion().kernels
         ),
-        sources=tuple(EmittedSource(name, one.source) for name, one in emitted.items()),
         wrapper=artifact.source,
     )
 

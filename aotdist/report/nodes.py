@@ -52,11 +52,19 @@ class GraphNode:
 
 @dataclass(frozen=True, slots=True)
 class GraphDetails:
-    """A graph: `joint`, `forward`, `backward` or `inference`; its nodes, and how many of them compute."""
+    """A graph: `joint`, `forward`, `backward` or `inference`.
+
+    Args:
+        name: which of these.
+        nodes: its nodes.
+        num_operations: how many of them compute.
+        source: what runs it, as its backend prints it; nothing for a joint graph.
+    """
 
     name: str
     nodes: tuple[GraphNode, ...]
     num_operations: int
+    source: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,12 +113,12 @@ class CollectiveDetails:
     readers: tuple[str, ...]
 
 
-def graph_details(name: str, graph: Graph, split: Split | None) -> GraphDetails:
-    """A graph by its name; `split` is what was made of the joint one."""
+def graph_details(name: str, graph: Graph, split: Split | None, source: str) -> GraphDetails:
+    """A graph by its name; `split` is what was made of the joint one, `source` what runs it."""
     # In the backward, what is saved is an argument.
     saved = () if split is None or name == "backward" else split.saved
     phase = "backward" if name == "backward" else "forward"
-    return GraphDetails(name, tuple(_nodes(graph, saved, phase)), num_operations(graph))
+    return GraphDetails(name, tuple(_nodes(graph, saved, phase)), num_operations(graph), source)
 
 
 def num_operations(graph: Graph) -> int:

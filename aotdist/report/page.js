@@ -527,7 +527,7 @@ function kernelsSection(program) {
 }
 
 function wrapperSection(program) {
-  const graphs = program.sources.map(({ graph, text }) => source(`what runs the ${graph} graph`, text));
+  const graphs = program.graphs.filter((graph) => graph.source).map((graph) => source(`what runs the ${graph.name} graph`, graph.source));
   return section("wrapper", "What runs", faint("Printed for this signature: what a call goes through."), sourceText(program.wrapper), graphs);
 }
 

@@ -1,24 +1,32 @@
-"""What a compilation is at, for the person who waits for it: one line of a terminal, rewritten.
+"""What a compilation is at, for the person who waits for it, and what it has made, for PyTorch's own logs.
 
-Nothing is shown of what takes less than `_PATIENCE_S`, and on any rank but the first. The line is standard
-error's, and is gone when the compilation is done. Where standard error is a log, the line is written once.
+The first is one line of a terminal, rewritten. Nothing is shown of what takes less than `_PATIENCE_S`, and on
+any rank but the first. The line is standard error's, and is gone when the compilation is done. Where standard
+error is a log, the line is written once. The logs are those of `TORCH_LOGS`, and `TORCH_TRACE` for `tlparse`.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TextIO
 
 import torch.distributed as dist
 
-from aotdist.report.logs import log_stage
+from aotdist.report.details import Details, details_of
+from aotdist.report.summary import report_of
+from aotdist.runtime.artifact import Artifact
+from aotdist.torch_seam.dynamo import is_tracing, trace_artifacts
 from aotdist.torch_seam.undo import to_undo
+
+log = logging.getLogger(__name__)
 
 _PATIENCE_S = 2.0
 _PAUSE_S = 0.1
@@ -141,3 +149,43 @@ class StageTimes:
             self.seconds[name] = self.seconds.get(name, 0.0) + seconds
             if self.progress is not None:
                 log_stage(self.progress.name, name, seconds, self.progress.num_nodes)
+
+
+def log_stage(name: str, stage: str, seconds: float, num_nodes: Callable[[], int] | None) -> None:
+    """Log that a stage of a compilation is done (level DEBUG).
+
+    Args:
+        name: of what is compiled.
+        stage: the stage that ran.
+        seconds: how long it took.
+        num_nodes: counts those of the graph, if there is one yet.
+    """
+    if log.isEnabledFor(logging.DEBUG):
+        nodes = "" if num_nodes is None else f", {num_nodes():,} nodes"
+        log.debug("`%s`: %s took %.2f s%s", name, stage, seconds, nodes)
+
+
+def log_compiled(artifact: Artifact) -> None:
+    """Log the report of what was compiled (INFO), its graphs, code and call (DEBUG); and trace all that."""
+    if log.isEnabledFor(logging.INFO):
+        log.info("%s", report_of([artifact]))
+    if not log.isEnabledFor(logging.DEBUG) and not is_tracing():
+        return
+    details = details_of(artifact)
+    texts = dict(_texts(artifact, details))
+    for name, text in texts.items():
+        log.debug("`%s`: %s\n%s", details.name, name, text)
+    if is_tracing():
+        stages = json.dumps({stage.name: stage.seconds for stage in details.stages}, indent=1)
+        trace_artifacts({**texts, "report": str(report_of([artifact])), "stages": stages})
+
+
+def _texts(artifact: Artifact, details: Details) -> Iterator[tuple[str, str]]:
+    """What there is to read, by name."""
+    for name, graph in artifact.compilation.graphs().items():
+        text = graph.gm.print_readable(print_output=False, include_stride=True, include_device=True)
+        yield f"{name}_graph", text
+    yield from ((f"{graph.name}_code", graph.source) for graph in details.graphs if graph.source)
+    for kernel in details.kernels:
+        yield f"{kernel.graph}_kernel_{kernel.name}", kernel.text
+    yield "call", details.wrapper

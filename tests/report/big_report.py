@@ -1,6 +1,6 @@
 """A report of a model that nobody had to compile: as many nodes as one asks for."""
 
-from aotdist.report.details import Details, EmittedSource, KernelDetails, Stage, TensorFacts, compared
+from aotdist.report.details import Details, KernelDetails, Stage, TensorFacts, compared
 from aotdist.report.nodes import CollectiveDetails, GraphDetails, GraphNode, Saved
 
 NODES_OF_LAYER = 20
@@ -33,7 +33,7 @@ def big_report(num_nodes: int) -> Details:
         outputs=(TensorFacts("out[0]", "f32[]", ("a tensor of its own",)),),
         graphs=(
             GraphDetails("joint", tuple(nodes), len(nodes)),
-            GraphDetails("forward", tuple(forward), len(forward)),
+            GraphDetails("forward", tuple(forward), len(forward), "def forward(args): ..."),
         ),
         saved=tuple(Saved(one.name, one.name, one.type, one.bytes, one.module, "") for one in saved),
         saved_bytes=sum(one.bytes for one in saved),
@@ -45,7 +45,6 @@ def big_report(num_nodes: int) -> Details:
             for layer in range(layers)
         ),
         kernels=(KernelDetails("forward", "kernel_0", ("mul", "add"), 4096, f"def kernel_0(): {HOSTILE}"),),
-        sources=(EmittedSource("forward", "def forward(args): ..."),),
         wrapper="def call(args, kwargs): ...",
         ranks=compared({int(rank): {"input args[0]": text} for rank, text in told.items()} | {2: None}),
     )  # fmt: skip

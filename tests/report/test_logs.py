@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import aotdist
-from aotdist.report import logs
+from aotdist.report import progress
 from tests.house.tree import ROOT
 
 PROGRAM = """
@@ -31,9 +31,9 @@ TEXTS = {
 
 
 def compiled(caplog: pytest.LogCaptureFixture, level: int) -> list[str]:
-    with caplog.at_level(level, logger=logs.log.name):
+    with caplog.at_level(level, logger=progress.log.name):
         aotdist.compile(lambda x: x * 2, backend="fx")(torch.ones(2))
-    return [record.getMessage() for record in caplog.records if record.name == logs.log.name]
+    return [record.getMessage() for record in caplog.records if record.name == progress.log.name]
 
 
 def test_nothing_is_said_unless_asked(caplog):
