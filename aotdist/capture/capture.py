@@ -24,10 +24,10 @@ from aotdist.capture.assignments import Assignments
 from aotdist.capture.captured import Captured, Environment, Returned, UserCall, environment_of
 from aotdist.capture.checks import Checks
 from aotdist.capture.constants import is_leaf
+from aotdist.capture.draws import no_python_random, none_advanced
 from aotdist.capture.effects import Assign, Delete, Effect, EffectLog, Print, TensorResult, Tree
 from aotdist.capture.environment import Reached
 from aotdist.capture.in_backward import InBackward
-from aotdist.capture.iterators import none_advanced
 from aotdist.capture.leaked_tensors import no_results_kept, refuse_carried
 from aotdist.capture.modules import (
     attribute_tensors,
@@ -36,7 +36,6 @@ from aotdist.capture.modules import (
 )
 from aotdist.capture.objects import MadeObject, taken_apart
 from aotdist.capture.prints import Prints
-from aotdist.capture.python_random import no_python_random
 from aotdist.capture.results import (
     hand_over_attributes,
     inside_wrappers,

@@ -23,6 +23,7 @@ from torch import nn
 
 from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in, special_methods
 from aotdist.capture.constants import is_constant
+from aotdist.capture.draws import is_python_generator
 from aotdist.capture.environment import (
     EnteredCode,
     Reached,
@@ -42,7 +43,6 @@ from aotdist.capture.module_attributes import (
     library_settings,
 )
 from aotdist.capture.modules import KINDS, own_tensors, refuse_script
-from aotdist.capture.python_random import is_python_generator
 from aotdist.capture.readers import cells_of, defaults_of, empty_cells_of, is_array, reader_of, wrapped_by
 from aotdist.capture.source import Source, keeper_of
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper

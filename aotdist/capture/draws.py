@@ -1,12 +1,14 @@
-"""Random numbers of Python's and NumPy's: what a program draws at capture would never be drawn again.
+"""What a program draws at capture would never be drawn again: random numbers of Python's, items of iterators.
 
-A generator that is in another state afterwards was drawn from. Those of `random` and `numpy.random` belong to
-all threads, so the functions that draw are listened to in the one that captures. A function that was bound
-before (`from random import random`) is not heard; a program that reaches one may have drawn.
+A generator of Python's or NumPy's that is in another state afterwards was drawn from. Those of `random` and
+`numpy.random` belong to all threads, so the functions that draw are listened to in the one that captures. A
+function that was bound before (`from random import random`) is not heard; a program that reaches one may have
+drawn. Of iterators and data loaders from before the call nothing may be taken at all.
 """
 
 from __future__ import annotations
 
+import builtins
 import copy
 import pickle
 import random
@@ -15,6 +17,10 @@ from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from torch.utils.data import DataLoader
+
+from aotdist.capture.code import is_users_class
+from aotdist.capture.source import Source
 from aotdist.errors import AotdistError, UnsupportedProgram
 from aotdist.torch_seam.patches import replaced_here
 
@@ -123,3 +129,35 @@ def _of(name: str, generator: Any) -> _Watched:
     if bits is None:
         return _Watched(name, generator.get_state, generator.set_state)
     return _Watched(name, lambda: bits.state, lambda state: setattr(bits, "state", state))
+
+
+@contextmanager
+def none_advanced(reached: Iterable[tuple[Source, Any]]) -> Generator[None]:
+    """Refuse to take an item inside, by `next` or by a loop over a loader, before anything is taken.
+
+    Args:
+        reached: what the program reaches; iterators of the user's own classes are Python that is traced.
+
+    Raises:
+        UnsupportedProgram: naming the iterator.
+    """
+    given = {id(value): source.path for source, value in reached if _gives(value)}
+
+    def advance(original: Callable[..., Any], iterator: Any, *default: Any) -> Any:
+        if id(iterator) in given:
+            raise UnsupportedProgram(
+                f"the program takes an item from `{given[id(iterator)]}`, and compiled calls would not",
+                stage="capture",
+                fix="take it before the call, and pass it as an argument",
+            )
+        return original(iterator, *default)
+
+    if not given:
+        yield
+        return
+    with replaced_here(builtins, "next", advance), replaced_here(DataLoader, "__iter__", advance):
+        yield
+
+
+def _gives(value: Any) -> bool:
+    return isinstance(value, DataLoader) or (isinstance(value, Iterator) and not is_users_class(type(value)))
