@@ -31,9 +31,9 @@ from torch.fx import Node
 
 from aotdist.partition.traits import value_bytes
 from aotdist.passes.collectives import arguments, group_name, wait_of
-from aotdist.passes.context import PassContext
 from aotdist.passes.editing import emit, erase_unused, hoist, sink
 from aotdist.program import Graph
+from aotdist.settings import Settings
 
 _C10D = torch.ops._c10d_functional
 _ATEN = torch.ops.aten
@@ -98,14 +98,14 @@ class _Member:
         )
 
 
-def bucket(graph: Graph, context: PassContext) -> Graph:
+def bucket(graph: Graph, settings: Settings) -> Graph:
     """The same graph with every unit's collectives merged, up to `settings.bucket_bytes` each."""
     if not _has_candidates(graph):
         return graph
     merged = graph.copied()
     for op in (GATHER, SCATTER, REDUCE):
         for family in _families(merged, op):
-            for group in _groups(family, context.settings.bucket_bytes):
+            for group in _groups(family, settings.bucket_bytes):
                 _merge(merged, group)
     return merged
 

@@ -22,11 +22,11 @@ from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
 from aotdist.partition.traits import value_bytes
-from aotdist.passes.context import PassContext
 from aotdist.passes.editing import emit, erase_unused
 from aotdist.passes.linear_cross_entropy import LINEAR_CROSS_ENTROPY
 from aotdist.passes.linear_losses import SLICE, VIEWS, LinearLoss, LossGradients, linear_losses, slice_of
 from aotdist.program import Graph
+from aotdist.settings import Settings
 
 _ATEN = torch.ops.aten
 _CAST = torch.ops.prims.convert_element_type.default
@@ -35,9 +35,9 @@ _ROWS_OF_A_TILE = 16
 """Chunks are whole tiles of a matrix product."""
 
 
-def chunk_losses(graph: Graph, context: PassContext) -> Graph:
+def chunk_losses(graph: Graph, settings: Settings) -> Graph:
     """The same graph with losses by chunks where their logits take more than `settings.loss_chunk_bytes`."""
-    most = context.settings.loss_chunk_bytes
+    most = settings.loss_chunk_bytes
     if most is None or not _large_losses(graph.gm.graph, most):
         return graph
     chunked = graph.copied()

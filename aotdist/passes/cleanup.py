@@ -20,8 +20,8 @@ from torch.fx import Node
 
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.traits import is_effectful, is_view, phase_of, storage_root, value_bytes
-from aotdist.passes.context import PassContext
 from aotdist.program import Graph
+from aotdist.settings import Settings
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.symbols import surely_equal
 
@@ -58,7 +58,7 @@ _REARRANGED = frozenset(
 """What has the elements of its argument, in another order or shape."""
 
 
-def cleanup(graph: Graph, context: PassContext) -> Graph:
+def cleanup(graph: Graph, settings: Settings) -> Graph:
     """The same results from fewer nodes."""
     order = [n for n in graph.gm.graph.nodes if n.op != "output"]
     stands_for = _Simplifier.of(graph).simplify(order)

@@ -13,11 +13,11 @@ from collections.abc import Iterator, Mapping
 from torch.fx import Node
 
 from aotdist.partition.traits import is_collective, is_effectful, is_random, is_wait, phase_of
-from aotdist.passes.context import PassContext
 from aotdist.program import Graph
+from aotdist.settings import Settings
 
 
-def early_updates(graph: Graph, context: PassContext) -> Graph:
+def early_updates(graph: Graph, settings: Settings) -> Graph:
     """The same nodes, with what is written behind the gradients that it needs."""
     differentiates = any(phase_of(node) == "backward" for node in graph.gm.graph.nodes)
     if not differentiates or not any(slot.role == "write" for slot in graph.outs):

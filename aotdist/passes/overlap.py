@@ -24,9 +24,9 @@ from torch.fx import Node
 from aotdist.partition.traits import is_copy_back, is_wait
 from aotdist.passes.bucket import GATHER, REDUCE, SCATTER
 from aotdist.passes.collectives import wait_of
-from aotdist.passes.context import PassContext
 from aotdist.passes.editing import hoist, sink
 from aotdist.program import Graph
+from aotdist.settings import Settings
 
 _ATEN = torch.ops.aten
 
@@ -46,7 +46,7 @@ Stage = list[Node]
 """Starts of collectives of one unit that follow each other."""
 
 
-def overlap(graph: Graph, context: PassContext) -> Graph:
+def overlap(graph: Graph, settings: Settings) -> Graph:
     """The same nodes in an order that hides communication behind compute."""
     if not any(_serves_unit(n, (GATHER, SCATTER, REDUCE)) for n in graph.gm.graph.nodes):
         return graph

@@ -1,6 +1,6 @@
 """The graph passes of each stage, in their order: each named, timed, switchable, and verified after.
 
-To add a pass: write `(Graph, PassContext) -> Graph` in a module of its own name, never touching the graph
+To add a pass: write `(Graph, Settings) -> Graph` in a module of its own name, never touching the graph
 that it is given, and name it in `ORDER`, the only place that says in which order they run.
 `settings.disabled_passes` leaves a pass out by name.
 """
@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Literal, TypeAlias
 
 from aotdist.errors import BadSettings
 from aotdist.passes.bucket import bucket
 from aotdist.passes.chunk_losses import chunk_losses
 from aotdist.passes.cleanup import cleanup
-from aotdist.passes.context import PassContext, Stage
 from aotdist.passes.early_updates import early_updates
 from aotdist.passes.overlap import overlap
 from aotdist.passes.verify import verify
@@ -25,35 +25,22 @@ from aotdist.program import Graph
 from aotdist.settings import Settings
 
 
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """A named step from graph to graph.
+Stage = Literal["joint", "forward", "backward"]
+"""Which graph a pass is given: the joint one before partitioning, or one half after it."""
 
-    Args:
-        name: what settings and reports call it.
-        run: the step; returns a new graph, or its argument when there is nothing to do.
-    """
-
-    name: str
-    run: Callable[[Graph, PassContext], Graph]
-
-
-_CLEANUP = Pass("cleanup", cleanup)
-_BUCKET = Pass("bucket", bucket)
-_CHUNK_LOSSES = Pass("chunk_losses", chunk_losses)
-_OVERLAP = Pass("overlap", overlap)
-_EARLY_UPDATES = Pass("early_updates", early_updates)
+Pass: TypeAlias = Callable[[Graph, Settings], Graph]
+"""Makes a new graph, or returns its argument when there is nothing to do; reports know it by its name."""
 
 ORDER: Mapping[Stage, tuple[Pass, ...]] = MappingProxyType(
     {
-        "joint": (_CLEANUP, _CHUNK_LOSSES),
-        "forward": (_BUCKET, _OVERLAP, _EARLY_UPDATES),
-        "backward": (_BUCKET, _OVERLAP),
+        "joint": (cleanup, chunk_losses),
+        "forward": (bucket, overlap, early_updates),
+        "backward": (bucket, overlap),
     }
 )
 """Which passes run on which graph, in order."""
 
-PASS_NAMES = tuple(dict.fromkeys(step.name for steps in ORDER.values() for step in steps))
+PASS_NAMES = tuple(dict.fromkeys(step.__name__ for steps in ORDER.values() for step in steps))
 """Every name that `settings.disabled_passes` may hold."""
 
 
@@ -84,17 +71,17 @@ def run_passes(graph: Graph, stage: Stage, settings: Settings) -> tuple[Graph, t
         InternalError: a pass returned a graph that breaks an invariant.
     """
     _check_names(settings)
-    context = PassContext(stage, settings)
     records: list[PassRecord] = []
     for step in ORDER[stage]:
-        if step.name in settings.disabled_passes:
+        name = step.__name__
+        if name in settings.disabled_passes:
             continue
         before, started = len(graph.gm.graph.nodes), time.perf_counter()
-        graph = step.run(graph, context)
+        graph = step(graph, settings)
         seconds = time.perf_counter() - started
         if settings.verify:
-            verify(graph, after=f"{stage} pass `{step.name}`")
-        records.append(PassRecord(stage, step.name, seconds, before, len(graph.gm.graph.nodes)))
+            verify(graph, after=f"{stage} pass `{name}`")
+        records.append(PassRecord(stage, name, seconds, before, len(graph.gm.graph.nodes)))
     return graph, tuple(records)
 
 

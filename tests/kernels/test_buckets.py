@@ -10,7 +10,7 @@ from aotdist.codegen.triton import Launch, with_kernels
 from aotdist.kernels.emission import Fused
 from aotdist.partition.traits import is_view, is_wait
 from aotdist.passes.bucket import GATHER, SCATTER
-from aotdist.passes.context import Stage
+from aotdist.passes.run import Stage
 from aotdist.program import Graph
 from tests.passes.fsdp_graphs import Layout
 from tests.passes.lockstep import run_ranks
@@ -27,7 +27,7 @@ HALVES: tuple[Stage, ...] = ("forward", "backward")
 
 def half_of(layout: Layout, half: Stage, rank: int = 0) -> Graph:
     split = split_of(layout, units=UNITS, rank=rank)
-    return bucketed(split.forward if half == "forward" else split.backward, half)
+    return bucketed(split.forward if half == "forward" else split.backward)
 
 
 def fused(graph: Graph) -> Fused:

@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from aotdist.partition import partition
 from aotdist.passes.bucket import GATHER, REDUCE, SCATTER, bucket
 from aotdist.passes.collectives import collectives
-from aotdist.passes.context import PassContext, Stage
 from aotdist.passes.overlap import overlap
 from aotdist.passes.verify import verify
 from aotdist.program import Graph, Split
@@ -22,8 +21,8 @@ BF16, F32 = torch.bfloat16, torch.float32
 TWO_UNITS = [[(8, 4), (4, 8)], [(6, 4), (2, 6)]]
 
 
-def bucketed(graph: Graph, stage: Stage = "forward", limit: int = 2**20) -> Graph:
-    return bucket(graph, PassContext(stage, Settings(bucket_bytes=limit)))
+def bucketed(graph: Graph, limit: int = 2**20) -> Graph:
+    return bucket(graph, Settings(bucket_bytes=limit))
 
 
 def targets(graph: Graph) -> list[object]:
@@ -92,10 +91,10 @@ def test_same_bits_on_every_rank(
 ) -> None:
     layout = Layout(world, replicas, *dtypes)
     splits = [split_of(layout, reshard, units, rank) for rank in range(world)] * replicas
-    context = PassContext("forward", Settings(bucket_bytes=limit))
+    settings = Settings(bucket_bytes=limit)
     for halves in ([split.forward for split in splits], [split.backward for split in splits]):
-        merged = [bucket(half, context) for half in halves]
-        ordered = [overlap(half, context) for half in merged]
+        merged = [bucket(half, settings) for half in halves]
+        ordered = [overlap(half, settings) for half in merged]
         for half in ordered:
             verify(half, after="overlap")
         assert_run_alike(halves, merged, layout)
@@ -105,14 +104,14 @@ def test_same_bits_on_every_rank(
 def test_one_collective_a_unit() -> None:
     split = split_of(Layout(2))
     assert targets(bucketed(split.forward)).count(GATHER) == 2
-    backward = bucketed(split.backward, "backward")
+    backward = bucketed(split.backward)
     assert targets(backward).count(GATHER) == 2  # the very first weight alone, the second unit's together
     assert targets(backward).count(SCATTER) == 2
     assert [c.unit for c in collectives(backward) if "reduce" in c.op] == ["layers.1", "layers.0"]
 
 
 def test_replicas_reduce_what_was_scattered_without_another_copy() -> None:
-    backward = bucketed(split_of(Layout(2, replicas=2)).backward, "backward")
+    backward = bucketed(split_of(Layout(2, replicas=2)).backward)
     assert targets(backward).count(SCATTER) == targets(backward).count(REDUCE) == 2
     for node in backward.gm.graph.find_nodes(op="call_function", target=REDUCE):
         assert (

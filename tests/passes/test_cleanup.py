@@ -9,7 +9,6 @@ from torch.fx import Node
 
 from aotdist.partition.traits import storage_root
 from aotdist.passes.cleanup import cleanup
-from aotdist.passes.context import PassContext
 from aotdist.passes.verify import verify
 from aotdist.program import Graph
 from aotdist.settings import Settings
@@ -21,7 +20,7 @@ ATEN = torch.ops.aten
 
 
 def clean(graph: Graph) -> Graph:
-    return cleanup(graph, PassContext("joint", Settings()))
+    return cleanup(graph, Settings())
 
 
 def joint_of(fn: Callable[..., object], *primals: torch.Tensor) -> Graph:

@@ -7,7 +7,6 @@ from aotdist.partition import partition
 from aotdist.partition.traits import is_collective
 from aotdist.passes.bucket import GATHER, REDUCE, SCATTER, bucket
 from aotdist.passes.collectives import collectives, wait_of
-from aotdist.passes.context import PassContext, Stage
 from aotdist.passes.overlap import overlap
 from aotdist.program import Graph, Split
 from aotdist.settings import Settings
@@ -18,9 +17,8 @@ UNITS = [[(4, 4), (4, 4)] for _ in range(4)]
 SETTINGS = Settings()
 
 
-def ordered(graph: Graph, stage: Stage, merge: bool = True) -> Graph:
-    context = PassContext(stage, SETTINGS)
-    return overlap(bucket(graph, context) if merge else graph, context)
+def ordered(graph: Graph, merge: bool = True) -> Graph:
+    return overlap(bucket(graph, SETTINGS) if merge else graph, SETTINGS)
 
 
 def split_of(replicas: int = 1) -> Split:
@@ -47,7 +45,7 @@ def matmuls_of_unit(graph: Graph, unit: int) -> list[Node]:
 
 
 def test_the_next_unit_is_gathered_while_this_one_computes() -> None:
-    forward = ordered(split_of().forward, "forward")
+    forward = ordered(split_of().forward)
     gathers, gathered = starts(forward, GATHER), waits(forward, GATHER)
     for unit in range(len(UNITS) - 1):
         assert gathers[unit + 1] < gathered[unit] < matmuls_of_unit(forward, unit)[0]
@@ -55,13 +53,13 @@ def test_the_next_unit_is_gathered_while_this_one_computes() -> None:
 
 
 def test_at_most_two_units_are_gathered_at_a_time() -> None:
-    forward = ordered(split_of().forward, "forward")
+    forward = ordered(split_of().forward)
     for unit, start in enumerate(starts(forward, GATHER)[2:]):
         assert matmuls_of_unit(forward, unit)[-1] < start
 
 
 def test_the_backward_gathers_ahead_in_its_own_order() -> None:
-    backward = ordered(split_of().backward, "backward")
+    backward = ordered(split_of().backward)
     units = [start.meta["unit"] for start in starts(backward, GATHER)]
     assert units == ["layers.3", "layers.2", "layers.1", "layers.0"]
     first = starts(backward, GATHER)[0]
@@ -69,7 +67,7 @@ def test_the_backward_gathers_ahead_in_its_own_order() -> None:
 
 
 def test_a_reduction_is_waited_for_when_the_next_has_started() -> None:
-    backward = ordered(split_of().backward, "backward")
+    backward = ordered(split_of().backward)
     scatters, done = starts(backward, SCATTER), waits(backward, SCATTER)
     for start, following, wait in zip(scatters, scatters[1:], done, strict=False):
         assert start < following < wait
@@ -78,7 +76,7 @@ def test_a_reduction_is_waited_for_when_the_next_has_started() -> None:
 
 
 def test_the_last_reduction_is_waited_for_at_the_end() -> None:
-    backward = ordered(split_of().backward, "backward")
+    backward = ordered(split_of().backward)
     behind = [n for n in backward.gm.graph.nodes if waits(backward, SCATTER)[-1] < n and n.op != "output"]
     assert all(
         n.target in (ATEN.view.default, ATEN.split_with_sizes.default) or "getitem" in n.name for n in behind
@@ -86,14 +84,14 @@ def test_the_last_reduction_is_waited_for_at_the_end() -> None:
 
 
 def test_all_reductions_among_replicas_are_delayed_too() -> None:
-    backward = ordered(split_of(replicas=2).backward, "backward")
+    backward = ordered(split_of(replicas=2).backward)
     reduces, done = starts(backward, REDUCE), waits(backward, REDUCE)
     for start, following, wait in zip(reduces, reduces[1:], done, strict=False):
         assert start < following < wait
 
 
 def test_without_buckets_a_unit_still_moves_as_one() -> None:
-    forward = ordered(split_of().forward, "forward", merge=False)
+    forward = ordered(split_of().forward, merge=False)
     gathers, gathered = starts(forward, GATHER), waits(forward, GATHER)
     for unit in range(len(UNITS) - 1):
         following = gathers[2 * unit + 2 : 2 * unit + 4]
@@ -101,12 +99,11 @@ def test_without_buckets_a_unit_still_moves_as_one() -> None:
 
 
 def test_only_the_order_changes() -> None:
-    context = PassContext("backward", SETTINGS)
-    merged = bucket(split_of().backward, context)
-    moved = overlap(merged, context)
+    merged = bucket(split_of().backward, SETTINGS)
+    moved = overlap(merged, SETTINGS)
     assert {n.name for n in merged.gm.graph.nodes} == {n.name for n in moved.gm.graph.nodes}
     assert moved.gm.code != merged.gm.code
-    assert merged.gm.code == bucket(split_of().backward, context).gm.code
+    assert merged.gm.code == bucket(split_of().backward, SETTINGS).gm.code
 
 
 def test_every_rank_orders_alike_although_only_some_pad() -> None:
@@ -114,12 +111,12 @@ def test_every_rank_orders_alike_although_only_some_pad() -> None:
     splits = [partition(record_mlp(units, layout, rank=rank), "default") for rank in range(2)]
     assert [len(s.backward.gm.graph.nodes) for s in splits][0] != len(splits[1].backward.gm.graph.nodes)
     for first, second in zip(*((s.forward, s.backward) for s in splits), strict=True):
-        sequences = [sequence(ordered(half, "backward")) for half in (first, second)]
+        sequences = [sequence(ordered(half)) for half in (first, second)]
         assert sequences[0] == sequences[1]
 
 
 def test_the_order_within_a_group_is_the_same_at_every_run() -> None:
-    first, second = (ordered(split_of().backward, "backward") for _ in range(2))
+    first, second = (ordered(split_of().backward) for _ in range(2))
     assert sequence(first) == sequence(second)
 
 
@@ -127,7 +124,7 @@ def test_collectives_without_a_unit_stay_where_they_are() -> None:
     graph = split_of().forward
     for node in graph.gm.graph.nodes:
         node.meta.pop("unit", None)
-    assert overlap(graph, PassContext("forward", SETTINGS)) is graph
+    assert overlap(graph, SETTINGS) is graph
 
 
 def test_draws_keep_their_order() -> None:
@@ -138,7 +135,7 @@ def test_draws_keep_their_order() -> None:
         noise = graph.gm.graph.call_function(ATEN.rand_like.default, (source,))
         noise.meta = dict(source.meta)
     last.replace_input_with(source, noise)
-    moved = ordered(graph, "forward", merge=False)
+    moved = ordered(graph, merge=False)
     assert is_collective(starts(moved, GATHER)[-1])
     names = [n.name for n in moved.gm.graph.nodes]
     assert names.index(noise.name) > names.index(starts(moved, ATEN.tanh.default)[0].name)
