@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 from torch.fx import Node
 
+from aotdist.codegen.region_graph import tensors_of
 from aotdist.errors import UnsupportedProgram
 from aotdist.partition.traits import is_collective, is_random
 from aotdist.program import Graph
 from aotdist.torch_seam.operators import OpOverload, written_arguments
-
-
-@dataclass(frozen=True, slots=True)
-class _Obstacle:
-    what: str
-    node: Node
 
 
 def recorded_device(graph: Graph, static_ins: frozenset[int], device_type: str) -> torch.device | None:
@@ -31,39 +25,37 @@ def recorded_device(graph: Graph, static_ins: frozenset[int], device_type: str) 
     Raises:
         UnsupportedProgram: it cannot be recorded; the message says why, and where.
     """
-    found = next(_obstacles(graph, static_ins, device_type), None)
-    if found is not None:
+    for what, node in _obstacles(graph, static_ins, device_type):
         raise UnsupportedProgram(
-            f"a CUDA graph cannot hold this program: {found.what}",
-            where=found.node.meta.get("source"),
+            f"a CUDA graph cannot hold this program: {what}",
+            where=node.meta.get("source"),
             stage="codegen",
             fix="leave `cuda_graphs` off, or move this out of the compiled function",
         )
     if not any(node.op == "call_function" for node in graph.gm.graph.nodes):
         return None
-    devices = {value.device for node in graph.gm.graph.nodes for value in _tensors(node)}
+    devices = {value.device for node in graph.gm.graph.nodes for value in tensors_of(node)}
     return next(iter(devices), None)
 
 
-def _obstacles(graph: Graph, static_ins: frozenset[int], device_type: str) -> Iterator[_Obstacle]:
+def _obstacles(graph: Graph, static_ins: frozenset[int], device_type: str) -> Iterator[tuple[str, Node]]:
+    """What is in the way, in words, and the node that is."""
     names = {node: f"`{slot}`" for slot, node in graph.named_placeholders().items()}
     static = {node for position, node in enumerate(graph.placeholders()) if position in static_ins}
     around = {*graph.placeholders(), *filter(None, graph.results())}
     first: torch.device | None = None
     for node in graph.gm.graph.nodes:
         called = names.get(node, f"`{node.target}`")
-        for value in _tensors(node):
+        for value in tensors_of(node):
             if value.device.type != device_type:
-                yield _Obstacle(f"{called} is a tensor on the {value.device.type}", node)
+                yield f"{called} is a tensor on the {value.device.type}", node
             first = first or value.device
             if value.device != first:
-                yield _Obstacle(f"{called} is on {value.device}, and others are on {first}", node)
-        if node in around and not all(map(_is_what_its_bytes_are, _tensors(node))):
-            yield _Obstacle(
-                f"{called} is to be read otherwise than its bytes (conjugate, negated, sparse)", node
-            )
+                yield f"{called} is on {value.device}, and others are on {first}", node
+        if node in around and not all(map(_is_what_its_bytes_are, tensors_of(node))):
+            yield f"{called} is to be read otherwise than its bytes (conjugate, negated, sparse)", node
         if node.op == "call_function":
-            yield from (_Obstacle(f"{called} {why}", node) for why in _reasons(node, static))
+            yield from ((f"{called} {why}", node) for why in _reasons(node, static))
 
 
 def _reasons(node: Node, static: set[Node]) -> Iterator[str]:
@@ -96,7 +88,7 @@ def _waits_for_data(node: Node, op: OpOverload) -> bool:
     """Whether the CPU has to know what a tensor holds: masks are counted, indices are not."""
     if op in _INDEXING:
         indices = node.args[1] if isinstance(node.args[1], list | tuple) else ()
-        values = (value for index in indices if isinstance(index, Node) for value in _tensors(index))
+        values = (value for index in indices if isinstance(index, Node) for value in tensors_of(index))
         return any(value.dtype in (torch.bool, torch.uint8) for value in values)
     return not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}.isdisjoint(op.tags)
 
@@ -112,10 +104,3 @@ def _written(node: Node) -> Iterator[Node]:
 
 def _is_what_its_bytes_are(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_conj() and not tensor.is_neg()
-
-
-def _tensors(node: Node) -> list[torch.Tensor]:
-    """What a node is known to make."""
-    value = node.meta.get("val")
-    values = value if isinstance(value, tuple | list) else (value,)
-    return [each for each in values if isinstance(each, torch.Tensor)]

@@ -14,8 +14,9 @@ import torch
 from aotdist.aliasing.memory import overlapping_groups, share_memory, span, start_of
 from aotdist.aliasing.overwrite import base_behind, is_written_alone
 from aotdist.convention.bases import NO_BASES, Base, BasePlan, Member, Span, ViewBase
+from aotdist.convention.mutation import differentiable_writes
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import DataWritten, Facts
+from aotdist.facts import Facts
 from aotdist.program import DistinctIdx, PrimalIdx, Program, Row
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import creation_meta
@@ -40,7 +41,7 @@ class Writes:
         """These, and those that a trace of `program` over the bases of `plan` showed."""
         at = {idx: plan.position(idx) for idx in program.ins.indices()}
         written = facts.written()
-        with_history = {idx for idx, fact in facts.inputs.enumerate() if _has_history(fact)}
+        with_history = {idx for idx, _, _ in differentiable_writes(facts)}
         return replace(
             self,
             written=self.written | {idx for idx, primal in at.items() if primal in written},
@@ -50,10 +51,6 @@ class Writes:
     def and_around(self, idx: DistinctIdx) -> Writes:
         """These, and that the program reaches memory around an input in its storage."""
         return replace(self, reaching=self.reaching | {idx})
-
-
-def _has_history(fact: object) -> bool:
-    return isinstance(fact, DataWritten) and fact.differentiable
 
 
 def plan_bases(program: Program[DistinctIdx], writes: Writes) -> BasePlan:

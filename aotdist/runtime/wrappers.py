@@ -15,7 +15,7 @@ import torch
 from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import plain_positions
 from aotdist.facts import Facts, NodeOut
-from aotdist.partition.traits import is_view
+from aotdist.partition.traits import view_base
 from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.subclasses.protocol import Wrapper, leaves
 
@@ -83,7 +83,7 @@ def _saved(split: Split) -> set[torch.fx.Node]:
         inputs[split.saved_primals[slot]] if slot in split.saved_primals else results[slot]
         for slot in split.saved
     )
-    return {_owner(node) for node in found if node is not None}
+    return {view_base(node) for node in found if node is not None}
 
 
 def _wrapped(
@@ -94,13 +94,7 @@ def _wrapped(
     for idx, out in outs.enumerate():
         nodes = [next(results) for _ in leaves(out.recipe)]
         if isinstance(out.recipe, Wrapper) and out.slot.role == "output":
-            yield idx, [_owner(node) for node in nodes if node is not None]
-
-
-def _owner(node: torch.fx.Node) -> torch.fx.Node:
-    while is_view(node):
-        (node, *_) = node.args  # type: ignore[assignment]
-    return node
+            yield idx, [view_base(node) for node in nodes if node is not None]
 
 
 def check_unwritten(noted: Noted, names: Sequence[str]) -> None:
