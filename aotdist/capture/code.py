@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import dis
 import functools
 import inspect
@@ -17,9 +18,14 @@ from aotdist.origins import is_user_file
 _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 _PROMPTS = ("<stdin>", "<string>", "<ipython")
 """Code typed at a prompt or passed to `exec` has no file, and is the user's all the same."""
-_GLOBAL_READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
-_GLOBAL_WRITES = frozenset({"STORE_GLOBAL"})
 _ATTRIBUTE_READS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
+_TOLD_BY = {
+    **dict.fromkeys(("LOAD_GLOBAL", "LOAD_NAME"), "globals"),
+    **dict.fromkeys(_ATTRIBUTE_READS, "loaded"),
+    "STORE_GLOBAL": "assigned",
+    "STORE_ATTR": "stored",
+}
+"""Which of `Names` an instruction adds to."""
 _LOADS = ("LOAD_", "STORE_FAST_LOAD_")
 _LOADS_OF_OTHERS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_CLOSURE"})
 _COMPUTED_READS = frozenset({"dir", "getattr", "vars"})
@@ -73,31 +79,24 @@ class Names:
 @functools.cache
 def names_in(code: types.CodeType) -> Names:
     """The names that `code` mentions."""
-    read: set[str] = set()
-    assigned: set[str] = set()
-    stored: set[str] = set()
-    loaded: set[str] = set()
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in _GLOBAL_READS:
-            read.add(instruction.argval)
-        elif instruction.opname in _GLOBAL_WRITES:
-            assigned.add(instruction.argval)
-        elif instruction.opname in _ATTRIBUTE_READS:
-            loaded.add(instruction.argval)
-        elif instruction.opname == "STORE_ATTR":
-            stored.add(instruction.argval)
-    appended, used = _appended_and_used(list(dis.get_instructions(code)))
-    texts = set(_texts_in(code.co_consts))
-    inner = [names_in(constant) for constant in code.co_consts if inspect.iscode(constant)]
-    return Names(
-        globals=frozenset(read.union(*(names.globals for names in inner))),
-        assigned=frozenset(assigned.union(*(names.assigned for names in inner))),
-        stored=frozenset(stored.union(*(names.stored for names in inner))),
-        loaded=frozenset(loaded.union(*(names.loaded for names in inner))),
-        appended=frozenset(appended.union(*(names.appended for names in inner))),
-        used=frozenset(used.union(*(names.used for names in inner))),
-        texts=frozenset(texts.union(*(names.texts for names in inner))),
-    )
+    found: dict[str, set[str]] = {field.name: set() for field in dataclasses.fields(Names)}
+    for each in _with_inner(code):
+        instructions = list(dis.get_instructions(each))
+        for instruction in instructions:
+            if instruction.opname in _TOLD_BY:
+                found[_TOLD_BY[instruction.opname]].add(instruction.argval)
+        appended, used = _appended_and_used(instructions)
+        found["appended"] |= appended
+        found["used"] |= used
+        found["texts"].update(_texts_in(each.co_consts))
+    return Names(**{field: frozenset(names) for field, names in found.items()})
+
+
+def _with_inner(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A piece of code, and that of the functions defined in it."""
+    yield code
+    for constant in filter(inspect.iscode, code.co_consts):
+        yield from _with_inner(constant)
 
 
 def _texts_in(constants: Iterable[Any]) -> Iterator[str]:
