@@ -19,8 +19,7 @@ from aotdist.convention.stack import Plans
 from aotdist.job import Job
 from aotdist.partition.builder import collector_paused
 from aotdist.partition.gates import linked
-from aotdist.partition.policy import Policy, partition
-from aotdist.partition.remake import remade
+from aotdist.partition.policy import Policy, partition, remade
 from aotdist.passes.linear_losses import WHOLE
 from aotdist.passes.run import PassRecord, run_passes
 from aotdist.passes.verify import verify_split

@@ -1,7 +1,7 @@
-"""The default policy: keep eager's schedule, save what eager saves.
+"""Policies: what the backward finds of the forward, and what it makes again.
 
-Nodes recorded during the forward run in the forward, the others in the backward, and every forward
-value that a backward node reads is saved, except that
+The default keeps eager's schedule and saves what eager saves. Nodes recorded during the forward run in the
+forward, the others in the backward, and every forward value that a backward node reads is saved, except that
 
 - a view is made again from its base, which costs nothing;
 - a value tagged `must_recompute` is made again, and so is every view of it, unless it is drawn at
@@ -12,13 +12,15 @@ from __future__ import annotations
 
 from typing import Literal, assert_never
 
+import torch
 from torch.fx import Node
 
 from aotdist.partition.builder import collector_paused
-from aotdist.partition.halves import Halves, find_halves
+from aotdist.partition.halves import Halves, find_halves, must_recompute_of, must_save_of
 from aotdist.partition.split import split
-from aotdist.partition.traits import is_size, is_view
+from aotdist.partition.traits import is_effectful, is_getitem, is_size, is_view, is_wait, phase_of
 from aotdist.program import Graph, Split
+from aotdist.torch_seam.symbols import SYMBOLIC
 
 
 def default_saved(halves: Halves) -> set[Node]:
@@ -37,8 +39,6 @@ def default_saved(halves: Halves) -> set[Node]:
             saved.add(node)
     return saved
 
-
-# `partition`: cuts a joint graph by the named policy.
 
 Policy = Literal["default", "min_cut"]
 
@@ -69,3 +69,71 @@ def _choose(halves: Halves, policy: Policy) -> set[Node]:
             return min_cut_saved(halves)
         case _:
             assert_never(policy)
+
+
+# A program with a backward inside of it: what stays alive for that is chosen by a cut, too.
+#
+# A whole step is one graph, and hands nothing from one half to another. But what its backward reads of its
+# forward is alive in between. So the min-cut policy chooses what that is, as it does for two halves, and what
+# follows from it at little cost is made again right before the backward reads it.
+
+
+def remade(graph: Graph) -> Graph:
+    """`graph` with cheap operations of its forward made again in its backward; itself if there is none."""
+    if not any(phase_of(node) == "backward" for node in graph.gm.graph.nodes):
+        return graph
+    graph = graph.copied()
+    halves = _own_halves(graph)
+    saved = _choose(halves, "min_cut")
+    needed = graph.ancestors(halves.backward, stop=saved) - halves.late - saved
+    again = {node for node in needed if node.op == "call_function" and not is_effectful(node)}
+    copies: dict[Node, Node] = {}
+    for reader in halves.backward:
+        for node in again.intersection(reader.all_input_nodes):
+            _make_again(node, reader, again, copies)
+            reader.replace_input_with(node, copies[node])
+    return graph
+
+
+def _make_again(node: Node, reader: Node, again: set[Node], copies: dict[Node, Node]) -> None:
+    """Copy `node`, and what it needs of those that are made again, ahead of `reader`."""
+    pending = [node]
+    while pending:
+        more = [each for each in pending[-1].all_input_nodes if each in again and each not in copies]
+        if more:
+            pending += more
+            continue
+        made = pending.pop()
+        if made not in copies:
+            with made.graph.inserting_before(reader):
+                copies[made] = made.graph.node_copy(made, lambda each: copies.get(each, each))
+            copies[made].meta["function"] = reader.meta.get("function", "")
+
+
+def _own_halves(graph: Graph) -> Halves:
+    """The program's own backward, without the updates that follow, and what does not depend on it."""
+    order = tuple(node for node in graph.gm.graph.nodes if node.op != "output")
+    late: set[Node] = set()
+    for node in order:
+        of_backward = phase_of(node) == "backward" and not (is_getitem(node) or is_wait(node))
+        needs_late = any(each in late for each in node.all_input_nodes)
+        if node.op == "call_function" and (of_backward or needs_late or _is_number(node)):
+            late.add(node)
+    must_save = must_save_of(order)
+    return Halves(
+        joint=graph,
+        order=order,
+        late=frozenset(late),
+        backward=tuple(node for node in order if node in late and phase_of(node) == "backward"),
+        forward_roots=(),
+        backward_roots=(),
+        written=frozenset(),
+        rng=frozenset(),
+        must_save=must_save,
+        must_recompute=must_recompute_of(order, never=must_save | {n for n in order if is_effectful(n)}),
+    )
+
+
+def _is_number(node: Node) -> bool:
+    """Whether a node is a number of Python's, which is alive anyway: a rate, or what follows from a count."""
+    return not isinstance(node.meta.get("val"), (torch.Tensor, list, tuple, *SYMBOLIC))
