@@ -22,9 +22,8 @@ from torch.fx.node import map_arg
 from aotdist.codegen.contract import BoxedCall, CompiledRegion, Decompositions, Emission, Emitted
 from aotdist.codegen.in_place import in_place
 from aotdist.codegen.marks import module_mark
-from aotdist.codegen.python_source import Bindings, load_function
+from aotdist.codegen.python_source import Bindings, load_function, tensor_text
 from aotdist.codegen.rewrites import rejoin_selects, takes_any_strides, with_reshapes
-from aotdist.codegen.tensor_text import tensor_text
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functions import function_of, num_function_modes

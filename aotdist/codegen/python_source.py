@@ -1,4 +1,4 @@
-"""Python source made at run time: names bound to objects, compiled, and shown by tracebacks."""
+"""Python source made at run time: names bound to objects, tensors in few characters, shown by tracebacks."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ import weakref
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast, overload
+
+import torch
 
 _NOT_IDENTIFIER = re.compile(r"\W+")
 _serial = itertools.count()
@@ -99,3 +101,22 @@ def load_function(source: str, function: str, bound: Mapping[str, Any], label: s
     linecache.cache[filename] = (len(source), None, cast("list[str]", _Lines(source)), filename)
     weakref.finalize(loaded, linecache.cache.pop, filename, None)
     return loaded
+
+
+_DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.float16: "f16",
+    torch.bfloat16: "bf16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b8",
+}
+
+
+def tensor_text(dtype: torch.dtype, size: Sequence[Any]) -> str:
+    """A tensor of this dtype and size, for a comment: `f32[8, 16]`; sizes may be symbols."""
+    return f"{_DTYPES.get(dtype) or str(dtype).removeprefix('torch.')}{list(size)}"

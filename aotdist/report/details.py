@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from aotdist.codegen.tensor_text import tensor_text
+from aotdist.codegen.python_source import tensor_text
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.facts import Fresh, NotATensor, OutputFact
 from aotdist.passes.run import PassRecord

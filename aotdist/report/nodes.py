@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from aotdist.codegen.tensor_text import tensor_text
+from aotdist.codegen.python_source import tensor_text
 from aotdist.partition.traits import is_collective, is_getitem, is_view, is_wait, phase_of, value_bytes
 from aotdist.passes.collectives import collectives
 from aotdist.program import Graph, Slot, Split
