@@ -16,6 +16,7 @@ from aotdist.codegen.contract import Decompositions, Emission, Emitted
 from aotdist.codegen.cpp_toolchain import check_cpp_toolchain, vector_isa_is_sound
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.fx import FxBackend, print_graph, warn_of_fx
+from aotdist.codegen.in_place import write_back
 from aotdist.codegen.inductor_rewrites import (
     has_unknown_sizes,
     keep_for_backward,
@@ -35,7 +36,6 @@ from aotdist.codegen.kernel_batch import KernelBatches
 from aotdist.codegen.onednn_products import products_by_onednn
 from aotdist.codegen.portable import portable_of
 from aotdist.codegen.random_operators import draws_as_eager, keep_draws_in_order, prepare_draws, restore_draws
-from aotdist.codegen.in_place import write_back
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.program import Graph
 from aotdist.torch_seam.ambient import autocast_off, warnings_no_errors

@@ -265,7 +265,7 @@ def _copied(graph: Graph, node: Node) -> Node:
 
 # Inputs whose numbers lie in memory negated: `z.conj().imag` is one.
 #
-# Inductor's kernels read memory as it is. So it compiles for a tensor of the numbers, and the call makes that.
+# Its kernels read memory as it is. So it compiles for a tensor of the numbers, and the call makes that.
 
 
 def materialise_inputs(gm: GraphModule) -> list[int]:

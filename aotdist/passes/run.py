@@ -24,7 +24,6 @@ from aotdist.passes.verify import verify
 from aotdist.program import Graph
 from aotdist.settings import Settings
 
-
 Stage = Literal["joint", "forward", "backward"]
 """Which graph a pass is given: the joint one before partitioning, or one half after it."""
 

@@ -15,9 +15,7 @@ from aotdist.subclasses.protocol import wrapper_rule
 from aotdist.torch_seam.modes import class_functions_off, users_modes_off
 
 
-def changed_dims(
-    call: UserCall, artifacts: Sequence[Artifact], modes: Ambient
-) -> dict[int, frozenset[int]]:
+def changed_dims(call: UserCall, artifacts: Sequence[Artifact], modes: Ambient) -> dict[int, frozenset[int]]:
     """The dimensions of a call's tensors whose sizes differ from what was compiled so far for these modes.
 
     They are by the identity of the tensor.

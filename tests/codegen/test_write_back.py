@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from aotdist.codegen.inductor import InductorBackend
 from aotdist.codegen.in_place import write_back
+from aotdist.codegen.inductor import InductorBackend
 from aotdist.program import Graph, Slot
 from tests.codegen.captured import captured, emission
 
