@@ -328,20 +328,6 @@ class ObservedGrad:
 
 
 @dataclass(frozen=True, slots=True)
-class Passages:
-    """Which results' gradients pass which waypoints.
-
-    Args:
-        waypoints: in the order in which the program made them.
-        levels: for each node output, one more than the position of the last waypoint that its gradient
-            passes; 0 if it passes none.
-    """
-
-    waypoints: tuple[ObservedGrad, ...]
-    levels: Row[NodeOutIdx, int]
-
-
-@dataclass(frozen=True, slots=True)
 class Choice:
     """Some of the differentiable results, whose backward was traced separately.
 
@@ -387,9 +373,6 @@ def kept_slots(recipes: Sequence[Recipe], suffix: str = "") -> list[Slot]:
     ]
 
 
-NO_PASSAGES = Passages((), Row())
-
-
 @dataclass(frozen=True, slots=True)
 class DataGuard:
     """Conditions on data that is there before a call, on which the program branched at capture.
@@ -423,7 +406,10 @@ class BackwardFacts:
         result_writes: the same for tensors that the program made, and that the node returns.
         storages: plain tensors beneath inputs, by position, whose storage has another size after it, and the
             bytes of that.
-        passages: which gradients pass tensors that the caller holds.
+        waypoints: tensors in the caller's hands that gradients of results pass, in the order in which the
+            program made them.
+        levels: for each node output, one more than the position of the last waypoint that its gradient
+            passes; 0 if it passes none. Empty if there are no waypoints.
         once: whether it runs once for each call: it is computed of a tensor that the forward makes and nobody
             holds, and writes it, so that another would find another value.
         choices: choices of results for which it was traced separately.
@@ -437,7 +423,8 @@ class BackwardFacts:
     writes: Mapping[PrimalIdx, int] = field(default_factory=dict)
     result_writes: Mapping[NodeOutIdx, int] = field(default_factory=dict)
     storages: tuple[tuple[PrimalIdx, int, int], ...] = ()
-    passages: Passages = NO_PASSAGES
+    waypoints: tuple[ObservedGrad, ...] = ()
+    levels: Row[NodeOutIdx, int] = field(default_factory=Row[NodeOutIdx, int])
     once: bool = False
     choices: tuple[Choice, ...] = ()
     adds_layouts: bool = False

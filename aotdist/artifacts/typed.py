@@ -278,10 +278,9 @@ def _indices_exist(it: facts.Facts) -> bool:
 
 
 def _levels_exist(it: facts.Facts) -> bool:
-    passages = it.backward.passages
-    num_levels = len(passages.waypoints) + 1
-    of_all = len(passages.levels) in (0, len(it.node_outs))
-    return of_all and all(0 <= level < num_levels for level in passages.levels)
+    levels = it.backward.levels
+    num_levels = len(it.backward.waypoints) + 1
+    return len(levels) in (0, len(it.node_outs)) and all(0 <= level < num_levels for level in levels)
 
 
 def _are_all_made(it: facts.Facts) -> bool:

@@ -83,14 +83,14 @@ def plan_gates(cut: Graph, facts: Facts) -> tuple[Gate, ...]:
     A piece is sent by the gate at which all that it depends on has arrived, and never before one that eager
     adds earlier. There are no gates if the backward draws random numbers: its parts cannot run separately.
     """
-    passages = facts.backward.passages
-    levels = _levels(cut, facts) if passages.waypoints else {}
+    backward = facts.backward
+    levels = _levels(cut, facts) if backward.waypoints else {}
     if any(is_random(node) and is_late(node) for node in cut.gm.graph.nodes):
         return ()
     pieces: dict[int, list[tuple[int, int]]] = {}
     results = cut.named_results()
-    for position, waypoint in enumerate(passages.waypoints):
-        latest = len(passages.waypoints)
+    for position, waypoint in enumerate(backward.waypoints):
+        latest = len(backward.waypoints)
         for k in range(len(waypoint.pieces)):
             found = [levels.get(node) for slot in waypoint.piece_slots(k) if (node := results[slot])]
             known = [level for level in found if level is not None]
@@ -100,7 +100,7 @@ def plan_gates(cut: Graph, facts: Facts) -> tuple[Gate, ...]:
     if not pieces or any(level <= position for level, sent in pieces.items() for position, _ in sent):
         return ()
     at_level: dict[int, list[NodeOutIdx]] = {}
-    for idx, level in passages.levels.enumerate():
+    for idx, level in backward.levels.enumerate():
         if level:
             at_level.setdefault(level, []).append(idx)
     return tuple(Gate(k, tuple(outs), tuple(pieces.get(k, ()))) for k, outs in sorted(at_level.items()))
@@ -108,17 +108,17 @@ def plan_gates(cut: Graph, facts: Facts) -> tuple[Gate, ...]:
 
 def _levels(cut: Graph, facts: Facts) -> Mapping[Node, int | None]:
     """The level at which all that a backward node depends on has arrived; None where nothing arrives."""
-    passages = facts.backward.passages
-    arrives = {waypoint.path: waypoint.value for waypoint in passages.waypoints}
+    backward = facts.backward
+    arrives = {waypoint.path: waypoint.value for waypoint in backward.waypoints}
     goes_in = {out.slot.path: idx for idx, out in facts.node_outs.enumerate()}
     levels: dict[Node, int | None] = {}
     for slot, node in cut.named_placeholders().items():
         if slot.role == "tangent":
             value = None if arrives.get(slot.path) is not None else goes_in[slot.path]
-            levels[node] = None if value is None else passages.levels[value]
+            levels[node] = None if value is None else backward.levels[value]
         elif slot.role == "total":
             value = arrives[slot.path]
-            levels[node] = None if value is None else passages.levels[value]
+            levels[node] = None if value is None else backward.levels[value]
     for node in cut.gm.graph.nodes:
         late = [levels[source] for source in node.all_input_nodes if source in levels]
         if node.op != "output" and late:

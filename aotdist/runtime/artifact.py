@@ -271,10 +271,10 @@ def _hooks(compilation: Compilation, region: Training, backward: Backward) -> Ho
 def _gates(compilation: Compilation, region: Training, backward: Backward) -> Gates | None:
     if not region.gates:
         return None
-    passages = compilation.traced.facts.backward.passages
-    steps = schedule(compilation.plans, region.gates, passages)
+    facts = compilation.traced.facts.backward
+    steps = schedule(compilation.plans, region.gates, facts)
     shielded = tuple(region.node.with_siblings())
-    return Gates(steps, passages, backward.pieces, shielded)
+    return Gates(steps, facts, backward.pieces, shielded)
 
 
 def _silenced(facts: Facts, node: NodePlan) -> list[PrimalIdx]:

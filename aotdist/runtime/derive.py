@@ -179,7 +179,7 @@ def _in_one_go(joint: Joint, request: BackwardRequest) -> Derived:
 
 def _in_parts(joint: Joint, request: BackwardRequest) -> Derived:
     graphs, gate, backward = joint.graphs, request.gate, joint.facts.backward
-    points = backward.passages.waypoints
+    points = backward.waypoints
     asked = () if gate is None else tuple((points[position], k) for position, k in gate.pieces)
     outs = [slot for point, k in asked for slot in point.piece_slots(k)] if asked else graphs.whole.outs
     if joint.is_cut_by_backend:
@@ -204,7 +204,7 @@ def _without_others(joint: Joint, graph: Graph, request: BackwardRequest) -> Gra
 
 def gradients(facts: Facts, request: BackwardRequest) -> frozenset[Slot]:
     """The names of the gradients that a backward is given, if they are of the kinds that were assumed."""
-    points = facts.backward.passages.waypoints if request.watched else ()
+    points = facts.backward.waypoints if request.watched else ()
     totals = {point.value: point for point in points if point.total is not None}
     found: set[Slot] = set()
     for idx in request.results:

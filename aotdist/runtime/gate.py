@@ -17,11 +17,11 @@ from aotdist.aliasing.overwrite import put
 from aotdist.convention.epilogue import Outputs
 from aotdist.convention.stack import Plans
 from aotdist.facts import (
+    BackwardFacts,
     Fresh,
     HeldPlace,
     IsInput,
     MetadataWrite,
-    Passages,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
@@ -44,7 +44,7 @@ Step: TypeAlias = "tuple[PrimalIdx, NodeOutIdx, int] | Gate | OutIdx | MetadataW
 """What happens outside of the node: an input is written, results pass a gate, an output is made or ended."""
 
 
-def schedule(plans: Plans, gates: Sequence[Gate], passages: Passages) -> tuple[Step, ...]:
+def schedule(plans: Plans, gates: Sequence[Gate], backward: BackwardFacts) -> tuple[Step, ...]:
     """The steps outside of the node, in order: a gate comes after the waypoints that it sends pieces to."""
     order = [idx for idx in plans.epilogue.order if isinstance(idx, int)]
     endings = [act for act in plans.epilogue.order if isinstance(act, MetadataWrite) and act.number < 0]
@@ -53,20 +53,20 @@ def schedule(plans: Plans, gates: Sequence[Gate], passages: Passages) -> tuple[S
 
     def make(below: int, until: OutIdx) -> None:
         for idx in order[: order.index(until) + 1]:
-            if idx not in made and _level_of(idx, plans, passages) < below:
+            if idx not in made and _level_of(idx, plans, backward) < below:
                 made.append(idx)
                 steps.append(idx)
 
     written = -1
     for gate in gates:
-        steps += _writes(plans, passages, written, gate.level - 1)
+        steps += _writes(plans, backward, written, gate.level - 1)
         written = gate.level - 1
         for position, _ in gate.pieces:
-            place = passages.waypoints[position].place
+            place = backward.waypoints[position].place
             if isinstance(place, int):
                 make(gate.level, place)
         steps.append(gate)
-    steps += _writes(plans, passages, written, len(passages.waypoints))
+    steps += _writes(plans, backward, written, len(backward.waypoints))
     return (*steps, *(idx for idx in order if idx not in made), *endings)
 
 
@@ -98,21 +98,21 @@ def _viewed_input(idx: OutIdx, plans: Plans) -> PrimalIdx | None:
             return None
 
 
-def _writes(plans: Plans, passages: Passages, above: int, up_to: int) -> list[Step]:
+def _writes(plans: Plans, backward: BackwardFacts, above: int, up_to: int) -> list[Step]:
     """The inputs that are written with values of these levels."""
-    return [write for write in plans.writes.writes if above < passages.levels[write[1]] <= up_to]
+    return [write for write in plans.writes.writes if above < backward.levels[write[1]] <= up_to]
 
 
-def _level_of(idx: OutIdx, plans: Plans, passages: Passages) -> int:
+def _level_of(idx: OutIdx, plans: Plans, backward: BackwardFacts) -> int:
     """The level of what an output is made of."""
     match plans.epilogue.outputs[idx]:
         case Fresh(value=value) | ViewOfIntermediate(base=value):
-            return passages.levels[value]
+            return backward.levels[value]
         case ViewOfOutput(base=base):
-            return _level_of(base, plans, passages)
+            return _level_of(base, plans, backward)
         case IsInput(input=source) | ViewOfInput(base=source):
             written = [value for primal, value, _ in plans.writes.writes if primal == source]
-            return max((passages.levels[value] for value in written), default=0)
+            return max((backward.levels[value] for value in written), default=0)
         case _:
             return 0
 
@@ -186,19 +186,19 @@ class Gates:
 
     Args:
         steps: what happens outside of the node, in order.
-        passages: which gradients pass which waypoints.
+        backward: tells which gradients pass which waypoints.
         pieces: computes what a gate sends back.
         shielded: results that have hooks of their own.
     """
 
     steps: tuple[Step, ...]
-    passages: Passages
+    backward: BackwardFacts
     pieces: Pieces
     shielded: tuple[NodeOutIdx, ...]
 
     def place(self, position: int) -> HeldPlace:
         """Where the caller has a waypoint."""
-        return self.passages.waypoints[position].place
+        return self.backward.waypoints[position].place
 
     def lead(self, gate: Gate) -> Callable[..., Any]:
         """A function that leads results through one of the gates; see `make_gate`."""
@@ -206,7 +206,7 @@ class Gates:
 
     def at_once(self) -> list[NodeOutIdx]:
         """Shielded results that pass no gate."""
-        return [idx for idx in self.shielded if not self.passages.levels[idx]]
+        return [idx for idx in self.shielded if not self.backward.levels[idx]]
 
     def in_order(self) -> list[Gate]:
         """The gates, from the lowest level up."""

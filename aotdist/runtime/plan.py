@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -12,7 +12,7 @@ import torch
 from aotdist.codegen.contract import Strides
 from aotdist.convention.stack import InsidePlans, Plans
 from aotdist.convention.subclass import plain_positions
-from aotdist.facts import Choice, Facts, NodeOut, Passages
+from aotdist.facts import Choice, Facts, NodeOut, ObservedGrad
 from aotdist.program import Graph, NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.runtime.results import result_views
 from aotdist.runtime.tangent import Tangent
@@ -230,8 +230,8 @@ def node_plan(
             of_layouts=backward.adds_layouts,
         ),
         backward_writes=_backward_writes(facts, traced.program.ins, split),
-        has_waypoints=bool(backward.passages.waypoints),
-        totals=_totals(backward.passages, any_strides=not tangent_strides, plain=plain),
+        has_waypoints=bool(backward.waypoints),
+        totals=_totals(backward.waypoints, any_strides=not tangent_strides, plain=plain),
         views=result_views(split.forward),
     )
 
@@ -316,10 +316,12 @@ def is_plain(facts: Facts) -> bool:
     return all(isinstance(recipe, Plain) for recipe in recipes)
 
 
-def _totals(passages: Passages, *, any_strides: bool, plain: bool) -> dict[NodeOutIdx, Tangent]:
+def _totals(
+    waypoints: Sequence[ObservedGrad], *, any_strides: bool, plain: bool
+) -> dict[NodeOutIdx, Tangent]:
     """The recipes that are assumed for the gradients of waypoints that the node returns."""
     found: dict[NodeOutIdx, Tangent] = {}
-    for waypoint in passages.waypoints:
+    for waypoint in waypoints:
         if waypoint.total is not None and waypoint.value is not None:
             strides = tuple(None if any_strides else plain.stride for _, plain in leaves(waypoint.total))
             found[waypoint.value] = Tangent(waypoint.path, waypoint.total, strides, plain, "total")

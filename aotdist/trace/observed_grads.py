@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aotdist.facts import NO_PASSAGES, HeldPlace, ObservedGrad, Passages
+from aotdist.facts import HeldPlace, ObservedGrad
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import leaves, plain_tensors, rebuild, recipe_of
 from aotdist.torch_seam.autograd import sequence_nr
@@ -152,16 +152,15 @@ class ObservedGrads:
         passing = list(self._passing.values())
         return [passing[position].held.tensor for position in dict.fromkeys(at for at, _ in pieces)]
 
-    def passages(self, num_values: int) -> Passages:
-        """The facts about these waypoints.
+    def facts(self) -> tuple[ObservedGrad, ...]:
+        """The facts about these waypoints."""
+        return tuple(map(_fact, self._passing.values()))
 
-        Args:
-            num_values: how many outputs the node has.
-        """
+    def levels(self, num_values: int) -> Row[NodeOutIdx, int]:
+        """The levels of the facts about a backward, of a node with so many outputs."""
         if not self._passing:
-            return NO_PASSAGES
-        levels = Row[NodeOutIdx, int](self._levels.get(NodeOutIdx(k), 0) for k in range(num_values))
-        return Passages(tuple(map(_fact, self._passing.values())), levels)
+            return Row()
+        return Row(self._levels.get(NodeOutIdx(k), 0) for k in range(num_values))
 
     def results(self, recorder: Recorder) -> list[tuple[Slot, torch.fx.Node | None]]:
         """Results of the recorded graph: of each waypoint the sum and its summands."""
