@@ -22,7 +22,7 @@ from aotdist.runtime.compilation import Compilation, Inference, Training, withou
 from aotdist.runtime.double_backward import Nodes
 from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.guards import MISS, Guards
-from aotdist.runtime.held import SavedSharing
+from aotdist.runtime.held import read_by
 from aotdist.runtime.hooks import detaching, shielding, silencing
 from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.node import make_node, without_autocast
@@ -227,11 +227,7 @@ def backward_of(
         plan=node,
         backwards=backwards,
         after=after,
-        shares=functools.cache(
-            functools.partial(
-                SavedSharing.of, node.saved.freed, region.graphs.whole, tangents, len(node.saved.slots)
-            )
-        ),
+        read=functools.cache(lambda: read_by(tangents, region.graphs.whole, len(node.saved.slots))),
         in_python=in_python,
     )
 

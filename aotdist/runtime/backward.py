@@ -26,7 +26,7 @@ from aotdist.runtime.backwards import Arrived, Backwards, Compiled
 from aotdist.runtime.derive import BackwardRequest
 from aotdist.runtime.double_backward import failing_later, laid_out_with_history
 from aotdist.runtime.gate import is_watched
-from aotdist.runtime.held import SavedSharing, keep_for_others, let_go, saved_by, saved_for
+from aotdist.runtime.held import Read, keep_for_others, let_go, saved_by, saved_for
 from aotdist.runtime.plan import ChoicePlan, Grads, NodePlan
 from aotdist.runtime.tangent import is_laid_out_as
 from aotdist.sizes import concrete
@@ -121,14 +121,14 @@ class Backward:
         plan: how tensors pass through the node.
         backwards: the backwards, each compiled under its request.
         after: called once the gradients are computed.
-        shares: which saved values the backward of each result reads.
+        read: which saved values the backward of each result reads.
         in_python: what backwards change in Python.
     """
 
     plan: NodePlan
     backwards: Backwards
     after: Callable[[], None]
-    shares: Callable[[], SavedSharing]
+    read: Read
     in_python: InBackward | None = None
 
     @short_tracebacks
@@ -214,9 +214,8 @@ class Backward:
         writes = bool(self.plan.backward_writes.bumps) and tuple(there) not in self.plan.variants.of_results
         if len(there) == len(self.plan.tangents) or writes:
             return list(ctx.saved_tensors)
-        shares = self.shares()
-        saved = saved_for(ctx, there, shares)
-        keep_for_others(ctx, there, saved, shares)
+        saved = saved_for(ctx, self.plan, there, self.read)
+        keep_for_others(ctx, self.plan, there, saved)
         return saved
 
     def _there(self, tangents: Sequence[torch.Tensor | None]) -> dict[NodeOutIdx, torch.Tensor]:

@@ -3,14 +3,14 @@
 Results may be differentiated one after the other without `retain_graph`. When the backward of some results is
 over, autograd frees all that the node saved. In eager, results that share no autograd nodes with these can
 still be differentiated: what their nodes saved is still there. So some of what a node holds is kept for the
-backwards that are still to come (`SavedSharing`).
+backwards that are still to come (`Rest`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Node
@@ -23,6 +23,9 @@ from aotdist.runtime.plan import NodePlan
 from aotdist.sizes import Expression, evaluate
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import keeps_graph
+
+Read: TypeAlias = Callable[[], Mapping[NodeOutIdx, frozenset[int]]]
+"""Gives the positions of the saved values that the backward of each result computes with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,51 +125,29 @@ def _written_since(name: str) -> UnsupportedProgram:
     )
 
 
-@dataclass(frozen=True, slots=True)
-class SavedSharing:
-    """What the backwards of several results share.
+def read_by(
+    tangents: Mapping[NodeOutIdx, Sequence[Slot]], backward: Graph, num_saved: int
+) -> dict[NodeOutIdx, frozenset[int]]:
+    """For each result, positions of the saved values that its backward computes with.
 
     Args:
-        freed: see `BackwardFacts.freed`.
-        saved: for each result, positions of the saved values that its backward computes with.
+        tangents: names of the gradients of each result.
+        backward: the graph; its first arguments are the saved values.
+        num_saved: how many these are.
     """
-
-    freed: frozenset[frozenset[NodeOutIdx]]
-    saved: Mapping[NodeOutIdx, frozenset[int]]
-
-    @classmethod
-    def of(
-        cls,
-        freed: frozenset[frozenset[NodeOutIdx]],
-        backward: Graph,
-        tangents: Mapping[NodeOutIdx, Sequence[Slot]],
-        num_saved: int,
-    ) -> SavedSharing:
-        """What they share in a graph.
-
-        Args:
-            freed: see `BackwardFacts.freed`.
-            backward: the graph; its first arguments are the saved values.
-            tangents: names of the gradients of each result.
-            num_saved: how many values are saved.
-        """
-        arguments = backward.named_placeholders()
-        gradients = {node for slot, node in arguments.items() if slot.role in GRADIENT_ROLES}
-        position = {node: k for k, node in enumerate(list(arguments.values())[:num_saved])}
-        from_gradients = backward.descendants(gradients)
-        made_of: dict[Node, frozenset[int]] = {}
-        for node in backward.gm.graph.nodes:
-            inputs = (made_of[each] for each in node.all_input_nodes if each not in from_gradients)
-            made_of[node] = frozenset({position[node]} if node in position else ()).union(*inputs)
-        saved: dict[NodeOutIdx, frozenset[int]] = {}
-        for idx, slots in tangents.items():
-            reached = backward.descendants(arguments[slot] for slot in slots)
-            saved[idx] = frozenset[int]().union(*map(made_of.__getitem__, reached))
-        return cls(freed, saved)
-
-    def are_apart(self, one: Collection[NodeOutIdx], other: Collection[NodeOutIdx]) -> bool:
-        """Whether the backward of `one` frees nothing that the backward of `other` needs."""
-        return all(together.isdisjoint(one) or together.isdisjoint(other) for together in self.freed)
+    arguments = backward.named_placeholders()
+    gradients = {node for slot, node in arguments.items() if slot.role in GRADIENT_ROLES}
+    position = {node: k for k, node in enumerate(list(arguments.values())[:num_saved])}
+    from_gradients = backward.descendants(gradients)
+    made_of: dict[Node, frozenset[int]] = {}
+    for node in backward.gm.graph.nodes:
+        inputs = (made_of[each] for each in node.all_input_nodes if each not in from_gradients)
+        made_of[node] = frozenset({position[node]} if node in position else ()).union(*inputs)
+    saved: dict[NodeOutIdx, frozenset[int]] = {}
+    for idx, slots in tangents.items():
+        reached = backward.descendants(arguments[slot] for slot in slots)
+        saved[idx] = frozenset[int]().union(*map(made_of.__getitem__, reached))
+    return saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,33 +164,38 @@ class Rest:
     values: tuple[tuple[torch.Tensor, int], ...] | None
 
 
-def saved_for(ctx: Any, arrived: Collection[NodeOutIdx], shares: SavedSharing) -> list[torch.Tensor]:
-    """The saved values, for the backward of some results.
+def saved_for(ctx: Any, plan: NodePlan, arrived: Collection[NodeOutIdx], read: Read) -> list[torch.Tensor]:
+    """The saved values, for the backward of some results; `read` tells which saved values each reads.
 
     Raises:
         RuntimeError: those that it needs were freed, or written since; autograd's own error.
     """
     rest: Rest | None = getattr(ctx, "rest", None)
-    if rest is None or rest.values is None or not shares.are_apart(rest.spent, arrived):
+    if rest is None or rest.values is None or not _are_apart(plan, rest.spent, arrived):
         return list(ctx.saved_tensors)
-    needed = (rest.values[k] for idx in arrived for k in shares.saved[idx])
+    needed = (rest.values[k] for idx in arrived for k in read()[idx])
     if any(version_of(value) != version for value, version in needed):
         return list(ctx.saved_tensors)
     return [value for value, _ in rest.values]
 
 
 def keep_for_others(
-    ctx: Any, arrived: Collection[NodeOutIdx], saved: Sequence[torch.Tensor], shares: SavedSharing
+    ctx: Any, plan: NodePlan, arrived: Collection[NodeOutIdx], saved: Sequence[torch.Tensor]
 ) -> None:
     """Keep what results that share nothing with `arrived` need, unless the graph is retained anyway."""
     if keeps_graph():
         return
     rest: Rest | None = getattr(ctx, "rest", None)
     spent = frozenset(arrived) | (frozenset() if rest is None else rest.spent)
-    if not any(idx not in spent and shares.are_apart(spent, [idx]) for idx in shares.saved):
+    if not any(idx not in spent and _are_apart(plan, spent, [idx]) for idx in plan.differentiable()):
         ctx.rest = Rest(spent, None)
     elif rest is None:
         # Without their history: a saved result would keep its own node alive.
         ctx.rest = Rest(spent, tuple((value.detach(), version_of(value)) for value in saved))
     else:
         ctx.rest = Rest(spent, rest.values)
+
+
+def _are_apart(plan: NodePlan, one: Collection[NodeOutIdx], other: Collection[NodeOutIdx]) -> bool:
+    """Whether the backward of `one` frees nothing that the backward of `other` needs."""
+    return all(together.isdisjoint(one) or together.isdisjoint(other) for together in plan.saved.freed)
