@@ -180,7 +180,6 @@ def _run_stages(job: Job, times: StageTimes, on_failure: ExitStack) -> Compilati
         bases=found.bases,
         traced=traced,
         plans=plans,
-        returned=found.returned(),
         region=region,
         backend=backend.name,
         settings=settings,

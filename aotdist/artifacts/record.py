@@ -23,7 +23,7 @@ from aotdist.artifacts.signature import check_same, signature_of, steady_path, s
 from aotdist.artifacts.typed import damaged, only_ours, require
 from aotdist.artifacts.values import Json, Values
 from aotdist.capture.capture import capture
-from aotdist.capture.captured import Captured, Returned, UserCall
+from aotdist.capture.captured import Captured, UserCall
 from aotdist.codegen.ahead import LOADED, Ahead
 from aotdist.codegen.contract import Backend, Emitted, Fusion
 from aotdist.codegen.emit import EmittedHalves, Emitter
@@ -276,7 +276,6 @@ class _Reading:
             bases=self.bases,
             traced=traced,
             plans=plans,
-            returned=Returned.of(self.facts),
             region=compiled,
             backend=backend.name,
             settings=self.settings,

@@ -69,7 +69,7 @@ class Assembly:
 
     def values(self) -> list[Any]:
         """The program's results: nodes, and constants."""
-        return [self._value(OutIdx(position)) for position in range(self._traced.returned.spec.num_leaves)]
+        return [self._value(OutIdx(position)) for position in range(self._traced.returned().spec.num_leaves)]
 
     def new_values(self) -> dict[Input, Node]:
         """The new value of each input that is written or assigned."""
@@ -243,7 +243,7 @@ class Assembly:
 
     def _assigned(self) -> dict[str, OutIdx]:
         """Places that the program assigns a tensor to, and the result that has it."""
-        returned = self._traced.returned
+        returned = self._traced.returned()
         found: dict[str, OutIdx] = {}
         position = returned.spec.num_leaves
         for source, spec in returned.assigned():

@@ -99,9 +99,9 @@ def _refuse_what_is_not_simple(traced: ExportTrace) -> None:
         raise _not_simple(f"`{slots[idx]}` is written by the backward")
     for idx in facts.backward.result_writes:
         raise _not_simple(f"`{facts.node_outs[idx].slot}` is written by the backward")
-    for path in traced.returned.assigned_paths():
+    for path in traced.returned().assigned_paths():
         raise _not_simple(f"`{path}` is assigned a tensor")
-    if not _is_flat(traced.returned.spec):
+    if not _is_flat(traced.returned().spec):
         raise _not_simple("the result is not one flat tuple of tensors and constants")
     for position, fact in enumerate(traced.outputs()):
         _refuse_result(traced, OutIdx(position), fact)

@@ -89,7 +89,7 @@ def signature_of(
     }
     results = cast("tuple[Any, ...]", gm.graph.output_node().args[0])
     outs = [value.name if isinstance(value, Node) else None for value in results]
-    values = outs[len(mutated) : len(mutated) + traced.returned.spec.num_leaves]
+    values = outs[len(mutated) : len(mutated) + traced.returned().spec.num_leaves]
     new_values = dict(zip(mutated, outs, strict=False))
     grads = dict(zip(graded, outs[len(mutated) + len(values) :], strict=True))
 
@@ -113,7 +113,7 @@ def signature_of(
         parameters_to_mutate=of("parameter", new_values),
         user_inputs_to_mutate=of("argument", new_values),
         in_spec=in_spec,
-        out_spec=traced.returned.spec,
+        out_spec=traced.returned().spec,
         backward_signature=backward,
         input_tokens=[],
         output_tokens=[],

@@ -45,16 +45,18 @@ class ExportTrace:
     Args:
         trace: graph and facts; its inputs are the tensors among `inputs`, then what else the program reaches.
         inputs: what the graph shall take.
-        returned: how the result is put together.
         requires_grad: whether each result requires grad.
         cloned: results that were cloned, to be tensors of their own.
     """
 
     trace: Traced
     inputs: tuple[Input, ...]
-    returned: Returned
     requires_grad: tuple[bool, ...]
     cloned: frozenset[int]
+
+    def returned(self) -> Returned:
+        """How the result is put together."""
+        return Returned.of(self.trace.facts)
 
     def primals(self) -> list[tuple[PrimalIdx, Input]]:
         """The tensors among the inputs, with their positions among those of the trace."""
@@ -127,8 +129,8 @@ def trace_for_export(
         traced = trace(program, recorder, options, name_closed_over=captured.name_closed_over)
     refuse_strays(traced, len(tensors))
     refuse_metadata_writes(traced)
-    refuse_returned(returned := Returned.of(traced.facts))
-    return ExportTrace(traced, inputs, returned, tuple(requires_grad[:-1]), frozenset(fresh))
+    refuse_returned(Returned.of(traced.facts))
+    return ExportTrace(traced, inputs, tuple(requires_grad[:-1]), frozenset(fresh))
 
 
 def _arguments(captured: Captured) -> Iterator[Input]:

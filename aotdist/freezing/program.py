@@ -162,7 +162,7 @@ class _Run:
             holder=holder,
             written=tuple(position[leaf] for leaf in written),
             same=same,
-            spec=traced.returned.spec,
+            spec=traced.returned().spec,
             symbols=tuple((name, position[leaves[m.input]], m.dim) for name, m in sizes.symbols),
             guards=sizes.guards,
         )
@@ -216,7 +216,7 @@ def _refuse_state_writes(traced: ExportTrace) -> None:
     for idx, leaf in leaves.items():
         if isinstance(facts.inputs[idx], DataWritten) and leaf.kind != "argument":
             raise _written(leaf.path)
-    for path in traced.returned.assigned_paths():
+    for path in traced.returned().assigned_paths():
         raise _written(path)
     outputs = traced.outputs()
     for position, fact in enumerate(outputs):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from aotdist.capture.captured import Returned
 from aotdist.codegen.python_source import tensor_text
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.facts import Fresh, NotATensor, OutputFact
@@ -212,13 +213,13 @@ def _given_again(ins: Row[ArgIdx, Slot], plan: DedupePlan) -> Iterator[tuple[str
 
 def _outputs(compilation: Compilation) -> Iterator[TensorFacts]:
     facts, ins = compilation.traced.facts, compilation.traced.program.ins
-    names = words.output_names(compilation.returned, len(facts.outputs))
+    names = words.output_names(Returned.of(facts), len(facts.outputs))
 
     def name_of(out: OutIdx) -> str:
         return names[out]
 
     for idx, fact in facts.outputs.enumerate():
-        if isinstance(fact, NotATensor) and fact.value is compilation.returned:
+        if isinstance(fact, NotATensor) and isinstance(fact.value, Returned):
             continue  # how the results are put together, which the program says in an output of its own
         made = facts.node_outs[fact.value] if isinstance(fact, Fresh) else None
         differentiable = made is not None and made.differentiable

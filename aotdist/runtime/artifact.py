@@ -12,6 +12,7 @@ from typing import Any, assert_never
 
 import torch
 
+from aotdist.capture.captured import Returned
 from aotdist.capture.in_backward import InBackward
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.facts import Facts
@@ -162,7 +163,8 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
         case _:
             assert_never(compilation.region)
     enables_grad = _enables_grad(compilation)
-    print_call(printer, fit, run, compilation.plans, compilation.returned, hooks, enables_grad=enables_grad)
+    returned = Returned.of(compilation.traced.facts)
+    print_call(printer, fit, run, compilation.plans, returned, hooks, enables_grad=enables_grad)
     call = printer.load("call", compilation.captured.name)
     for graph in compilation.every_graph():
         graph.pack()

@@ -8,7 +8,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
-from aotdist.capture.captured import Captured, Returned
+from aotdist.capture.captured import Captured
 from aotdist.capture.source import Argument
 from aotdist.codegen.contract import Emitted
 from aotdist.codegen.emit import EmittedHalves, Emitter
@@ -98,7 +98,6 @@ class Compilation:
         bases: which tensors of the call share memory.
         traced: program, graph and facts.
         plans: of the convention layers.
-        returned: how the user's result is put together.
         region: what is called.
         backend: name of what emitted the graphs.
         settings: how it was compiled.
@@ -111,7 +110,6 @@ class Compilation:
     bases: BasePlan
     traced: Traced
     plans: Plans
-    returned: Returned
     region: Training | Inference
     backend: str
     settings: Settings

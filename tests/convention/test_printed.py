@@ -11,6 +11,7 @@ from torch import nn
 
 import aotdist
 from aotdist.api import compiled_call
+from aotdist.capture.captured import Returned
 from aotdist.errors import UnsupportedProgram
 from aotdist.runtime.artifact import Artifact, reference
 from aotdist.torch_seam.trees import pytree
@@ -23,7 +24,7 @@ search = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.filte
 
 def referred(artifact: Artifact) -> Callable[..., Any]:
     """The user's call by way of `reference`: fetch, run the lifts, hand back."""
-    fit, returned = artifact.fit, artifact.compilation.returned
+    fit, returned = artifact.fit, Returned.of(artifact.compilation.traced.facts)
     lifted = reference(artifact)
 
     def call(*args: Any, **kwargs: Any) -> Any:
