@@ -40,14 +40,14 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (57_776, 42_000),
-    "lines of its core": (32_693, 23_500),
-    "classes of its core": (302, 200),
-    "files of aotdist/": (305, 235),
+    "lines of aotdist/": (57_471, 42_000),
+    "lines of its core": (32_549, 23_500),
+    "classes of its core": (292, 200),
+    "files of aotdist/": (292, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),
-    "most fields of a class": (15, 14),
-    "functions over 60 lines": (4, 4),
+    "most fields of a class": (14, 14),
+    "functions over 60 lines": (3, 4),
     "files over 400 lines": (8, 8),
     "modules in circles of imports": (0, 0),
 }
