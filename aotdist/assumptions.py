@@ -155,16 +155,24 @@ def _trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCal
     traced_call = _trace(job, times)
     returned = traced_call.returned()
     counts = [*returned.counts(), *traced_call.captured.in_backward.counts_of_whole()]
+
+    def tried(more: Job) -> bool:
+        nonlocal job, traced_call
+        before, traced_call = traced_call, _with_symbols(more, times, traced_call)
+        job = job if traced_call is before else more
+        return job is more
+
     if job.symbolic and (counts or returned.counted):
-        counting = replace(job, counts=tuple(_distinct_places(counts)), counted=returned.counted)
-        if (symbolic := _with_symbols(counting, times, traced_call)) is not traced_call:
-            job, traced_call = counting, symbolic
+        tried(replace(job, counts=tuple(_distinct_places(counts)), counted=returned.counted))
     if job.symbolic and job.call.guessed:
-        opening = replace(job, opens=True)
-        if (symbolic := _with_symbols(opening, times, traced_call)) is not traced_call:
-            job, traced_call = opening, symbolic
+        tried(replace(job, opens=True))
+    varying = job.call.varying
+    if job.symbolic and varying and not tried(replace(job, counted=(*job.counted, *varying))):
+        for path in varying if len(varying) > 1 else ():  # some of them
+            tried(replace(job, counted=(*job.counted, path)))
     leaves = traced_call.before.left()
-    if not returned.log.deleted() and (leaves is not None or _flags(job, traced_call)):
+    flags = {place.spot() for place, _ in _flags(job, traced_call)}
+    if not returned.log.deleted() and job.set_up.isdisjoint(flags) and (leaves is not None or flags):
         later = _set_up(job, times, traced_call, on_failure)
         if later is not None:
             return later
@@ -186,15 +194,16 @@ def _with_symbols(job: Job, times: StageTimes, traced_call: TracedCall) -> Trace
     """
     bring_back = traced_call.before.left()
     traced_call.before.roll_back()
+    chosen = traced_call
     try:
         symbolic = _trace(job, times)
-    except (UnsupportedProgram, _Contradicted):
-        symbolic = None
-    else:
         symbolic.before.roll_back()
+        chosen = symbolic if _is_equivalent(symbolic, traced_call) else traced_call
+    except (UnsupportedProgram, _Contradicted):
+        pass
     if bring_back is not None:
         bring_back()
-    return symbolic if symbolic is not None and _is_equivalent(symbolic, traced_call) else traced_call
+    return chosen
 
 
 def _is_equivalent(symbolic: TracedCall, traced_call: TracedCall) -> bool:
@@ -202,6 +211,7 @@ def _is_equivalent(symbolic: TracedCall, traced_call: TracedCall) -> bool:
     return (
         not symbolic.captured.in_backward.assigns_symbols()
         and not _computes_with_what_it_finds(symbolic)
+        and all(symbols_in(count.symbol) for count in symbolic.traced.symbols.counts() if count.is_given)
         and is_same_with_symbols(symbolic.traced, traced_call.traced)
     )
 
@@ -236,7 +246,8 @@ def _set_up(job: Job, times: StageTimes, traced_call: TracedCall, on_failure: Ex
         except Exception:  # the program's own: it may refuse to be called twice
             return None
         on_failure.push(otherwise.pop_all())
-        return later
+        set_up = frozenset(place.spot() for place, _ in flags)
+        return replace(later, captured=replace(later.captured, set_up=set_up))
 
 
 def traced_by_itself(job: Job) -> TracedCall:

@@ -191,16 +191,21 @@ class CompiledFunction(Compiled):
         fn: the function.
         make: makes artifacts.
         as_step: makes a step of it, if it is one.
+        step: what it made, of a function that is known to be one.
     """
 
     __wrapped__: Callable[..., Any]
 
     def __init__(
-        self, fn: Callable[..., Any], make: Maker, as_step: Callable[[], StepOfFunction] | None = None
+        self,
+        fn: Callable[..., Any],
+        make: Maker,
+        as_step: Callable[[], StepOfFunction] | None = None,
+        step: StepOfFunction | None = None,
     ) -> None:
         super().__init__(lambda: fn, fn, make)
         self._as_step = as_step
-        self._step: StepOfFunction | None = None
+        self._step = step
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,7 @@ from aotdist.runtime.ranks import (
     board_of_this_process,
     fingerprint_of_state,
 )
-from aotdist.runtime.signature import changed_dims, what_changed, what_helps
+from aotdist.runtime.signature import changed_since, symbols_for, what_changed, what_helps
 from aotdist.settings import Settings, settings_of
 from aotdist.trace.failures import AccumulatesInside
 
@@ -64,6 +64,7 @@ class Compiling:
         self._said = set[bool]()  # whether programs were dropped, when it was said
         self._guesses = settings.dynamic == "auto" and open_dims is None
         self._fit_one_size = set[Ambient]()  # modes whose programs cannot be compiled for other sizes
+        self._numbers = dict[str, bool]()  # arguments that were seen to change, and whether as symbols
 
     def agree_on_state(self, model: nn.Module) -> None:
         """Compare a model's distributed state with the peers', before it runs as it is written.
@@ -109,8 +110,9 @@ class Compiling:
         if self._open_dims is not None:
             call = replace(call, dims=self._open_dims(call))
         modes = ambient()
-        if self._guesses and symbolic and modes not in self._fit_one_size:
-            call = replace(call, guessed=changed_dims(call, artifacts, modes))
+        if self._guesses and symbolic:
+            dims, varying = changed_since(call, artifacts, modes, self._numbers)
+            call = replace(call, guessed={} if modes in self._fit_one_size else dims, varying=varying)
         artifact = compile_call(
             call,
             self._backend,
@@ -119,8 +121,9 @@ class Compiling:
             symbolic=symbolic,
             undecided=undecided,
         )
-        if call.guessed and not artifact.fit.numbers.symbols():
+        if call.guessed and not artifact.fit.numbers.sizes.symbols:
             self._fit_one_size.add(modes)
+        self._numbers |= symbols_for(call.varying, artifact)
         self._warn_of_many(artifact, artifacts)
         return artifact
 

@@ -17,6 +17,7 @@ from aotdist.program import Graph, Row
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.symbols import SYMBOLIC, computes_exactly, hint
 from aotdist.torch_seam.trees import pytree
+from aotdist.trace.numbers.scalars import KNOWN
 from aotdist.trace.trace import Traced
 
 
@@ -82,7 +83,9 @@ def _operations(graph: Graph) -> list[tuple[Any, list[Any]]]:
     told: dict[Node, Any] = {node: node.meta["val"] for node in graph.named_sizes().values()}
     found: list[tuple[Any, list[Any]]] = []
     for node in graph.gm.graph.nodes:
-        if _keeps_all(node):
+        if KNOWN in node.meta:
+            told[node] = node.meta[KNOWN]
+        elif _keeps_all(node):
             told[node] = told[node.args[0]]
         elif not node.users and getattr(node.target, "is_view", False):
             continue

@@ -34,6 +34,7 @@ class Job:
         counts: places of numbers that symbols are to stand for.
         counted: such numbers among the arguments, by path.
         opens: let dimensions differ that `call.guessed` names.
+        set_up: spots of flags that were set up before: who finds them otherwise again has another program.
     """
 
     call: UserCall
@@ -44,6 +45,7 @@ class Job:
     counts: tuple[Source, ...] = ()
     counted: tuple[str, ...] = ()
     opens: bool = False
+    set_up: frozenset[Any] = frozenset()
 
     def needs_symbols(self) -> bool:
         """Whether it is of no use without symbols."""

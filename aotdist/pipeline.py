@@ -68,7 +68,8 @@ def compile_call(
         RankLost: another rank failed to compile, or did not come to compare.
     """
     with class_functions_off():
-        job = Job(call, backend, settings, symbolic)
+        set_up = frozenset(spot for one in earlier or () for spot in one.compilation.captured.set_up)
+        job = Job(call, backend, settings, symbolic, set_up=set_up)
         return loaded_together(call.name, settings, lambda: _printed(job), earlier, undecided)
 
 
@@ -91,9 +92,9 @@ def _printed(job: Job) -> Artifact:
     try:
         return printed(_compile(job))
     except Exception:  # a user's compiler raises what it likes
-        if not job.call.guessed:
+        if not (job.call.guessed or job.call.varying):
             raise
-        return printed(_compile(replace(job, call=replace(job.call, guessed={}))))
+        return printed(_compile(replace(job, call=replace(job.call, guessed={}, varying=()))))
 
 
 def printed(compilation: Compilation) -> Artifact:

@@ -82,7 +82,9 @@ def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards
         return None
     makers = [_remaking(each) for each in tensors]
     name, (recorded, held) = captured.name, _recorded(traced)
-    empty = replace(job, call=replace(call, args=(), kwargs={}, dims={}, guessed={}, prints=False))
+    empty = replace(
+        job, call=replace(call, args=(), kwargs={}, dims={}, guessed={}, varying=(), prints=False)
+    )
 
     def again() -> LaterBackwards:
         made = [make() for make in makers]

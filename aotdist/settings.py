@@ -83,7 +83,8 @@ class Settings(_RuntimeSettings):
         dynamic: which sizes of the arguments may differ from call to call without compiling again: with
             False, those of `aotdist.mark_dynamic` alone; with True, all; with `auto`, those that have
             changed, from the second program on, where the program takes any; those of the rows of jagged
-            tensors from the first. Sizes of 0 and 1 are always compiled for by themselves.
+            tensors from the first. Sizes of 0 and 1 are always compiled for by themselves. With `auto`,
+            numbers among the arguments that have changed are read at each call, too.
         validate_guards: prove with Z3 (extra `validate`) that the conditions which a call is checked for
             imply everything that was decided by symbolic sizes while it was compiled.
         backward_autocast: the autocast that the backward is recorded under: `off`, as in eager where

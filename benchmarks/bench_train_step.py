@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Literal, TypeAlias, assert_never
+from typing import Literal, TypeAlias, assert_never, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,9 +26,10 @@ from benchmarks.timing import Contender, Pace, Series, as_series, take_turns
 from benchmarks.verdicts import Target
 
 Shape: TypeAlias = LlamaShape | ResNetShape
-Way = Literal["eager", "torch.compile", "aotdist.compile", "aotdist.train_step"]
+Way = Literal["eager", "torch.compile", "aotdist.compile", "aotdist.train_step", "@aotdist.compile"]
 
-WAYS: tuple[Way, ...] = ("eager", "torch.compile", "aotdist.compile", "aotdist.train_step")
+WAYS: tuple[Way, ...] = get_args(Way)
+"""Two in which the optimizer is apart from the compiled model, and two of the whole step in one graph."""
 CASE = "single, 1 rank"
 RESNET = "ResNet, 1 rank"
 QUANTITIES = {CASE: "step with AdamW", RESNET: "step with SGD"}
@@ -107,6 +108,9 @@ def make_step(shape: Shape, way: Way) -> Callable[[], Tensor]:
             return partial(_separate, aotdist.compile(model, backend="inductor"), optimizer, batch)
         case "aotdist.train_step":
             return partial(aotdist.train_step(model, _loss_of, optimizer, backend="inductor"), *batch)
+        case "@aotdist.compile":
+            step = partial(_separate, model, optimizer)
+            return partial(aotdist.compile(step, backend="inductor"), batch)
     assert_never(way)
 
 

@@ -49,6 +49,7 @@ class UserCall:
             marked, or named by settings.
         differentiates: whether the call runs its own backward: then what it assigns has no history.
         guessed: more of them, that nobody asked for: they are opened where the program stays the same.
+        varying: paths of numbers among the arguments, likewise.
         apart: containers whose items the program is given as arguments: an optimizer's state.
         prints: whether every call is to print what the program prints; else the capture prints it.
         number: how many modules like this one were compiled before it, for ranks to tell them apart.
@@ -60,6 +61,7 @@ class UserCall:
     kwargs: Mapping[str, Any]
     dims: Mapping[int, frozenset[int]] = field(default_factory=dict)
     guessed: Mapping[int, frozenset[int]] = field(default_factory=dict)
+    varying: Sequence[str] = ()
     differentiates: bool = False
     apart: Sequence[Any] = ()
     prints: bool = True
@@ -200,6 +202,7 @@ class Captured:
         leaves: puts back the objects that the program left in Python, if it is another program once they are
             there: the artifact is for this call alone then.
         number: see `UserCall`.
+        set_up: spots of flags that were found as the next call finds them.
     """
 
     program: Program[ArgIdx]
@@ -213,6 +216,7 @@ class Captured:
     in_backward: InBackward
     leaves: Callable[[], None] | None = None
     number: int = 0
+    set_up: frozenset[Any] = frozenset()
 
     def static_slots(self) -> frozenset[Slot]:
         """Plain tensors that keep their address from call to call: parameters and buffers."""

@@ -108,6 +108,20 @@ def library_settings(path: str, module: nn.Module) -> Iterator[tuple[Source, Any
             )
 
 
+def names_of_state(cls: type) -> frozenset[str]:
+    """The attributes in which an installed library's objects keep what decides what a step does."""
+    return _STATE.get(cls.__module__.partition(".")[0], frozenset())
+
+
+_STATE: Mapping[str, frozenset[str]] = {
+    # accelerate counts calls, and asks its loaders whether a batch is the last, to choose who updates.
+    "accelerate": frozenset(
+        ("step", "gradient_state", "sync_gradients", "plugin_kwargs")
+        + ("_dataloader_references_ref", "end_of_dataloader")
+    ),
+}
+
+
 def library_functions(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
     """The functions among the attributes of a module whose `forward` is a library's (`activation`)."""
     code = getattr(type(module).forward, "__code__", None)

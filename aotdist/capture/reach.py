@@ -41,6 +41,7 @@ from aotdist.capture.module_attributes import (
     is_watched,
     library_functions,
     library_settings,
+    names_of_state,
 )
 from aotdist.capture.modules import KINDS, own_tensors, refuse_script
 from aotdist.capture.readers import cells_of, defaults_of, empty_cells_of, is_array, reader_of, wrapped_by
@@ -271,6 +272,7 @@ class _Walk:
             yield from computed_once()
 
     def _object(self, source: Source, value: Any) -> None:
+        self.code.names |= names_of_state(type(value))
         if hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
             self.reached.caches.append(value)
         if hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):

@@ -30,6 +30,7 @@ from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.symbols import SYMBOLIC
 
 _ATEN = torch.ops.aten
 _NUMBERS = Slot("primal", "numbers")
@@ -85,15 +86,18 @@ def numbers_apart(graph: Graph, fake_mode: FakeTensorMode) -> Apart | None:
         UnsupportedProgram: an operator takes a number that is not known how to take a tensor for it.
     """
     nodes = [node for node in graph.gm.graph.nodes if node.op == "call_function"]
-    if not any(map(_is_number, nodes)):
+    if not any(map(_is_number, (*graph.placeholders(), *nodes))):
         return None
-    early = set(filter(_is_single, graph.placeholders()))
+    early = {
+        node for node in graph.placeholders() if _is_single(node) or isinstance(node.meta["val"], SYMBOLIC)
+    }
     for node in nodes:
         if _is_early(node, early):
             early.add(node)
     gm = graph.copied().gm
     copies = dict(zip(graph.gm.graph.nodes, gm.graph.nodes, strict=True))
-    wanted = [n for n in nodes if n in early and _is_number(n) and not early.issuperset(n.users)]
+    there = (*graph.placeholders(), *nodes)
+    wanted = [n for n in there if n in early and _is_number(n) and not early.issuperset(n.users)]
     ready = tuple(at for at, n in enumerate(graph.results()) if n in early and n not in graph.placeholders())
     placeholders = gm.graph.find_nodes(op="placeholder")
     values = [placeholder.meta["val"] for placeholder in placeholders]
@@ -107,7 +111,7 @@ def numbers_apart(graph: Graph, fake_mode: FakeTensorMode) -> Apart | None:
         ins = (*ins, _NUMBERS)
     _without_results(gm.graph, ready)
     for node in list(gm.graph.nodes):
-        if _is_number(node) or not numbers.isdisjoint(node.all_input_nodes):
+        if node.op == "call_function" and (_is_number(node) or not numbers.isdisjoint(node.all_input_nodes)):
             numbers |= _take_tensors(gm.graph, node, numbers)
     gm.graph.eliminate_dead_code()
     return Apart(_early(graph, early, ready, wanted), Graph(gm, ins, graph.outs), ready, device)
@@ -122,7 +126,9 @@ def _without_results(graph: torch.fx.Graph, ready: Sequence[int]) -> None:
 
 
 def _is_number(node: Node) -> bool:
-    return node.op == "call_function" and type(node.meta.get("val")) in (int, float, bool)
+    """Whether a node computes a number, or is a float among the arguments; compilers know sizes."""
+    kinds = (int, float, bool, torch.SymFloat) if node.op == "call_function" else (torch.SymFloat,)
+    return type(node.meta.get("val")) in kinds
 
 
 def _is_single(node: Node) -> bool:

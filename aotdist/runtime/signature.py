@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from aotdist.capture.ambient import Ambient
-from aotdist.capture.arguments import CodeLeaf, ConstantLeaf, read_arguments
+from aotdist.capture.arguments import CodeLeaf, ConstantLeaf, Leaf, NumberLeaf, read_arguments
 from aotdist.capture.captured import UserCall
 from aotdist.capture.modules import ModuleGuard
 from aotdist.runtime.artifact import Artifact
@@ -15,29 +15,56 @@ from aotdist.subclasses.protocol import wrapper_rule
 from aotdist.torch_seam.modes import class_functions_off, users_modes_off
 
 
-def changed_dims(call: UserCall, artifacts: Sequence[Artifact], modes: Ambient) -> dict[int, frozenset[int]]:
-    """The dimensions of a call's tensors whose sizes differ from what was compiled so far for these modes.
+def changed_since(
+    call: UserCall, artifacts: Sequence[Artifact], modes: Ambient, numbers: Mapping[str, bool]
+) -> tuple[dict[int, frozenset[int]], tuple[str, ...]]:
+    """What differs, among the arguments of a call, from what was compiled so far for these modes.
 
-    They are by the identity of the tensor.
+    The dimensions of tensors, by the identity of the tensor, and the paths of numbers.
+
+    Args:
+        call: the call.
+        artifacts: what was compiled.
+        modes: those around the call.
+        numbers: paths of numbers that are known to change, and whether a symbol can stand for them.
     """
-    dims: dict[int, frozenset[int]] = {}
     alike = [artifact for artifact in artifacts if artifact.fit.around.ambient == modes]
+    if not alike:
+        return {}, ()
     with users_modes_off(), class_functions_off():
-        tensors = _named_tensors(call) if alike else {}
+        try:
+            arguments, given, _ = read_arguments(call.args, call.kwargs)
+        except Exception:  # which is raised when it is compiled, where peers hear of it
+            return {}, ()
+        tensors = dict(zip(arguments.tensor_paths(), given, strict=True))
+        dims: dict[int, frozenset[int]] = {}
         for artifact in alike:
             for path, found in _changed_dims(tensors, artifact):
                 key = id(tensors[path])
                 dims[key] = dims.get(key, frozenset()).union(found)
-    return dims
+    leaves = [{leaf.path: leaf for leaf in artifact.fit.arguments.leaves} for artifact in alike]
+    constants = (leaf for leaf in arguments.leaves if isinstance(leaf, ConstantLeaf))
+    held = [leaf for leaf in constants if type(leaf.value) in (int, float)]
+    differ = [
+        one.path
+        for one in held
+        if one.path in numbers or any(_is_other(one, each.get(one.path)) for each in leaves)
+    ]
+    return dims, tuple(path for path in differ if numbers.get(path, True))
 
 
-def _named_tensors(call: UserCall) -> dict[str, torch.Tensor]:
-    """The tensors among the arguments of a call, by path; none of a call that is about to be refused."""
-    try:
-        arguments, tensors, _ = read_arguments(call.args, call.kwargs)
-    except Exception:  # which is raised when it is compiled, where peers hear of it
-        return {}
-    return dict(zip(arguments.tensor_paths(), tensors, strict=True))
+def symbols_for(varying: Sequence[str], artifact: Artifact) -> dict[str, bool]:
+    """Numbers that were guessed to change, and whether the artifact has symbols for them."""
+    symbols = {leaf.path for leaf in artifact.fit.arguments.leaves if isinstance(leaf, NumberLeaf)}
+    return {path: path in symbols for path in varying}
+
+
+def _is_other(number: ConstantLeaf, leaf: Leaf | None) -> bool:
+    """Whether a number is another than at the same place of another call, and of the same type."""
+    if isinstance(leaf, NumberLeaf):
+        return leaf.kind is type(number.value)
+    known = leaf.value if isinstance(leaf, ConstantLeaf) else None
+    return type(known) is type(number.value) and known != number.value
 
 
 def what_changed(artifact: Artifact, others: Sequence[Artifact]) -> str:

@@ -19,9 +19,11 @@ from aotdist.step.attributes import methods_of, unchanged
 from aotdist.step.done import DTYPES, Done
 from aotdist.step.held import HeldState
 from aotdist.step.turns import Later, MakesState, Turns
+from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.optimizers import note_step, optimizer_hooks, scaler_rules, scaler_state
 from aotdist.torch_seam.proxies import node_here
-from aotdist.trace.numbers.scalars import Scalars
+from aotdist.torch_seam.symbols import SYMBOLIC, hint
+from aotdist.trace.numbers.scalars import KNOWN, Scalars
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,7 @@ class Now:
         names = [
             (f"{place.path}.{at}", n) for place in self.held.numbers for at, n in enumerate(place.numbers())
         ]
-        tensors = {name: torch.tensor(n, dtype=DTYPES[type(n)]) for name, n in names}
-        object.__setattr__(self, "numbers", tensors)
+        object.__setattr__(self, "numbers", {name: _tensor_of(n) for name, n in names})
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that the optimizers hold."""
@@ -51,6 +52,30 @@ class Now:
         plain = [place for place in self.held.tensors if type(place.value) is torch.Tensor]
         single = {place.path: place.value for place in plain if place.value.dim() == 0 and place.value.is_cpu}
         return {**self.numbers, **single}
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    """What a step branched on.
+
+    Args:
+        guard: asks anew, of the numbers that the optimizers hold, and of those among the arguments.
+        given: positions and names of these arguments.
+    """
+
+    guard: DataGuard
+    given: tuple[int | str, ...]
+
+    def holds(self, held: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether a call would choose the same way."""
+        arguments = {**dict(enumerate(args)), **kwargs} if self.given else {}
+        numbers = [arguments.get(key) for key in self.given]
+        are_numbers = all(type(number) in DTYPES for number in numbers)
+        return are_numbers and self.guard.is_same(*held, *map(_tensor_of, numbers))
+
+
+def _tensor_of(number: Any) -> torch.Tensor:
+    return torch.tensor(number, dtype=DTYPES[type(number)])
 
 
 class _StepFunction(CompiledFunction):
@@ -88,8 +113,8 @@ class StepProgram:
         self._run = run
         self._optimizers = tuple(optimizers)
         self._now: Now | None = None
-        self._asked: DataGuard | None = None
-        self._guards: list[DataGuard] = []
+        self._asked: _Choice | None = None
+        self._choices: list[_Choice] = []
         self._scalers: dict[torch.amp.GradScaler, Any] = {}
         self._traces: list[_Trace] = []
         self.compiled = _StepFunction(
@@ -104,12 +129,12 @@ class StepProgram:
         assert self._now is not None, "a trace belongs to a call"
         return [*self._now.held.all_containers(), self]
 
-    def fits(self, now: Now) -> bool:
+    def fits(self, now: Now, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether the step would choose the same way as when it was traced."""
         if any(_rules_of(scaler) != rules for scaler, rules in self._scalers.items()):
             return False
-        numbers = list(now.known_before().values()) if self._guards else []
-        return all(guard.is_same(*numbers) for guard in self._guards)
+        held = list(now.known_before().values()) if self._choices else []
+        return all(choice.holds(held, args, kwargs) for choice in self._choices)
 
     def __call__(self, now: Now, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Do the step; returns what the user's function returns.
@@ -129,7 +154,7 @@ class StepProgram:
         finally:
             self._now = None
         if self._asked is not None:
-            self._guards.append(self._asked)
+            self._choices.append(self._asked)
         done.put(now.held)
         trace = self._traces[done.trace]
         for optimizer in trace.stepped:
@@ -145,13 +170,20 @@ class StepProgram:
         for optimizer in self._optimizers:
             _check(optimizer)
         held, given = now.held, {name: kwargs.pop(name) for name in now.tensors()}
-        scalars = Scalars([(given[name], real) for name, real in now.known_before().items()], node_here)
+        numbers = _numbers_given(args, kwargs)
+        known = [*((given[name], real) for name, real in now.known_before().items()), *numbers.values()]
+        scalars = Scalars(known, node_here)
         accumulation = Accumulation()
         turns = Turns(self._optimizers, scalars, functools.partial(_written_by, held=held))
         done = Done(trace=len(self._traces))
         with held.put_back(), accumulation.running(), self._unchanged(held), scalars.followed():
             for place in held.numbers:
                 place.put(*(given[f"{place.path}.{at}"].item() for at in range(len(place.numbers()))))
+            read: dict[int | str, Any] = {key: stand_in.item() for key, (stand_in, _) in numbers.items()}
+            for key, number in read.items():
+                number.symbol = args[key] if isinstance(key, int) else kwargs[key]
+            args = tuple(read.get(at, value) for at, value in enumerate(args))
+            kwargs |= {key: number for key, number in read.items() if isinstance(key, str)}
             scalars.reads = False
             put = [place.owner[place.key] for place in held.numbers]
             with turns.heard():
@@ -169,7 +201,8 @@ class StepProgram:
         done.assigned, done.cleared = accumulation.assigned(), accumulation.cleared()
         done.later = [(later.args, later.kwargs) for later in turns.later]
         self._traces.append(_Trace(turns.stepped, turns.later))
-        self._asked = scalars.guard()
+        guard = scalars.guard()
+        self._asked = None if guard is None else _Choice(guard, tuple(numbers))
         self._scalers.update({scaler: _rules_of(scaler) for scaler in turns.scalers()})
         return done
 
@@ -185,6 +218,22 @@ class StepProgram:
                 refusal = functools.partial(_changes_itself, optimizer)
                 stack.enter_context(unchanged(optimizer, refusal, held.all_containers()))
             yield
+
+
+def _numbers_given(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> dict[int | str, tuple[torch.Tensor, torch.Tensor]]:
+    """Of each symbol among the arguments, a tensor that the program reads it off, and one of this call."""
+    given: Mapping[int | str, Any] = {**dict(enumerate(args)), **kwargs}
+    symbols = {key: n for key, n in given.items() if type(n) in SYMBOLIC}
+    found = dict[int | str, tuple[torch.Tensor, torch.Tensor]]()
+    for key, symbol in symbols.items():
+        with no_modes():
+            real = _tensor_of(hint(symbol))
+        stand_in = torch.scalar_tensor(symbol, dtype=DTYPES[type(hint(symbol))])
+        node_here(stand_in).meta[KNOWN] = hint(symbol)
+        found[key] = stand_in, real
+    return found
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:

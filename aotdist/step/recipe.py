@@ -1,128 +1,128 @@
-"""What a step consists of, and the step as it is written: what a compiled one has to repeat, bit for bit."""
+"""What `train_step` is given, and the step that it writes."""
 
 from __future__ import annotations
 
 import functools
+import inspect
 import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
 from torch import nn
 
-from aotdist.errors import UnsupportedProgram
+from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.subclasses.protocol import communicates_around
 from aotdist.torch_seam.trees import pytree
-from aotdist.trace.numbers.scalars import numbers_read
 
 Clip: TypeAlias = float | Callable[[Sequence[torch.Tensor]], Any]
-"""A largest norm of all gradients, or what is called with the optimizers' parameters."""
+"""A largest norm of all gradients, or what is called with the model's parameters."""
+
+_MOST_SHOWN = 60
+"""Characters of an argument in an error; modules and optimizers have lines of them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What a step consists of; see `aotdist.train_step`.
-
-    Attributes:
-        order: where in the model its parameters are, by identity.
-    """
+    """The arguments of `aotdist.train_step`."""
 
     model: nn.Module
     loss_fn: Callable[..., Any]
-    optimizers: tuple[torch.optim.Optimizer, ...]
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
     clip: Clip | None
     scaler: torch.amp.GradScaler | None
     accumulate: int
-    order: dict[int, int] = field(default_factory=dict[int, int])
 
-    def params(self) -> list[torch.Tensor]:
-        """The parameters that the optimizers update."""
-        groups = [group for optimizer in self.optimizers for group in optimizer.param_groups]
-        return [param for group in groups for param in group["params"]]
-
-    def loss_of(self, result: Any) -> torch.Tensor:
-        """What is differentiated, in what `loss_fn` returned.
-
-        Raises:
-            UnsupportedProgram: it returned no loss.
-        """
-        match result:
-            case Mapping():
-                loss: Any = result.get("loss")
-            case tuple() | list():
-                loss = result[0] if result else None
-            case _:
-                loss = result
-        if not isinstance(loss, torch.Tensor):
-            raise UnsupportedProgram(
-                f"`loss_fn` returned a {type(result).__name__} without a loss",
-                stage="capture",
-                fix="return the loss, a tuple that begins with it, or a dictionary that has it as `loss`",
-            )
-        return loss / self.accumulate if self.accumulate > 1 else loss
-
-    def differentiate(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run the model and its backward; returns what `loss_fn` returned, detached."""
-        result = self.loss_fn(self.model, *args, **kwargs)
-        loss = self.loss_of(result)
-        (loss if self.scaler is None else self.scaler.scale(loss)).backward()
-        return detached(result)
-
-    def update(self) -> torch.Tensor | None:
-        """Clip, let the optimizers have their turn, and let the gradients go; the norm, see `_clipped`."""
-        scaler = self.scaler
-        if scaler is not None and self.clip is not None:
-            for optimizer in self.optimizers:
-                scaler.unscale_(optimizer)
-        norm = self._clipped()
-        for optimizer in self.optimizers:
-            if scaler is None:
-                optimizer.step()
-            else:
-                scaler.step(optimizer)
-        if scaler is not None:
-            scaler.update()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        return norm
-
-    def _clipped(self) -> torch.Tensor | None:
-        """What clipping returned, if that is a tensor: the norm that the gradients had.
-
-        They are clipped in the order of the model: a norm is another in the last bit in another order.
-        """
-        if self.clip is None:
-            return None
-        if callable(self.clip):
-            with numbers_read():
-                norm = self.clip(sorted(self.params(), key=lambda param: self.order[id(param)]))
-        else:
-            norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
-        return norm.detach() if isinstance(norm, torch.Tensor) else None
-
-    def note_order(self) -> None:
-        """Note where in the model each parameter is: while a step is traced, the model holds others."""
-        if callable(self.clip):
-            self.order.clear()
-            self.order.update({id(param): at for at, param in enumerate(self.model.parameters())})
-
-    def parts(self) -> tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]:
-        """The step, its gradients and its update, as functions whose cells have what they reach."""
+    def parts(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """What only adds to gradients, and the whole step: functions whose cells have what they reach."""
         model, loss_fn, clip = self.model, _function(self.loss_fn), _function(self.clip)
-
-        def train_step(*args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
-            _ = model, loss_fn, clip
-            return self.differentiate(args, kwargs), self.update()
+        optimizers, scaler, accumulate = _several(self.optimizer), self.scaler, self.accumulate
 
         def gradients(*args: Any, **kwargs: Any) -> Any:
-            _ = model, loss_fn
-            return self.differentiate(args, kwargs)
+            result = loss_fn(model, *args, **kwargs)
+            loss = _loss_in(result)
+            loss = loss / accumulate if accumulate > 1 else loss
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
-        def update() -> torch.Tensor | None:
-            _ = model, clip
-            return self.update()
+        def train_step(*args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
+            _ = loss_fn  # a cell of this function, in which what the step reaches is looked for
+            result, norm = gradients(*args, **kwargs), None
+            if clip is not None and scaler is not None:
+                for optimizer in optimizers:
+                    scaler.unscale_(optimizer)
+            if callable(clip):
+                norm = clip(list(model.parameters()))
+            elif clip is not None:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            for optimizer in optimizers:
+                optimizer.step() if scaler is None else scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            return result, norm.detach() if isinstance(norm, torch.Tensor) else None
 
-        return train_step, gradients, update
+        return gradients, train_step
+
+    def signature(self) -> inspect.Signature:
+        """What a step takes: what `loss_fn` takes besides the model."""
+        try:
+            first, *others = inspect.signature(self.loss_fn).parameters.values()
+        except ValueError:  # it says nothing of it, or takes nothing
+            first, others = inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL), []
+        takes_any = first.kind is inspect.Parameter.VAR_POSITIONAL
+        return inspect.Signature([first, *others] if takes_any else others)
+
+    def check(self) -> None:
+        """Raise `BadSettings` for an argument that is something else than its name says, or of no use."""
+        for name, (fits, fix) in _KINDS.items():
+            given = getattr(self, name)
+            if not fits(given):
+                shown = repr(given)
+                shown = shown if len(shown) <= _MOST_SHOWN else f"a {type(given).__name__}"
+                raise BadSettings(f"{name} is {shown}", fix=fix)
+        for optimizer in _several(self.optimizer):
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                raise BadSettings(
+                    f"{type(optimizer).__name__} needs a closure: it runs the model several times in a step",
+                    fix="use `aotdist.compile` for the model, and the optimizer as it is",
+                )
+        if communicates_around(self.model):
+            raise BadSettings(
+                f"the model is wrapped in {type(self.model).__name__}, which reduces gradients by itself",
+                fix="shard the model with `fully_shard`, or use `aotdist.compile`",
+            )
+        if self._strangers()[0]:
+            raise BadSettings(
+                "the optimizer has parameters that are not the model's",
+                fix="pass a module that holds all of them, and an optimizer that was made after it was "
+                "sharded",
+            )
+
+    def _strangers(self) -> tuple[int, int]:
+        """How many of the optimizers' parameters the model does not have, and how many there are."""
+        groups = [group for optimizer in _several(self.optimizer) for group in optimizer.param_groups]
+        params = {id(param) for group in groups for param in group["params"]}
+        return len(params.difference(map(id, self.model.parameters()))), len(params)
+
+    def warn_of_strangers(self) -> None:
+        """Warn, as eager would not, that a step trains other parameters than the model has by now."""
+        number, of = self._strangers()
+        if number:
+            warnings.warn(
+                f"aotdist: {number} of the optimizer's {of} parameters are not the "
+                f"{type(self.model).__name__}'s any more, and those in their place are not trained; make the "
+                "optimizer, and the step, after `fully_shard`, `to_empty` and the like",
+                stacklevel=4,
+            )
+
+
+def _several(optimizer: Any) -> Sequence[Any]:
+    return tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
 
 
 def _function(value: Any) -> Any:
@@ -131,6 +131,47 @@ def _function(value: Any) -> Any:
     return value.__call__ if callable(value) and not isinstance(value, known) else value
 
 
-def detached(result: Any) -> Any:
-    """`result` with its tensors detached: there is no graph behind them."""
-    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+def _loss_in(result: Any) -> torch.Tensor:
+    """What is differentiated, in what `loss_fn` returned.
+
+    Raises:
+        UnsupportedProgram: it returned no loss.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    loss = next(iter(loss), None) if isinstance(loss, tuple | list) else loss
+    if not isinstance(loss, torch.Tensor):
+        raise UnsupportedProgram(
+            f"`loss_fn` returned a {type(result).__name__} without a loss",
+            stage="capture",
+            fix="return the loss, a tuple that begins with it, or a dictionary that has it as `loss`",
+        )
+    return loss
+
+
+def _is_positive(value: Any, kind: type[int | float]) -> bool:
+    return isinstance(value, int | kind) and not isinstance(value, bool) and value > 0
+
+
+def _are_optimizers(given: Sequence[Any]) -> bool:
+    each_once = len(set(map(id, given))) == len(given) > 0
+    return each_once and all(isinstance(one, torch.optim.Optimizer) for one in given)
+
+
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "model": (lambda given: isinstance(given, nn.Module), "pass a module"),
+    "loss_fn": (callable, "pass a function that takes the model and the arguments of a step"),
+    "optimizer": (
+        lambda given: _are_optimizers(_several(given)),
+        "pass a `torch.optim.Optimizer` made of the model's parameters, or a list of them, each once",
+    ),
+    "clip": (
+        lambda given: given is None or callable(given) or _is_positive(given, float),
+        "give a positive number, a function that takes the parameters, or None",
+    ),
+    "scaler": (
+        lambda given: given is None or isinstance(given, torch.amp.GradScaler),
+        "pass a `torch.amp.GradScaler`, or None",
+    ),
+    "accumulate": (lambda given: _is_positive(given, int), "give a positive whole number"),
+}
+"""What each argument has to be, and how to say so."""

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.optim import lr_scheduler
 
+from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.optimizers import has_scaled, intercept_steps, scaler_rules, scaler_state, takes_scale
 from aotdist.torch_seam.patches import replaced_here
 from aotdist.torch_seam.trees import pytree
@@ -108,14 +109,18 @@ class _Outdated(TracedFloat):
     def __init__(self) -> None:
         """It is made by no node."""
 
-    @property
-    def made_by(self) -> Any:  # type: ignore[override]
-        """What reads a number asks for its node."""
-        raise refusal(
+    def refusal(self) -> UnsupportedProgram:
+        """The error of who asks for its value."""
+        return refusal(
             "a learning rate, or the epoch of its schedule, is read after the schedule's step, which is done "
             "when the compiled step has run",
             fix="let the schedule step last, once in a call, or outside",
         )
+
+    @property
+    def made_by(self) -> Any:  # type: ignore[override]
+        """What reads a number asks for its node."""
+        raise self.refusal()
 
     def __getattr__(self, name: str) -> Any:
         return self.made_by  # of a learning rate that is a tensor

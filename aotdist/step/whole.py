@@ -37,8 +37,8 @@ class WholeStep:
     """
 
     def __init__(self, run: Callable[..., Any], make: Compiling) -> None:
-        self._run = run
-        self._make = make
+        self.run = run
+        self.make = make
         self._optimizers: list[torch.optim.Optimizer] = []
         self._varying = set(_VARYING)
         self._hyperparameters: list[dict[str, Any]] = []
@@ -56,7 +56,7 @@ class WholeStep:
         self._notice_what_varies()
         now = Now(self._held_now())
         try:
-            return self._program(now)(now, args, kwargs)
+            return self._program(now, args, kwargs)(now, args, kwargs)
         except AsWritten:
             return self.as_written(args, kwargs)
         except MakesState as found:
@@ -73,7 +73,7 @@ class WholeStep:
             stepped.append((weakref.ref(optimizer), hyperparameters([optimizer])))
 
         with intercept_steps(note, lambda _: None), intercept_calls(self._name), compiled_as_written():
-            result = self._run(*args, **kwargs)
+            result = self.run(*args, **kwargs)
         for reference, found in stepped:
             if (optimizer := reference()) is not None:
                 self._know(optimizer, found)
@@ -121,7 +121,7 @@ class WholeStep:
             self._attributes = [Attributes.of(optimizer, apart) for optimizer in self._optimizers]
         return tuple(attributes.layout for attributes in self._attributes)
 
-    def _program(self, now: Now) -> StepProgram:
+    def _program(self, now: Now, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepProgram:
         """The program that fits, a new one if there is none."""
         layout = (
             tuple((id(optimizer), optimizer_hooks(optimizer)) for optimizer in self._optimizers),
@@ -131,9 +131,9 @@ class WholeStep:
         )
         programs = self._programs.setdefault(layout, [])
         for program in programs:
-            if program.fits(now):
+            if program.fits(now, args, kwargs):
                 return program
-        programs.append(StepProgram(self._run, self._optimizers, self._make))
+        programs.append(StepProgram(self.run, self._optimizers, self.make))
         return programs[-1]
 
     def _params(self) -> Iterator[int]:

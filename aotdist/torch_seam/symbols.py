@@ -310,7 +310,10 @@ def computes_exactly(number: Any) -> bool:
     """
     if isinstance(number, torch.SymInt) or depends_on_data(number):
         return True
-    return isinstance(number, torch.SymFloat) and _is_exact(number.node.expr)
+    expr = number.node.expr
+    if isinstance(number, torch.SymBool):  # of whole numbers
+        return all(symbol.is_integer for symbol in expr.free_symbols)
+    return isinstance(number, torch.SymFloat) and (expr.is_Symbol or _is_exact(expr))
 
 
 def _is_exact(expr: Any) -> bool:

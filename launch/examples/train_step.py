@@ -59,10 +59,10 @@ def main(*, eager: bool) -> None:
     model = make_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, NUM_STEPS)
-    step = aotdist.train_step(model, loss_of, optimizer, clip=1.0, accumulate=ACCUMULATE, backend="fx")
-    run = step.as_written if eager else step
+    backend = "eager" if eager else "fx"
+    step = aotdist.train_step(model, loss_of, optimizer, clip=1.0, accumulate=ACCUMULATE, backend=backend)
     for at in range(NUM_STEPS):
-        parts = [run(*make_batch(ACCUMULATE * at + part, rank)) for part in range(ACCUMULATE)]
+        parts = [step(*make_batch(ACCUMULATE * at + part, rank)) for part in range(ACCUMULATE)]
         loss, right = parts[-1]
         schedule.step()
         if rank == 0 and at % 10 == 9:

@@ -17,9 +17,12 @@ from aotdist.launch.sharding import blocks_of, chosen
 @pytest.fixture(autouse=True)
 def forgotten():
     """accelerate keeps what the first `Accelerator` of a process was told."""
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
+    forget()
     yield
+    forget()
+
+
+def forget() -> None:
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
 
@@ -188,3 +191,46 @@ def test_accelerate_takes_no_other_names() -> None:
     with pytest.raises(ValueError, match="AOTDIST"):
         Accelerator(cpu=True, dynamo_backend="aotdist")
     assert PartialState().num_processes == 1
+
+
+def accumulated(*, compiled: bool) -> tuple[list[object], int]:
+    """What two epochs of eleven batches leave, four to an update and the last as well, and the programs."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = mlp()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    torch.manual_seed(1)
+    data = torch.utils.data.TensorDataset(torch.randn(66, 4), torch.randint(3, (66,)))
+    loader = torch.utils.data.DataLoader(data, batch_size=6)
+    if compiled:
+        model, optimizer, loader = aotdist.prepare(accelerator, model, optimizer, loader, backend="fx")
+    else:
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+    def step(x: Tensor, y: Tensor) -> Tensor:
+        with accelerator.accumulate(model):
+            loss = F.cross_entropy(model(x), y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    run = aotdist.compile(step, backend="fx") if compiled else step
+    found: list[object] = []
+    for _ in range(3):
+        for x, y in loader:
+            loss = run(x, y)
+            found += [loss, accelerator.step, accelerator.sync_gradients, type(accelerator.sync_gradients)]
+            found += [param.detach().clone() for param in model.parameters()]
+    return found, len(run.graphs) if compiled else 0
+
+
+def test_accumulate_in_a_compiled_step() -> None:
+    """It counts, and asks the loader for its last batch; three programs go round, one is there before."""
+    expected, _ = accumulated(compiled=False)
+    forget()
+    found, programs = accumulated(compiled=True)
+    for ours, eager in zip(found, expected, strict=True):
+        assert torch.equal(ours, eager) if isinstance(eager, Tensor) else ours is eager or ours == eager
+    assert programs <= 6

@@ -209,7 +209,7 @@ def test_a_training_step_is_done_as_it_was_written(accumulate: int) -> None:
     expected = trained(lambda *given: step(*given, backend="eager"))
     with pytest.warns(UserWarning, match=REFUSED) as said:
         assert same(trained(lambda *given: step(*given, backend="fx", settings=EAGER)), expected)
-    assert len(said) == 1
+    assert len(said) == accumulate  # of what only adds to gradients, and of what updates
 
 
 def test_a_graph_of_dynamos_runs_as_it_is() -> None:

@@ -101,7 +101,7 @@ def test_several_optimizers_and_the_norm_of_all_gradients(accumulate: int) -> No
             for (name, a), (_, b) in compared:
                 assert same(a, b), (at, name)
     assert 0.01 < min(norms)
-    assert len(step.graphs) == accumulate
+    assert len(step.graphs) == accumulate  # one that only adds, and one that updates
 
 
 def test_what_clips_says_the_norm() -> None:
@@ -122,7 +122,7 @@ def test_what_clips_says_the_norm() -> None:
     for at in range(2):
         step(batch(at))
         assert step.grad_norm is not None and step.grad_norm > 0.1
-    assert seen and all(sizes == [param.numel() for param in trained(model)] for sizes in seen)
+    assert seen and all(sizes == [param.numel() for param in model.parameters()] for sizes in seen)
 
 
 def _decay(params: Sequence[torch.Tensor]) -> None:
@@ -175,7 +175,7 @@ def test_clipping_by_a_number_of_python() -> None:
         pair.assert_same(at)
     _, step = compiled_step(clip=lambda params: scale(params, float))
     step(batch(0))
-    with refused(match=r"`float\(tensor\)` has to be a number(.|\n)*`tensor.item\(\)`"):
+    with refused(match=r"`float\(tensor\)` needs the value(.|\n)*keep the number itself"):
         step(batch(1))
 
 
@@ -193,9 +193,7 @@ def test_accumulation() -> None:
         torch.manual_seed(at)
         assert same(step(batch(at)), expected.detach())
         pair.assert_same(at)
-    gradients, update = (graphs["inference"].graph for graphs in step.graphs)
-    assert gradients.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
-    assert not update.find_nodes(op="call_function", target=torch.ops.aten.mm.default)
+    assert len(step.graphs) == 3  # no gradients yet, gradients to add to, and the update
 
 
 class Either(nn.Module):
@@ -452,10 +450,9 @@ def test_parameters_that_are_replaced_before_the_first_step_are_said_once(backen
     step = aotdist.train_step(model, loss_of, optimizer, accumulate=2, backend=backend)
     model.down = nn.Linear(8, 6)  # as `fully_shard` does, with each
     before = model.down.weight.clone()
-    step(batch(0))
     said = r"2 of the optimizer's \d parameters are not the Net's any more"
     with pytest.warns(UserWarning, match=said) as caught:
-        step(batch(1))
+        step(batch(0))
     assert Path(caught[0].filename).name == Path(__file__).name
     for at in range(4):
         step(batch(at))
@@ -650,7 +647,7 @@ def test_accumulation_does_not_ask_what_clips() -> None:
         step(batch(at))
         pair.assert_same(at)
         assert same(clips[0].norms, clips[1].norms)
-    assert len(step.graphs) == 1 + 3
+    assert len(step.graphs) == 1 + 3  # one that adds; updates for no norms, one, two and three that are kept
 
 
 def test_sparse_gradients_are_refused() -> None:
@@ -678,11 +675,11 @@ def _with_others(*, compiles: bool) -> list[torch.Tensor]:
         (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
         return (out.square().mean() + slope.square().sum()) * scale
 
-    step = aotdist.train_step(model, loss_fn, adamw(trained(model)), backend="fx")
+    step = aotdist.train_step(model, loss_fn, adamw(trained(model)), backend="fx" if compiles else "eager")
     optimizer, seen = torch.optim.SGD(criterion.parameters(), lr=0.1), list[torch.Tensor]()
     for at in range(5):
         x = batch(at).requires_grad_()
-        seen.append((step if compiles else step.as_written)(x, scale=scale))
+        seen.append(step(x, scale=scale))
         leaves = [bias, x, scale, *criterion.parameters()]
         seen += [leaf.grad.clone() for leaf in leaves if leaf.grad is not None]
         seen += [param.detach().clone() for param in model.parameters()]
@@ -779,7 +776,8 @@ def test_disabled_it_is_the_plain_loop() -> None:
     ]
     for at in range(6):
         torch.manual_seed(at)
-        expected = steps[0].as_written(batch(at))
+        with aotdist.disable():
+            expected = steps[0](batch(at))
         torch.manual_seed(at)
         if at in (0, 3, 4):
             with aotdist.disable():

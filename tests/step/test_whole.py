@@ -541,6 +541,85 @@ STEPS["the schedule is replaced between calls"] = _replacing("schedule"), 2
 STEPS["the scaler is replaced between calls"] = _replacing("scaler"), 2
 
 
+def _numbered(
+    body: Callable[..., Any], number: Callable[[int], float], make_optimizer: MakeOptimizer = adamw
+) -> Build:
+    """A step that is given a number, another one at each call."""
+
+    def build() -> Written:
+        model = classifier()
+        optimizer = make_optimizer(model.parameters())
+
+        def step(x: torch.Tensor, y: torch.Tensor, given: float) -> Any:
+            loss = body(optimizer, cross_entropy(model, x, y), given)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Written(step, [model], [optimizer], batch=lambda at: (*labelled(at), number(at)))
+
+    return build
+
+
+def _set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+
+
+def _warm_up(optimizer: Any, loss: torch.Tensor, iteration: int) -> torch.Tensor:
+    _set_rate(optimizer, 0.01 * min(1.0, (iteration + 1) / 4))
+    return loss
+
+
+def _cosine(optimizer: Any, loss: torch.Tensor, iteration: int) -> torch.Tensor:
+    rate = 0.1 * iteration if iteration < 3 else 0.001 + 0.5 * 0.3 * (1 + math.cos(math.pi * iteration / 10))
+    _set_rate(optimizer, rate)
+    return loss
+
+
+def _temperature(optimizer: Any, loss: torch.Tensor, temperature: float) -> torch.Tensor:
+    return loss / temperature
+
+
+def _power(optimizer: Any, loss: torch.Tensor, exponent: float) -> torch.Tensor:
+    return (loss**exponent) * (1 - exponent)
+
+
+STEPS["a rate that is computed from the iteration"] = _numbered(_warm_up, lambda at: at), 2
+STEPS["a rate that is computed by SGD's"] = _numbered(_warm_up, lambda at: at, _named("SGD", lr=0.1)), 2
+STEPS["a rate that depends on the iteration in two ways"] = _numbered(_cosine, lambda at: at), 3
+STEPS["a temperature"] = _numbered(_temperature, lambda at: 1 / (at + 1)), 2
+STEPS["an exponent, of which the formula of a gradient computes"] = (
+    _numbered(_power, lambda at: 1.5 + at / 7),
+    4,
+)
+
+
+@written("an iteration that is kept, and a rate that follows from it", 2)
+def kept_iteration() -> Written:
+    model, state, log = classifier(), {"at": 0}, list[int]()
+    optimizer = adamw(model.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor, at: int) -> torch.Tensor:
+        state["at"] = at
+        log.append(at)
+        _set_rate(optimizer, 0.01 / (1 + at))
+        loss = cross_entropy(model, x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Written(
+        step,
+        [model],
+        [optimizer],
+        logs=lambda: (dict(state), list(log)),
+        batch=lambda at: (*labelled(at), at),
+    )
+
+
 def _torchao(name: str) -> Build:
     def build() -> Written:
         from torchao import optim
@@ -560,7 +639,7 @@ STEPS["torchao, 4 bits"] = _torchao("Adam4bit"), 1
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name: str) -> None:
     build, programs = STEPS[name]
-    compiled = compiled_beside_eager(build)
+    compiled = compiled_beside_eager(build, num_steps=10 if "that is computed" in name else 5)
     assert len(compiled.graphs) == programs
     for graphs in compiled.graphs:
         assert set(graphs) == {"inference"}  # nothing is left for autograd

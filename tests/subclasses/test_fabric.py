@@ -97,3 +97,26 @@ def test_a_step_may_hold_it() -> None:
     for _ in range(3):
         step(torch.ones(2, 4))
     assert len(step.graphs) == 1
+
+
+def test_a_whole_step_of_its_parts() -> None:
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        fabric = Fabric(accelerator="cpu", devices=1)
+        net = nn.Linear(4, 4)
+        model = fabric.setup_module(net)
+        optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.1))
+
+        def step(x: torch.Tensor, fabric=fabric, model=model, optimizer=optimizer) -> torch.Tensor:
+            loss = model(x).square().mean()
+            fabric.backward(loss)
+            fabric.clip_gradients(model, optimizer, max_norm=0.1, error_if_nonfinite=False)
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        run = aotdist.compile(step, backend="fx") if compiles else step
+        found.append([run(torch.full((2, 4), float(at))) for at in range(4)] + list(net.parameters()))
+        assert not compiles or len(run.graphs) == 1
+    assert all(map(torch.equal, *found))

@@ -45,6 +45,8 @@ _KINDS: Mapping[torch.dtype, type] = {
     torch.int32: int,
 }
 """The Python type of an element of a tensor."""
+KNOWN = "known"
+"""Where nodes of numbers that are known before a call note what these are in the call that is traced."""
 _TOKENS_FROM = 1 << 44
 """Tokens are whole numbers from here on: below 2**53, so that floats hold them exactly, and no real sizes."""
 _MAKE_TENSORS = (torch.tensor, torch.as_tensor)
@@ -76,6 +78,7 @@ class Scalars:
         self, values: Sequence[tuple[torch.Tensor, torch.Tensor]], node_of: Callable[[torch.Tensor], Node]
     ) -> None:
         self.values = {node_of(stand_in): real for stand_in, real in values}
+        self._known: dict[Node, Any] = dict(self.values)
         self._asked: list[tuple[Node, bool]] = []
         self._tokens: dict[float, TracedNumber] = {}
         self._arrived: set[float] = set()
@@ -147,6 +150,9 @@ class Scalars:
             assert self._create is not None, "the first number of all was read"
             node = self._create(function, arguments, {})
             node.meta["val"] = kind(1)
+            if self._known.keys() >= set(node.all_input_nodes):
+                with contextlib.suppress(ArithmeticError, ValueError):  # the program may not use it
+                    self._known[node] = node.meta[KNOWN] = self._result_of(function, arguments)
             self._made[key] = _CLASSES[kind](self, node)
         return self._made[key]
 
@@ -220,9 +226,9 @@ class Scalars:
         nodes, holds = zip(*self._asked, strict=True)
         return DataGuard(data_guards.as_function(nodes, list(self.values), self._root), holds)
 
-    def _result_of(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
+    def _result_of(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         with torch_functions_off():
-            return data_guards.result_of(function, arguments, {}, self._root, self.values)
+            return data_guards.result_of(function, arguments, {}, self._root, self._known)
 
 
 def needs_value(function: str) -> UnsupportedProgram:
@@ -250,20 +256,6 @@ def current_scalars() -> Scalars | None:
     return _CURRENT.get()
 
 
-@contextlib.contextmanager
-def numbers_read() -> Generator[None]:
-    """Numbers that are read off any tensor in this context are followed, where a trace follows some."""
-    scalars = _CURRENT.get()
-    before = scalars is not None and scalars.reads
-    if scalars is not None:
-        scalars.reads = True
-    try:
-        yield
-    finally:
-        if scalars is not None:
-            scalars.reads = before
-
-
 class TracedNumber:
     """A number of the trace.
 
@@ -286,20 +278,32 @@ class TracedNumber:
 
 
 class _Number(TracedNumber):
-    """A number that Python computes with."""
+    """A number that Python computes with.
 
-    @property
-    def node(self) -> Any:
-        """The attribute by which PyTorch would ask a symbolic number for its value.
+    Attributes:
+        symbol: what stands for it outside of the graph, if it is an argument of the call.
+    """
 
-        Raises:
-            UnsupportedProgram: always.
-        """
-        raise refusal(
+    symbol: torch.SymInt | torch.SymFloat | None = None
+
+    def refusal(self) -> UnsupportedProgram:
+        """The error of who asks for its value."""
+        return refusal(
             "the program needs the value of a number that is only known at a call (a learning rate, or what "
             "follows from a step count)",
             fix="compute with it by operators of Python, and by the functions of `math`",
         )
+
+    @property
+    def node(self) -> Any:
+        """The attribute by which PyTorch asks a symbolic number for its value.
+
+        Raises:
+            UnsupportedProgram: it is none of the call's arguments.
+        """
+        if self.symbol is None:
+            raise self.refusal()
+        return self.symbol.node
 
     @property
     def __class__(self) -> type:  # type: ignore[override]
@@ -309,18 +313,10 @@ class _Number(TracedNumber):
     def __bool__(self) -> bool:
         return bool(self.scalars.apply(operator.ne, (self, 0)))
 
-    def __float__(self) -> float:
-        return self.node
-
-    def __int__(self) -> int:
-        return self.node
-
-    def __index__(self) -> int:
-        return self.node
-
     def _asked(self, *_: Any, **__: Any) -> Any:
-        return self.node
+        raise self.refusal()
 
+    __float__ = __int__ = __index__ = _asked
     __hash__ = __str__ = __format__ = __array_ufunc__ = _asked
     __floor__ = __ceil__ = __trunc__ = __round__ = _asked
     numerator = denominator = property(_asked)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from aotdist.capture.arguments import Numbers
 from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import PrimalIdx, Slot
@@ -58,6 +59,11 @@ class Count:
     name: str
     place: Source
     kind: type
+
+    @property
+    def is_given(self) -> bool:
+        """Whether it is one of the call's arguments."""
+        return isinstance(self.place.root, Numbers)
 
 
 class Symbols:
