@@ -36,6 +36,7 @@ from aotdist.torch_seam.modes import class_functions_off, users_modes_off
 from aotdist.torch_seam.own_attributes import own_attributes
 from aotdist.torch_seam.symbols import hint, symbols_in
 from aotdist.torch_seam.undo import raise_interrupt
+from aotdist.trace.blocks.backwards import comes_of_instances
 from aotdist.trace.context import TraceOptions
 from aotdist.trace.failures import asks_for_data, is_of_the_program
 from aotdist.trace.recorder import Recorder
@@ -58,6 +59,7 @@ class Assumptions:
         inputs: the distinct inputs, with the closed-over tensors that a trace met.
         of_data: why sizes and numbers may depend on data: what refused them; None while none do.
         failure: why sizes are numbers though symbols were asked for, if a trace with symbols failed.
+        instances: blocks of one kind can be instantiated.
     """
 
     symbolic: bool
@@ -66,6 +68,7 @@ class Assumptions:
     inputs: _Inputs | None = None
     of_data: UnsupportedProgram | None = None
     failure: Exception | None = None
+    instances: bool = True
 
     def around(self, job: Job, inputs: _Inputs, example: torch.Tensor, slot: Slot) -> Assumptions:
         """With a program that reaches memory around `example`, an input that may be a new one."""
@@ -90,6 +93,8 @@ class Assumptions:
 
     def without(self, error: Exception, *, has_symbols: bool) -> Assumptions | None:
         """Without what an error of a trace contradicts; None if that is nothing."""
+        if self.instances and comes_of_instances(error):
+            return replace(self, instances=False)
         # Without symbols, PyTorch's fakes find out by real tensors what an operator makes.
         lacks_fake = isinstance(error.__cause__, UnsupportedOperatorException)
         if has_symbols and (lacks_fake or not isinstance(error, AotdistError)):
@@ -340,6 +345,7 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
                     cuts=captured.ambient.grad,
                     may_run_later=not captured.environment.rules,
                     in_python=captured.in_backward,
+                    instantiate=job.settings.instantiate and assumed.instances,
                 )
                 traced = trace(program, recorder, options, name_closed_over=captured.name_closed_over)
             except LooksAround as found:

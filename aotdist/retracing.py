@@ -16,6 +16,7 @@ from aotdist.equivalence import are_same, held_in, without_returned
 from aotdist.errors import UnsupportedProgram
 from aotdist.job import Job
 from aotdist.subclasses.protocol import Plain, is_real, leaves, plain_tensors, rebuild, recipe_of
+from aotdist.torch_seam.ambient import AutocastState, autocast_state, put_autocast
 from aotdist.torch_seam.functional import memory_of
 from aotdist.torch_seam.trees import pytree
 from aotdist.torch_seam.undo import raise_interrupt
@@ -47,11 +48,16 @@ def _remaking(tensor: Any) -> Callable[[], Any]:
 
 
 def with_traces(job: Job, traced_call: TracedCall) -> Traced:
-    """The trace of a call, which can be let go of where it can be made anew."""
-    later = traced_call.traced.later_backwards
-    if later is None:
-        return traced_call.traced
-    return replace(traced_call.traced, traces=Traces(later, _retracing(job, traced_call)))
+    """The trace of a call, which can be let go of where it can be made anew.
+
+    One with instances, whose gradients have no history, is made anew without, where it is needed.
+    """
+    traced = traced_call.traced
+    if traced.later_backwards is None:
+        return traced
+    again = _retracing(job, traced_call)
+    is_of_use = again is None or not traced.copies.instances
+    return replace(traced, traces=Traces(traced.later_backwards if is_of_use else None, again))
 
 
 def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards] | None:
@@ -72,7 +78,6 @@ def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards
         tuple(traced.symbols)
         or not all(isinstance(recipe, Plain) for recipe in (*traced.facts.recipes, *outs))
         or traced.facts.data_guards
-        or captured.ambient.autocast
         or captured.leaves is not None
         or not all(isinstance(each, torch.Tensor) or is_constant(each) for each in tensors)
         or any(each._base is not None or not is_real(each) for each in given)
@@ -82,16 +87,16 @@ def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards
         return None
     makers = [_remaking(each) for each in tensors]
     name, (recorded, held) = captured.name, _recorded(traced)
-    empty = replace(
-        job, call=replace(call, args=(), kwargs={}, dims={}, guessed={}, varying=(), prints=False)
-    )
+    settings, autocast = replace(job.settings, instantiate=False), autocast_state()
+    without = replace(call, args=(), kwargs={}, dims={}, guessed={}, varying=(), prints=False)
+    empty = replace(job, call=without, settings=settings)
 
     def again() -> LaterBackwards:
         made = [make() for make in makers]
         args, kwargs = pytree.tree_unflatten(made, spec)
         asked = replace(empty, call=replace(empty.call, args=args, kwargs=kwargs))
         try:
-            another = _in_a_thread(lambda: traced_by_itself(asked))
+            another = _in_a_thread(lambda: _traced_under(autocast, asked))
         except Exception as error:
             raise_interrupt(error)
             raise _changed(name, str(error).partition("\n")[0]) from error
@@ -102,6 +107,11 @@ def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards
         return later
 
     return again
+
+
+def _traced_under(autocast: AutocastState, job: Job) -> TracedCall:
+    put_autocast(autocast)  # of a thread that is new, and gone afterwards
+    return traced_by_itself(job)
 
 
 def _in_a_thread(run: Callable[[], T]) -> T:

@@ -51,6 +51,7 @@ class _RuntimeSettings:
     cache_bytes: int = 2 * 2**30
     report_side_effects: bool = False
     unsupported: Unsupported = "raise"
+    instantiate: bool = True
     keep_freed_memory: bool = True
 
 
@@ -114,6 +115,8 @@ class Settings(_RuntimeSettings):
             it and later calls of its kind run as they were written, on all ranks if one rank's is refused; a
             warning says why, once, and so does `explain()`. What is refused later (in a backward, say), and
             errors of the program itself, are errors with either.
+        instantiate: trace two calls of each kind of module, and copy what they recorded for the others
+            (`aotdist.trace.blocks`). Without it every call is traced; the graph is the same.
         keep_freed_memory: when the first program is loaded, have glibc keep for the rest of the process, for
             all that runs in it, up to 2 GiB of memory that is freed (`mallopt`; other allocators are left
             alone). It is on because a small step otherwise spends up to a sixth of its time on getting back

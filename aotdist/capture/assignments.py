@@ -281,6 +281,12 @@ def _of_reached(reached: Reached) -> Iterator[Watched]:
     yield from map(_variable, reached.assignable.variables)
 
 
+def changed_outside_of_modules(reached: Reached) -> Callable[[], bool]:
+    """Says whether closures, globals, objects or containers were changed since."""
+    watched = list(_of_reached(reached))
+    return lambda: any(True for one in watched for _ in one.changed())
+
+
 def _variable(source: Source) -> Watched:
     return Watched(source, None, source.read_or(ABSENT), functools.partial(source.read_or, ABSENT))
 

@@ -20,7 +20,7 @@ import torch
 from aotdist.capture.ambient import ambient, modes_left_alone
 from aotdist.capture.argument_mutation import MutatedArguments, are_apart
 from aotdist.capture.arguments import Arguments, read_arguments
-from aotdist.capture.assignments import Assignments
+from aotdist.capture.assignments import Assignments, changed_outside_of_modules
 from aotdist.capture.captured import Captured, Environment, Returned, UserCall, environment_of
 from aotdist.capture.checks import Checks
 from aotdist.capture.constants import is_leaf
@@ -200,7 +200,7 @@ def _call(
         no_python_random(reached.python_generators),
         none_advanced((*reached.opaque, *reached.assignable.owners)),
     ):
-        found = _run(run, changes, assignments, inputs, examples)
+        found = _run(run, changes, assignments, reached, inputs, examples)
     if settings.report_side_effects:
         for path in assignments.side_effects():
             warnings.warn(
@@ -282,6 +282,7 @@ def _run(
     run: Callable[[], Any],
     changes: _Changes,
     assignments: Assignments,
+    reached: Reached,
     inputs: Sequence[torch.Tensor],
     examples: Sequence[torch.Tensor],
 ) -> _Found:
@@ -291,10 +292,12 @@ def _run(
         run: the code.
         changes: record what it does besides assignments.
         assignments: has what it may assign, as that was before.
+        reached: what it reaches besides modules.
         inputs: the stand-ins.
         examples: what they stand for.
     """
     inside, prints = inside_wrappers(inputs), Prints(assignments.existing)
+    changes.in_backward.watch_forward = functools.partial(_watched, reached, changes.checks, prints)
     try:
         hearing = prints.heard() if changes.prints else contextlib.nullcontext()
         with class_functions_on(), modes_left_alone(), hearing:
@@ -320,6 +323,12 @@ def _run(
         assignments.roll_back()
         refuse_carried(error, assignments.existing)
         raise
+
+
+def _watched(reached: Reached, checks: Checks, prints: Prints) -> Callable[[], bool]:
+    """Says whether the program has done nothing in Python since, outside of modules."""
+    has_changed, counts = changed_outside_of_modules(reached), (len(checks.made), len(prints.noted()))
+    return lambda: counts == (len(checks.made), len(prints.noted())) and not has_changed()
 
 
 def _without_history(value: Any, inputs: Sequence[torch.Tensor]) -> Any:

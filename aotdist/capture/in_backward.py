@@ -68,6 +68,8 @@ class InBackward:
         self._left: Sequence[tuple[Source, Any]] = ()
         self.watch_given: Callable[[], MutatedArguments] | None = None
         """Watches what the trace was given, from now on."""
+        self.watch_forward: Callable[[], Callable[[], bool]] | None = None
+        """Watches a part of the forward: says whether it has done nothing in Python outside of modules."""
         self.counts: Sequence[Source] = ()
         """Places where symbols stand for numbers."""
         self.symbols: dict[str, Source] = {}

@@ -19,6 +19,7 @@ from aotdist.report.text import render
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.compilation import Training
 from aotdist.subclasses.protocol import conversions
+from aotdist.trace.blocks.copies import Copies
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +77,7 @@ class ArtifactSummary:
         saved_bytes: activations kept from forward to backward; inputs are not counted.
         written: inputs that the program writes.
         converted: modules that were converted in place, by what they compute in.
+        copies: which blocks were copied rather than traced.
         seconds: of each stage.
         passes: what each graph pass did.
         memory: what it keeps.
@@ -88,6 +90,7 @@ class ArtifactSummary:
     saved_bytes: int
     written: tuple[str, ...]
     converted: Mapping[str, tuple[str, ...]]
+    copies: Copies
     seconds: Mapping[str, float]
     passes: tuple[PassRecord, ...]
     memory: Memory
@@ -144,6 +147,7 @@ def _summary(artifact: Artifact) -> ArtifactSummary:
             slots[idx].path for idx, fact in facts.inputs.enumerate() if isinstance(fact, DataWritten)
         ),
         converted=conversions(compilation.captured.environment.modules),
+        copies=compilation.traced.copies,
         seconds=compilation.seconds,
         passes=compilation.records,
         memory=_memory(artifact),

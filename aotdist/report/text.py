@@ -47,6 +47,13 @@ def named_facts(summary: ArtifactSummary) -> Iterator[tuple[str, str]]:
     if cut := [graph for graph in summary.graphs if graph.regions]:
         regions = (f"{graph.name} {len(graph.regions)} for {sum(graph.regions)} calls" for graph in cut)
         yield "compiled once for equal layers", ", ".join(regions)
+    if models := summary.copies.by_model():
+        yield (
+            "traced once for equal blocks",
+            ", ".join(f"`{path}` for {n} more" for path, n in models.items()),
+        )
+    if traced := summary.copies.traced():
+        yield "traced at each call", "; ".join(f"{n} of `{path}`: {why}" for (path, why), n in traced.items())
     if summary.written:
         yield "writes", _some(summary.written)
     for conversion, paths in summary.converted.items():

@@ -95,6 +95,8 @@ class Likeness:
         """A fake that is like that, in new memory or in that of `owner`."""
         with torch_functions_off(), torch._C._DisableTorchDispatch():
             meta = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+            if owner is None and (self.offset or meta.untyped_storage().nbytes() != self.memory):
+                owner = torch.empty(self.memory, dtype=torch.uint8, device="meta")
             if owner is not None:
                 meta.set_(owner.untyped_storage(), self.offset, self.size, self.stride)
             return FakeTensor(mode, meta, self.device)

@@ -105,6 +105,11 @@ def python_kernels() -> AbstractContextManager[None]:
     return enable_python_dispatcher()
 
 
+def num_modes() -> tuple[int, int]:
+    """How many modes are on, of torch functions and of operators."""
+    return torch._C._len_torch_function_stack(), torch._C._len_torch_dispatch_stack()
+
+
 def under_transform() -> bool:
     """Whether a `torch.func` transform (`grad`, `vmap`, `jvp`) or forward-mode differentiation is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0

@@ -37,6 +37,8 @@ class _Own:
         self.attributes: dict[int, dict[str, Any]] = {}
         self.own: dict[int, dict[str, Any]] = {}
         self.shared: dict[int, dict[str, Any]] = {}
+        self.reads: set[tuple[int, str]] | None = None
+        """The attributes that are read, each with the identity of its module; None if nobody asks."""
         self._before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
         """Each module, the thread's own `__dict__` of it, and what was in that in the beginning."""
 
@@ -92,6 +94,30 @@ def own_attributes(modules: Iterable[nn.Module] = ()) -> Generator[None]:
     held.hand_over()
 
 
+@contextmanager
+def noting_reads() -> Generator[set[tuple[int, str]]]:
+    """A set of the attributes of modules that this thread reads inside, each with the module's identity.
+
+    It is for a context in which the thread has attributes for itself.
+    """
+    held, reads = _OWN.value, set[tuple[int, str]]()
+    assert held is not None, "modules are asked by way of `_get` where a thread has its own"
+    outer, held.reads = held.reads, reads
+    try:
+        yield reads
+    finally:
+        held.reads = outer
+        if outer is not None:
+            outer |= reads
+
+
+def note_read(attributes: Iterable[tuple[int, str]]) -> None:
+    """Let `noting_reads` count attributes as read, each named with the identity of its module."""
+    held = _OWN.value
+    if held is not None and held.reads is not None:
+        held.reads.update(attributes)
+
+
 def own(value: Any) -> Any:
     """What this thread has for itself in the place of a dictionary of a module; any other value is itself."""
     held = _OWN.value
@@ -119,7 +145,10 @@ def _is_set_by_class(found: Any) -> bool:
 
 
 def _get(module: Any, name: str) -> Any:
-    attributes = _attributes_of(module)
+    held = _OWN.value
+    if held is not None and held.reads is not None:
+        held.reads.add((id(module), name))
+    attributes = None if held is None else held.attributes.get(id(module))
     if attributes is None:
         return super(nn.Module, module).__getattribute__(name)
     if name == "__dict__":
@@ -182,3 +211,30 @@ def within(
             return run(module, *args, **kwargs)
 
     return replaced_here(nn.Module, "_call_impl", call)
+
+
+def calling_forwards_by_way_of(
+    call: Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
+) -> AbstractContextManager[None]:
+    """In this context and thread, modules that have others inside run by way of `call(module, forward, ...)`.
+
+    Their hooks run around that. The method is replaced by an attribute, which `call` does not see.
+    """
+
+    def around(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        attributes = vars(module)
+        if not attributes["_modules"] or "forward" in attributes:
+            return run(module, *args, **kwargs)
+        forward = module.forward
+
+        def instead(*args: Any, **kwargs: Any) -> Any:
+            attributes.pop("forward", None)
+            return call(module, forward, args, kwargs)
+
+        attributes["forward"] = instead
+        try:
+            return run(module, *args, **kwargs)
+        finally:
+            attributes.pop("forward", None)
+
+    return replaced_here(nn.Module, "__call__", around)

@@ -65,6 +65,7 @@ class CaptureMode(TorchFunctionMode):
 
     Attributes:
         ran_backward: whether the program asked autograd for gradients itself.
+        num_hooks: how many hooks of gradients the user's code has registered.
         retained: inputs that it told to retain their gradients.
         asked: see `Facts.asked`.
     """
@@ -86,7 +87,7 @@ class CaptureMode(TorchFunctionMode):
         self._higher_order = higher_order
         self._view_mode, self._log = view_mode, view_mode.log
         self._storages = storages
-        self.ran_backward = False
+        self.ran_backward, self.num_hooks = False, 0
         self.retained: dict[PrimalIdx, None] = {}
         self.asked: dict[tuple[PrimalIdx, str], bool | int] = {}
         self._answers: Mapping[Any, Callable[..., Any]] = {
@@ -155,6 +156,13 @@ class CaptureMode(TorchFunctionMode):
         (heard,) = seen_by_modes([tensor])
         return self._stand_in(tensor) if heard is tensor else heard
 
+    def met(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """What the program works on in the place of `tensor`; None if it has not met it yet."""
+        if not self._recorder.is_foreign(tensor):
+            return tensor
+        (heard,) = seen_by_modes([tensor])
+        return self._inputs.of_example(tensor) if heard is tensor else heard
+
     def _detach(self, tensor: torch.Tensor) -> torch.Tensor:
         if torch.is_inference_mode_enabled():
             return tensor  # autograd, which alone would do something, is out of the way
@@ -169,6 +177,9 @@ class CaptureMode(TorchFunctionMode):
         """In eager, a hook of an input stays with the input when the call is over."""
         idx = self._inputs.index_of(tensor)
         if idx is None:
+            self.num_hooks += not getattr(hook, "__module__", "").startswith(
+                "aotdist."
+            )  # those of captured hooks of FSDP2
             return tensor.register_hook(hook)
         raise self._hooked(idx, "gradient")
 

@@ -33,6 +33,7 @@ class TraceOptions:
             arguments for a backward of some outputs only, and for one that runs twice.
         may_run_later: the backward may be traced once more later, outside of the contexts around this call.
         in_python: notes what backwards change in Python.
+        instantiate: record blocks once (`aotdist.trace.blocks`).
     """
 
     training: bool
@@ -42,6 +43,7 @@ class TraceOptions:
     cuts: bool = False
     may_run_later: bool = False
     in_python: InBackward | None = None
+    instantiate: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -89,7 +89,7 @@ class ObservedGrads:
     @contextmanager
     def watched(self, recorder: Recorder) -> Generator[None]:
         """While autograd runs inside, note what passes each waypoint, and cut the graph there."""
-        handles = [node.register_hook(hook) for node, hook in self._piece_hooks()]
+        handles = [node.register_hook(hook) for node, hook in self._piece_hooks(recorder)]
         for passing in self._passing.values():
             handles.append(passing.held.tensor.register_hook(_cutting(passing, recorder)))
         try:
@@ -98,13 +98,13 @@ class ObservedGrads:
             for handle in handles:
                 handle.remove()
 
-    def _piece_hooks(self) -> Iterator[tuple[Node, Any]]:
+    def _piece_hooks(self, recorder: Recorder) -> Iterator[tuple[Node, Any]]:
         if not self._passing:
             return
         for node in self._nodes:
             sources = [self._passing.get((source, nr)) for source, nr in node.next_functions]
             if any(source is not None for source in sources):
-                yield node, _noting(node, sources)
+                yield node, _noting(node, sources, recorder)
 
     @contextmanager
     def cut_for(self, given: Mapping[NodeOutIdx, torch.Tensor]) -> Generator[None]:
@@ -213,10 +213,12 @@ def _walk(ends: Iterable[Node], bits: Mapping[Edge, int]) -> tuple[list[Node], d
     return list(reached), reached
 
 
-def _noting(node: Node, sources: Sequence[_Passing | None]) -> Any:
+def _noting(node: Node, sources: Sequence[_Passing | None], recorder: Recorder) -> Any:
     """A hook of a node that notes the gradients which it sends to waypoints."""
 
     def note(grad_inputs: Sequence[torch.Tensor | None], grad_outputs: Any) -> None:
+        if recorder.is_aside:
+            return
         for number, (source, grad) in enumerate(zip(sources, grad_inputs, strict=True)):
             if source is not None and grad is not None:
                 source.pieces.append(grad)
@@ -229,7 +231,9 @@ def _cutting(passing: _Passing, recorder: Recorder) -> Any:
     """A hook of a tensor that notes its gradient, and puts a new argument of the graph in its place."""
 
     def cut(total: torch.Tensor | None) -> torch.Tensor | None:
-        if total is None:  # of lists, some items' gradients may stay away (`torch._foreach_mul`)
+        if (
+            total is None or recorder.is_aside
+        ):  # of lists, some items' gradients may stay away (`torch._foreach_mul`)
             return None
         passing.total = total
         recipe = recipe_of(total)

@@ -152,6 +152,8 @@ class Recorder:
         self._arguments: dict[Slot, torch.fx.Node] = {}
         self._first: torch.fx.GraphModule | None = None
         self._goes_on = False
+        self.is_aside = False
+        """Whether it records into another graph, which the program does not run: see `aside`."""
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Recorder:
@@ -179,6 +181,24 @@ class Recorder:
 
     def __exit__(self, *exc: Any) -> None:
         self._exit.__exit__(*exc)
+
+    def can_instantiate(self) -> bool:
+        """Whether what is recorded may be copied: no symbols, and no stream of random numbers."""
+        return self.shape_env is None and self._stream is None and self._within is None
+
+    @contextlib.contextmanager
+    def aside(self) -> Generator[torch.fx.Graph]:
+        """Record into a graph of its own inside, which may refer to nodes of this one; it is emptied."""
+        ours, serials = self.tracer.graph, self.tracer.num_serials
+        aside = self.tracer.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
+        was_aside, self.is_aside = self.is_aside, True
+        try:
+            yield aside
+        finally:
+            self.is_aside = was_aside
+            self.tracer.graph, self.tracer.num_serials = ours, serials
+            for node in reversed(list(aside.nodes)):
+                aside.erase_node(node)
 
     def nested(self) -> Recorder:
         """A recorder for a function that the program hands to an operator."""
@@ -367,6 +387,13 @@ class Recorder:
         if node is None:
             raise computed_elsewhere(tensor)
         return node
+
+    def traced_value(self, node: torch.fx.Node) -> FunctionalTensor:
+        """A new traced tensor that holds the value of a node."""
+        fake = node.meta["val"]
+        if node_of(fake, self.tracer) is None:
+            track(fake, node, self.tracer)
+        return self._functionalisation.remember(functional(fake))
 
     def _node_of(self, tensor: FunctionalTensor) -> torch.fx.Node | None:
         return node_of(functional_value(tensor), self.tracer)

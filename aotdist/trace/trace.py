@@ -24,6 +24,8 @@ from aotdist.torch_seam.patches import intercept_saved_tensor_hooks
 from aotdist.torch_seam.tensors import intercept_swaps, swap_attributes
 from aotdist.torch_seam.transforms import swapped_unseen
 from aotdist.trace.backward_effects import BackwardEffects, BackwardTrace
+from aotdist.trace.blocks.copies import NO_COPIES, Copies
+from aotdist.trace.blocks.instances import Blocks
 from aotdist.trace.body import Enclosing
 from aotdist.trace.capture_mode import CaptureMode, ReplayMode
 from aotdist.trace.classes import users_code
@@ -51,6 +53,7 @@ class Traced:
         symbols: its symbolic sizes, and what was assumed of them; compilers add to it later.
         later_backwards: traces other backwards than that in `graph`, if there can be any.
         traces: the same, for as long as it is needed.
+        copies: which blocks were copied rather than traced (`aotdist.trace.blocks`).
     """
 
     program: Program[PrimalIdx]
@@ -60,6 +63,7 @@ class Traced:
     symbols: Symbols
     later_backwards: LaterBackwards | None = None
     traces: Traces | None = None
+    copies: Copies = NO_COPIES
 
     def has_backward(self) -> bool:
         """Whether a gradient can come back for any result."""
@@ -119,7 +123,7 @@ def trace(
         stack.enter_context(symbols.counting(options.counts))
         stack.enter_context(context.view_mode)
         stack.enter_context(intercept_swaps(_refuse_swap))
-        outs, lifting = _run_forward(context, program, tensors)
+        outs, lifting, blocks = _run_forward(context, program, tensors)
         stack.enter_context(swapped_unseen(lifting.swap))  # in the backward, too
         forward = read_forward(context, outs, lifting)
         backward = BackwardTrace(context, forward).effects()
@@ -128,7 +132,7 @@ def trace(
     later = _later_backwards(context, seen, facts, backward)
     symbols.note(recorder.sizes())
     graph = recorder.graph(forward.results + backward.results, symbols)
-    return Traced(seen, graph, facts, recorder.fake_mode, symbols, later)
+    return Traced(seen, graph, facts, recorder.fake_mode, symbols, later, copies=blocks.copies())
 
 
 def _later_backwards(
@@ -177,8 +181,8 @@ def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardEff
 
 def _run_forward(
     context: TraceContext, program: Program[PrimalIdx], tensors: Sequence[torch.Tensor]
-) -> tuple[list[Any], CaptureMode]:
-    """What a program returns for stand-ins of its inputs, and the torch-function mode that it ran in."""
+) -> tuple[list[Any], CaptureMode, Blocks]:
+    """What a program returns for stand-ins of its inputs, the mode that it ran in, and its blocks."""
     recorder, inputs, stand_in = context.recorder, context.inputs, context.stand_in
     control_flow = ControlFlow(Enclosing(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
     inputs.show_attributes()
@@ -190,6 +194,7 @@ def _run_forward(
         context.storages,
         higher_order=control_flow,
     )
+    blocks = _blocks(context, lifting)
     with (
         swapped_unseen(lifting.swap),
         intercept_saved_tensor_hooks(lifting),
@@ -198,6 +203,7 @@ def _run_forward(
         inputs.current(),
         naming_failures(),
         naming_outdated_views(context.log),
+        blocks.called(),
     ):
         outs = program.fn(*tensors)
         context.view_mode.settle()
@@ -205,7 +211,29 @@ def _run_forward(
     recorder.data_guards.forget()
     recorder.check_numbers()
     foreign = (isinstance(out, torch.Tensor) and recorder.is_foreign(out) for out in outs)
-    return [stand_in(out) if met else out for out, met in zip(outs, foreign, strict=True)], lifting
+    return [stand_in(out) if met else out for out, met in zip(outs, foreign, strict=True)], lifting, blocks
+
+
+def _blocks(context: TraceContext, lifting: CaptureMode) -> Blocks:
+    """What instantiates modules of one kind, if that is asked for."""
+    in_python = context.options.in_python
+
+    def watch() -> Callable[[], bool]:
+        """Says whether a part of the program that begins has done nothing but compute."""
+        assert in_python is not None and in_python.watch_forward is not None, (
+            "modules are called in the forward"
+        )
+        counts = _counts(context.recorder, lifting)
+        is_unchanged = in_python.watch_forward()
+        return lambda: counts == _counts(context.recorder, lifting) and is_unchanged()
+
+    is_asked = context.options.instantiate and in_python is not None
+    return Blocks(context.recorder, lifting.met, lambda: lifting.num_hooks, watch if is_asked else None)
+
+
+def _counts(recorder: Recorder, lifting: CaptureMode) -> tuple[int, ...]:
+    """How often the program has chosen by data, hooked a gradient, or told or asked an input something."""
+    return len(recorder.data_guards.given), lifting.num_hooks, len(lifting.retained), len(lifting.asked)
 
 
 def _resuming(
@@ -232,13 +260,14 @@ class Traces:
     """The trace of a program, as long as it is needed: let go of, and made anew when it is asked for.
 
     Args:
-        later: runs backwards through it.
+        later: runs backwards through it; None if it is let go of from the beginning.
         again: traces the program anew; None where that may show another one.
     """
 
-    def __init__(self, later: LaterBackwards, again: Callable[[], LaterBackwards] | None = None) -> None:
-        self._later: LaterBackwards | None = later
-        self._again, self._is_used = again, False
+    def __init__(
+        self, later: LaterBackwards | None, again: Callable[[], LaterBackwards] | None = None
+    ) -> None:
+        self._later, self._again, self._is_used = later, again, False
 
     def get(self) -> LaterBackwards:
         """What runs backwards through it.

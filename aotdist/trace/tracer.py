@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any, Literal
 
 import torch
 
 from aotdist.origins import Origins, current_module, current_tags
 from aotdist.torch_seam.autograd import next_sequence_nr, running_node
+from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.proxies import PythonKeyTracer
 
 Phase = Literal["forward", "backward"]
@@ -20,6 +20,7 @@ class Tracer(PythonKeyTracer):
     Attributes:
         phase: of the program, what is recorded now.
         origins: knows the line of the user's that runs now.
+        num_serials: how many serials nodes have by now.
     """
 
     def __init__(self) -> None:
@@ -30,8 +31,9 @@ class Tracer(PythonKeyTracer):
         self.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
         self.phase: Phase = "forward"
         self.origins = Origins()
-        self._serials = itertools.count()
+        self.num_serials = 0
         self._first_seq_nr = next_sequence_nr()
+        self._skips: list[tuple[int, int]] = []
         self._of_forward: dict[int, tuple[str, str]] = {}
 
     def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
@@ -52,10 +54,41 @@ class Tracer(PythonKeyTracer):
             # The first operation that an autograd node covers is the one the user wrote.
             self._of_forward.setdefault(seq_nr, (source, module))
         stamp: dict[str, Any] = {"phase": self.phase, "source": source, "module": module, **current_tags()}
-        stamp["serial"] = next(self._serials)
+        stamp["serial"] = self.next_serial()
         stamp["grad"] = torch.is_grad_enabled()
         if function:
             stamp["function"] = function
         if seq_nr is not None:
-            stamp["seq_nr"] = seq_nr - self._first_seq_nr
+            stamp["seq_nr"] = self.counted(seq_nr)
         return stamp
+
+    def held(self, name: str) -> Any:
+        """What the graph holds by a name: a literal tensor, or the graph of an operator."""
+        return getattr(self.root, name)
+
+    def constant(self, name: str) -> torch.fx.Node:
+        """A node for a literal tensor like one that is held already."""
+        with no_modes(), torch_functions_off():
+            made = self.held(name).clone()
+        node = self.create_arg(made)
+        assert isinstance(node, torch.fx.Node), "of a tensor"
+        return node
+
+    def next_serial(self) -> int:
+        """The serial of a node that is made now."""
+        self.num_serials += 1
+        return self.num_serials - 1
+
+    def counted(self, seq_nr: int) -> int:
+        """The sequence number that nodes have for autograd's."""
+        skipped = next((skipped for first, skipped in reversed(self._skips) if first <= seq_nr), 0)
+        return seq_nr - self._first_seq_nr + skipped
+
+    def next_counted(self) -> int:
+        """The sequence number that the next autograd node has."""
+        return self.counted(next_sequence_nr())
+
+    def count_from(self, counted: int) -> None:
+        """Let the next autograd node have a certain sequence number, as if others had been made before."""
+        following = next_sequence_nr()
+        self._skips.append((following, counted - (following - self._first_seq_nr)))

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import aotdist
 from aotdist.launch.config import ModelOptions
@@ -28,16 +28,28 @@ def world_of(num_ranks: int) -> Generator[None]:
         dist.destroy_process_group()
 
 
-def collectives_of_a_step(num_ranks: int, *, tensor_parallel: bool) -> Counter[str]:
-    """Compile and run a step; what it would have communicated."""
+def mesh_of(num_ranks: int, *, tensor_parallel: bool) -> DeviceMesh:
+    """Data parallel, and tensor parallel as far as that is asked for."""
     tp = TP if tensor_parallel else 1
-    mesh = init_device_mesh("cpu", (num_ranks // tp, tp), mesh_dim_names=("dp", "tp"))
+    return init_device_mesh("cpu", (num_ranks // tp, tp), mesh_dim_names=("dp", "tp"))
+
+
+def model_on(mesh: DeviceMesh, num_layers: int) -> Llama:
+    """A Llama, spread over the ranks."""
     model = Llama()
-    options = ModelOptions(dim=32, num_layers=2, num_heads=TP, num_kv_heads=TP, hidden_dim=32, tie_head=False)
+    options = ModelOptions(
+        dim=32, num_layers=num_layers, num_heads=TP, num_kv_heads=TP, hidden_dim=32, tie_head=False
+    )
     model.decoder = build_decoder(options, seq_len=SEQUENCE, seed=0)
-    if tensor_parallel:
+    if mesh.size(1) > 1:
         split_sequence(model, mesh)
     shard_parameters(model, mesh)
+    return model
+
+
+def collectives_of_a_step(num_ranks: int, *, tensor_parallel: bool) -> Counter[str]:
+    """Compile and run a step; what it would have communicated."""
+    model = model_on(mesh_of(num_ranks, tensor_parallel=tensor_parallel), num_layers=2)
     aotdist.compile(model, backend="fx")
     model(*batch(0)).backward()
     for name, parameter in model.named_parameters():
@@ -56,3 +68,24 @@ def test_capture(tensor_parallel: bool) -> None:
             found.append(collectives_of_a_step(num_ranks, tensor_parallel=tensor_parallel))
     assert found[0] == found[1]
     assert found[0]["all_gather_into_tensor"] and found[0]["reduce_scatter_tensor"]
+
+
+@pytest.mark.parametrize("tensor_parallel", [False, True], ids=["FSDP2", "FSDP2 and TP"])
+def test_blocks_are_traced_once(tensor_parallel: bool) -> None:
+    """The graph is that of a trace of each block; `tests/trace/test_blocks.py` has models of one process."""
+    found, said = [], []
+    with world_of(64):
+        mesh = mesh_of(64, tensor_parallel=tensor_parallel)
+        for instantiate in (True, False):
+            model = model_on(mesh, num_layers=5)
+            aotdist.compile(model, backend="fx", settings=aotdist.Settings(instantiate=instantiate))
+            model(*batch(0)).backward()
+            (graphs,) = model.graphs
+            nodes = [
+                (str(node), str(node.args), node.meta.get("module")) for node in graphs["joint"].graph.nodes
+            ]
+            found.append(nodes)
+            said.append(str(model.explain()))
+    assert found[0] == found[1]
+    assert "traced once for equal blocks: `decoder.blocks.0` for 3 more" in said[0]
+    assert "traced once" not in said[1]

@@ -9,13 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import aotdist
-from aotdist.torch_seam.functional import FakeTensorMode
-from aotdist.torch_seam.tensors import storage_id
 from aotdist.trace import functionalise
 from aotdist.trace.known_results import KnownResults
 from aotdist.trace.operators import corrections
-from aotdist.trace.recorder import Recorder
+from tests.trace.recorded import recorded
 
 
 class Attending(nn.Module):
@@ -128,51 +125,6 @@ PROGRAMS: dict[str, tuple[Callable[[], Callable[[torch.Tensor], torch.Tensor]], 
 }
 
 
-def _described(value: Any, memory: dict[int, int]) -> Any:
-    """A value of a graph, with the storages in the order of first use."""
-    if isinstance(value, (list, tuple)):
-        return [_described(one, memory) for one in value]
-    if not isinstance(value, torch.Tensor):
-        return str(value)
-    of_storage = str(value.untyped_storage().nbytes()), str(value.storage_offset())
-    lies_in = memory.setdefault(storage_id(value), len(memory)), of_storage
-    sizes = str(value.size()), str(value.stride())
-    keys = str(torch._C._dispatch_keys(value))  # pyright: ignore[reportPrivateUsage]
-    flags = value.requires_grad, value.is_conj(), value.is_neg(), value._is_view(), value.is_inference()
-    return type(value).__name__, sizes, lies_in, value.dtype, value.device, keys, flags
-
-
-def _recorded(
-    program: Callable[..., torch.Tensor], size: tuple[int, ...], patch: pytest.MonkeyPatch
-) -> list[list[Any]]:
-    """The graphs that a compilation of `program` records: their nodes, with all that is known of each."""
-    graphs: list[list[Any]] = []
-    record = Recorder.graph
-
-    def recorded(self: Recorder, *args: Any) -> Any:
-        graph, memory = record(self, *args), dict[int, int]()
-        nodes = graph.gm.graph.nodes
-        metas = [{key: _described(value, memory) for key, value in node.meta.items()} for node in nodes]
-        lines = [(n.op, n.name, n.target, str(n.args), str(n.kwargs)) for n in nodes]
-        graphs.append(list(zip(lines, metas, strict=True)))
-        return graph
-
-    with patch.context() as here:
-        here.setattr(Recorder, "graph", recorded)
-        torch.manual_seed(0)
-        FakeTensorMode.cache_clear()  # PyTorch's own cache forgets which results are one tensor
-        call = aotdist.compile(_calling(program), backend="fx")
-        call(torch.ones(size, requires_grad=True)).sum().backward()
-    return graphs
-
-
-def _calling(program: Callable[..., torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
-    def call(x: torch.Tensor) -> torch.Tensor:
-        return program(x)
-
-    return call
-
-
 def _unknown(*_: object) -> None:
     return None
 
@@ -193,10 +145,10 @@ def test_the_graph_is_the_one_of_results_that_are_all_computed(
 ) -> None:
     make, size = PROGRAMS[name]
     program = make()
-    found = _recorded(program, size, monkeypatch)
+    found = recorded(program, size, monkeypatch)
     with monkeypatch.context() as patch:
         _forgetful(patch)
-        expected = _recorded(program, size, monkeypatch)
+        expected = recorded(program, size, monkeypatch)
     assert [len(graph) for graph in found] == [len(graph) for graph in expected]
     assert len(found) > 0 and len(found[0]) > 10
     for graph, other in zip(found, expected, strict=True):
@@ -215,7 +167,7 @@ def test_more_layers_take_no_more_fake_kernels(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(corrections, "fake_result", counted)
     counts = []
     for depth in (2, 5):
-        _recorded(nn.Sequential(*(Attending() for _ in range(depth))), SEQUENCES, monkeypatch)
+        recorded(nn.Sequential(*(Attending() for _ in range(depth))), SEQUENCES, monkeypatch)
         counts.append(len(computed))
         computed.clear()
     assert counts[0] == counts[1] > 20

@@ -1,0 +1,315 @@
+"""Calls of blocks: the first two of a kind are traced, the others instantiated."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import Node
+
+from aotdist.origins import current_module
+from aotdist.subclasses.protocol import plain_tensors
+from aotdist.torch_seam.autograd import next_sequence_nr, node_base, tensor_ids_of_roots
+from aotdist.torch_seam.functional import FunctionalTensor, data_writes, functional_value
+from aotdist.torch_seam.modes import torch_functions_off
+from aotdist.torch_seam.own_attributes import calling_forwards_by_way_of, note_read, noting_reads
+from aotdist.torch_seam.tensors import storage_id
+from aotdist.torch_seam.trees import pytree
+from aotdist.trace.blocks.backwards import Backwards, NotInstantiable, value_of
+from aotdist.trace.blocks.copies import Copies
+from aotdist.trace.blocks.kinds import Attribute, Kind, Unfit, kind_of
+from aotdist.trace.blocks.recording import (
+    Copying,
+    Given,
+    Likenesses,
+    Recorded,
+    Step,
+    checked_nodes,
+    checked_outs,
+    gradients_of,
+)
+from aotdist.trace.recorder import Recorder
+
+_FEWEST_OPERATORS = 16
+"""A block of fewer is traced at each call: to compare and copy it takes as long."""
+
+_FEW = "it records few operators"
+Forward = Callable[..., Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Candidate:
+    """What is known of the calls of one kind.
+
+    Args:
+        recorded: a call, or why none can be copied.
+        attributes: those that it reads: calls for which they are others are of another kind.
+        is_confirmed: whether two calls recorded the same.
+    """
+
+    recorded: Recorded | str
+    attributes: Mapping[Attribute, Hashable]
+    is_confirmed: bool = False
+
+    def names(self, number: int) -> list[str]:
+        """The attributes that it reads of one module."""
+        return [name for module, name in self.attributes if module == number]
+
+
+class Blocks:
+    """The blocks of one trace.
+
+    Args:
+        recorder: records the program.
+        met: gives the traced tensor of a real one that the program has met.
+        num_hooks: how many hooks of gradients the program has registered.
+        watch: watches a part of the program, and says afterwards whether it did nothing but compute; None for
+            a trace without instances.
+    """
+
+    def __init__(
+        self,
+        recorder: Recorder,
+        met: Callable[[torch.Tensor], torch.Tensor | None],
+        num_hooks: Callable[[], int],
+        watch: Callable[[], Callable[[], bool]] | None,
+    ) -> None:
+        self._recorder, self._met, self._watch = recorder, met, watch
+        self._candidates: dict[Hashable, list[_Candidate]] = {}
+        self._backwards = Backwards(recorder, num_hooks)
+        self._instances: list[tuple[str, str]] = []
+        self._reasons: dict[str, str] = {}
+
+    def copies(self) -> Copies:
+        """What was copied, and what was not."""
+        return Copies(tuple(self._instances), self._reasons)
+
+    @contextlib.contextmanager
+    def called(self) -> Generator[None]:
+        """While the program runs inside, calls of its modules come here."""
+        if self._watch is None or not self._recorder.can_instantiate():
+            yield
+            return
+        with calling_forwards_by_way_of(self._call):
+            yield
+
+    def _call(
+        self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        path = current_module()
+        try:
+            kind = kind_of(module, args, kwargs, self._met)
+        except Unfit as unfit:
+            self._reasons[path] = str(unfit)
+            return forward(*args, **kwargs)
+        candidates = self._candidates.setdefault(kind.key, [])
+        alike = next((one for one in reversed(candidates) if kind.has(one.attributes)), None)
+        if alike is not None and isinstance(alike.recorded, Recorded) and alike.is_confirmed:
+            return self._instance(alike, kind, path)
+        if alike is not None and isinstance(alike.recorded, str):
+            self._note_reason(path, alike.recorded)
+            return forward(*args, **kwargs)
+        with noting_reads() as reads:
+            result, recorded = self._recorded(module, forward, args, kwargs, kind, path)
+        candidates.append(self._compared(alike, recorded, kind.read(reads)))
+        if isinstance(reason := candidates[-1].recorded, str):
+            self._note_reason(path, reason)
+        return result
+
+    def _note_reason(self, path: str, reason: str) -> None:
+        if reason is not _FEW:
+            self._reasons[path] = reason
+
+    def _compared(
+        self, before: _Candidate | None, recorded: Recorded | str, attributes: Mapping[Attribute, Hashable]
+    ) -> _Candidate:
+        """What is known of calls like one that was traced, and of one like it before, if there was one."""
+        if before is None or isinstance(recorded, str):
+            return _Candidate(recorded, attributes)
+        assert isinstance(before.recorded, Recorded), "otherwise it is known not to be"
+        difference = before.recorded.difference_from(recorded, self._recorder)
+        if difference is None and before.attributes == attributes:
+            return _Candidate(before.recorded, attributes, is_confirmed=True)
+        return _Candidate(difference or "two calls read different attributes", attributes)
+
+    def _recorded(
+        self,
+        module: nn.Module,
+        forward: Forward,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        kind: Kind,
+        path: str,
+    ) -> tuple[Any, Recorded | str]:
+        """Trace a call; what it returns, and what was recorded, or why that cannot be copied."""
+        recorder, tracer = self._recorder, self._recorder.tracer
+        with torch_functions_off():
+            plains = kind.plains()
+            inputs, writes = tuple(map(recorder.value, plains)), tuple(map(data_writes, plains))
+        assert self._watch is not None, "calls come here only then"
+        last, has_only_computed = next(reversed(tracer.graph.nodes), None), self._watch()
+        first, counted = next_sequence_nr(), tracer.next_counted()
+        result = forward(*args, **kwargs)
+        nodes = [node for node in _since(tracer.graph, last) if node.op != "placeholder"]
+        if len(nodes) < _FEWEST_OPERATORS:
+            return result, _FEW
+        try:
+            with torch_functions_off():
+                if tuple(map(data_writes, plains)) != writes:
+                    raise Unfit("it writes to what it is given")
+                if not has_only_computed():
+                    raise Unfit("it changes something in Python, chooses by data, or hooks a gradient")
+                after = kind_of(module, args, kwargs, self._met)
+                if (after.key, after.attributes) != (kind.key, kind.attributes):
+                    raise Unfit("it changes its own attributes, or its arguments")
+                checked_nodes(nodes, recorder)
+                outs, spec = pytree.tree_flatten(result)
+                outs = checked_outs(outs, kind, set(nodes), recorder)
+                edges, consumers, saves = gradients_of(outs, kind, first)
+        except Unfit as unfit:
+            return result, str(unfit)
+        num_seqs = tracer.next_counted() - counted
+        steps = tuple(map(Step.of, nodes))
+        return result, Recorded(
+            path, kind, inputs, steps, outs, spec, counted, num_seqs, edges, consumers, saves
+        )
+
+    def _instance(self, candidate: _Candidate, kind: Kind, path: str) -> Any:
+        model = candidate.recorded
+        assert isinstance(model, Recorded), "it is confirmed"
+        self._instances.append((path, model.path))
+        note_read(
+            (module, name) for module, number in kind.modules.items() for name in candidate.names(number)
+        )
+        recorder, tracer = self._recorder, self._recorder.tracer
+        with torch_functions_off():
+            plains = kind.plains()
+            nodes = map(recorder.value, plains)
+            memory = _memory(model.inputs, plains)
+            offset = tracer.next_counted() - model.first_seq
+            copying = Copying(
+                recorder=recorder,
+                now=dict(zip(model.inputs, nodes, strict=True)),
+                like=Likenesses(model.likenesses, recorder, memory),
+                module=model.module_in(path),
+                seq_offset=offset,
+            )
+            last = tracer.num_serials + len(model.steps) - 1
+            call = _Call(self._backwards, model, copying, kind.tensors, last)
+            given = [t for t, count in zip(kind.tensors, model.edges, strict=True) for _ in range(count)]
+            tensors = list(_Instance.apply(call, *given) if given else call.forward())
+        tracer.count_from(model.first_seq + offset + model.num_seqs)
+        outs = [kind.tensors[out.position] if isinstance(out, Given) else out for out in model.outs]
+        outs = [
+            tensors.pop(0) if isinstance(one, torch.Tensor) else out
+            for one, out in zip(model.outs, outs, strict=True)
+        ]
+        return pytree.tree_unflatten(outs, model.spec)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Call:
+    """One instance of a block.
+
+    Args:
+        backwards: those of recorded calls.
+        model: the recorded call.
+        copying: how its nodes become those of this call.
+        given: the tensors that it is given.
+        last: the serial of its last node in the forward.
+    """
+
+    backwards: Backwards
+    model: Recorded
+    copying: Copying
+    given: tuple[torch.Tensor, ...]
+    last: int
+
+    def forward(self) -> list[torch.Tensor]:
+        """Record the forward; its results."""
+        self.copying.copy(self.model.steps)
+        values = (value_of(out, self.copying.recorder) for out in self.model.tensors())
+        return [self.copying.put_together(*value) for value in values]
+
+    def backward(
+        self, grads: Sequence[torch.Tensor | None], needed: tuple[bool, ...]
+    ) -> list[torch.Tensor | None]:
+        """Record the backward; the gradients that the block sends, in order. It may be run several times."""
+        recorder, copying = self.copying.recorder, self.copying.again()
+        recorded = self.backwards.of(self.model, grads, needed)
+        plains = [plain for grad in grads if grad is not None for plain in plain_tensors(grad)]
+        for tangent, plain in zip(recorded.tangents, plains, strict=True):
+            copying.now[tangent] = recorder.value(plain)
+            copying.like.stands_for(tangent.meta["val"], functional_value(plain))  # type: ignore[arg-type]
+        adds_up = list(map(self._adds_up, self.given))
+        left_out = {
+            node for one, adds in zip(recorded.sent, adds_up, strict=True) if not adds for node in one.sums
+        }
+        copying.copy(step for step in recorded.steps if step.node not in left_out)
+        found: list[torch.Tensor | None] = []
+        for one, adds in zip(recorded.sent, adds_up, strict=True):
+            rest = (None,) * (len(one.pieces) - 1)
+            pieces = (one.total, *rest) if adds and one.pieces else one.pieces
+            found += (None if piece is None else copying.put_together(*piece) for piece in pieces)
+        return found
+
+    def _adds_up(self, tensor: torch.Tensor) -> bool:
+        """Whether the block adds up what it sends to a tensor: autograd has nothing yet to add it to.
+
+        Autograd adds up in the order in which gradients come: what follows in the program has sent its own.
+        """
+        if self.backwards.is_given_from_outside(tensor) or id(tensor) in tensor_ids_of_roots():
+            return False
+        nodes = [self.copying.recorder.value(plain) for plain in plain_tensors(tensor)]
+        users = {user for node in nodes for user in node.users if "function" not in user.meta}
+        return all(user.meta["serial"] <= self.last for user in users)
+
+
+class _Instance(node_base()):  # type: ignore[misc]  # a base that is made at run time
+    """The autograd node of an instance."""
+
+    passes_gradients_on = True
+
+    @staticmethod
+    def forward(ctx: Any, call: _Call, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Results of the block."""
+        ctx.call = call
+        ctx.set_materialize_grads(False)
+        if call.model.saves:
+            ctx.save_for_backward(given[0])  # freed with the graph, as what the block saves
+        results = call.forward()
+        without = [
+            new for new, out in zip(results, call.model.tensors(), strict=True) if not out.requires_grad
+        ]
+        ctx.mark_non_differentiable(*without)
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        """Gradients of what the block is given."""
+        if torch.is_grad_enabled():
+            raise NotInstantiable(
+                "blocks of one kind are traced once; `Settings(instantiate=False)` traces each"
+            )
+        with torch_functions_off():
+            return (None, *ctx.call.backward(grads, tuple(ctx.needs_input_grad[1:])))
+
+
+def _since(graph: torch.fx.Graph, last: Node | None) -> list[Node]:
+    """The nodes behind `last`."""
+    found: list[Node] = []
+    for node in reversed(graph.nodes):
+        if node is last:
+            break
+        found.append(node)
+    return found[::-1]
+
+
+def _memory(inputs: Sequence[Node], plains: Sequence[FunctionalTensor]) -> dict[int, torch.Tensor]:
+    """For the memory of what a recorded call was given, what lies there in another call."""
+    pairs = zip(inputs, plains, strict=True)
+    return {storage_id(node.meta["val"]): functional_value(plain) for node, plain in pairs}

@@ -1,0 +1,245 @@
+"""What decides what a call of a module records: two calls of one kind record the same."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from aotdist.capture.ambient import ambient
+from aotdist.capture.constants import is_constant
+from aotdist.origins import current_tags
+from aotdist.subclasses.protocol import is_wrapper, plain_tensors, recipe_of
+from aotdist.torch_seam.autograd import hears_saved_tensors, in_backward
+from aotdist.torch_seam.functional import FunctionalTensor, Likeness, functional_storage_id, functional_value
+from aotdist.torch_seam.modes import num_modes, torch_functions_off, under_transform
+
+_HOOKS = (
+    "_backward_pre_hooks",
+    "_backward_hooks",
+    "_forward_hooks",
+    "_forward_pre_hooks",
+)
+_MOST_OBJECTS = 500
+"""What reaches more (it may refer to its parent) is compared for longer than it is traced, 2 us each."""
+_FUNCTIONS = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    type,
+    types.ModuleType,
+)
+
+
+_OF_TENSOR_PARALLELISM = ("torch.distributed.tensor.", "torch.distributed.device_mesh")
+_STATE = ("_parameters", "_buffers", "_modules")
+Attribute = tuple[int, str]
+"""The number of a module, and the name of an attribute."""
+
+
+class Unfit(Exception):
+    """A call that is traced as it is; says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The kind of one call of a module.
+
+    Args:
+        key: equal for calls of one kind.
+        attributes: what hangs on the modules in it besides their state, by the module's number and the name.
+            Only those that a call reads decide what it records: few read the number of a layer.
+        tensors: the traced tensors that the call can reach by way of the module and its arguments, each once,
+            in an order that calls of one kind share.
+        modules: the number of each module, by identity.
+        held: objects that `key` knows by their identity.
+    """
+
+    key: Hashable
+    attributes: Mapping[Attribute, Hashable]
+    tensors: tuple[torch.Tensor, ...]
+    modules: Mapping[int, int]
+    held: tuple[Any, ...]
+
+    def read(self, reads: Iterable[tuple[int, str]]) -> dict[Attribute, Hashable]:
+        """Those of its attributes that were read; these are named by the identity of their module."""
+        named = ((self.modules.get(module), name) for module, name in reads)
+        return {at: self.attributes[at] for at in named if at in self.attributes}  # type: ignore[misc,index]
+
+    def has(self, attributes: Mapping[Attribute, Hashable]) -> bool:
+        """Whether it has these attributes."""
+        return all(self.attributes.get(at) == value for at, value in attributes.items())
+
+    def plains(self) -> list[FunctionalTensor]:
+        """The plain tensors beneath `tensors`, in order."""
+        return [plain for tensor in self.tensors for plain in plain_tensors(tensor)]  # type: ignore[misc]
+
+
+def kind_of(
+    module: nn.Module,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    met: Callable[[torch.Tensor], torch.Tensor | None],
+) -> Kind:
+    """The kind of a call.
+
+    Args:
+        module: what is called; its own hooks run around the call, and are none of it.
+        args: its arguments.
+        kwargs: likewise.
+        met: gives the traced tensor of one that the program has met.
+
+    Raises:
+        Unfit: what it records depends on more than can be compared.
+    """
+    if in_backward() or under_transform() or hears_saved_tensors():
+        raise Unfit("it is called in a backward, in a checkpoint or under a transform of `torch.func`")
+    with torch_functions_off():
+        described = _Described(module, met)
+        inside = (described.value(module), *map(described.argument, (args, tuple(kwargs.items()))))
+        tensors = tuple(described.tensors.values())
+        around = (ambient(), tuple(current_tags().items()), num_modes())
+        key = (inside, _likenesses(tensors), around)
+    return Kind(key, described.attributes, tensors, described.modules, tuple(described.held))
+
+
+class _Described:
+    """Describes a module, what hangs on it, and arguments, as something to compare.
+
+    Attributes:
+        tensors: the traced tensors met, by identity.
+        held: objects that are described by their identity.
+        attributes: see `Kind`.
+        modules: likewise.
+    """
+
+    def __init__(self, root: nn.Module, met: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+        self._root, self._met = root, met
+        self._numbers: dict[int, int] = {}
+        self._positions: dict[int, int] = {}
+        self.tensors: dict[int, torch.Tensor] = {}
+        self.held: list[Any] = []
+        self.attributes: dict[Attribute, Hashable] = {}
+        self.modules: dict[int, int] = {}
+        self._is_given = False
+
+    def argument(self, value: Any) -> Hashable:
+        """An argument; an object among these may be changed by the call."""
+        self._is_given = True
+        return self.value(value)
+
+    def value(self, value: Any) -> Hashable:
+        """A value; modules, containers and objects by what they hold."""
+        kind = type(value)
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, nn.Module):
+            return self._once(value, self._module)
+        if kind in (list, tuple, torch.Size):
+            return kind, tuple(map(self.value, value))
+        if isinstance(value, dict):
+            return kind, tuple((self.value(key), self.value(item)) for key, item in value.items())
+        if is_constant(value):
+            return kind, repr(value)  # 0.0 is not -0.0
+        if kind in (set, frozenset):
+            return kind, frozenset(map(self.value, value))
+        return self._object(value)
+
+    def _tensor(self, value: torch.Tensor) -> Hashable:
+        traced = self._met(value)
+        if traced is None:
+            self.held.append(value)
+            return "a tensor of the program", id(value)
+        if traced._backward_hooks:
+            raise Unfit("a tensor that it is given has hooks")
+        self.tensors.setdefault(id(traced), traced)
+        return "tensor", self._positions.setdefault(id(traced), len(self._positions))
+
+    def _once(self, value: Any, describe: Callable[[Any], Hashable]) -> Hashable:
+        """What `describe` says where it is met first; a number after that."""
+        number = self._numbers.get(id(value))
+        if number is not None:
+            return "again", number
+        number = self._numbers[id(value)] = len(self._numbers)
+        if number == _MOST_OBJECTS:
+            raise Unfit(f"it reaches more than {_MOST_OBJECTS} modules and objects")
+        return number, type(value), describe(value)
+
+    def _module(self, module: nn.Module) -> Hashable:
+        attributes = vars(module)
+        hooks = (
+            [] if module is self._root else [hook for name in _HOOKS for hook in attributes[name].values()]
+        )
+        if not all(map(_is_of_tensor_parallelism, hooks)):
+            raise Unfit(f"a module in it has hooks ({type(module).__name__})")
+        if "forward" in attributes:
+            raise Unfit(f"the forward of a module in it is replaced ({type(module).__name__})")
+        number = self.modules[id(module)] = self._numbers[id(module)]
+        found: list[Hashable] = list(map(self.value, hooks))
+        for name, value in attributes.items():
+            if name in _STATE:
+                found.append((name, self.value(value)))
+            elif "_hooks" not in name:
+                self.attributes[number, name] = self.value(value)
+        return tuple(found)
+
+    def _object(self, value: Any) -> Hashable:
+        self.held.append(value)
+        if isinstance(value, functools.partial):
+            return "partial", self.value(value.func), self.value(value.args), self.value(value.keywords)
+        if isinstance(value, types.MethodType):
+            return "method", id(value.__func__), self.value(value.__self__)
+        if type(value).__module__.startswith(_OF_TENSOR_PARALLELISM):
+            if type(value).__eq__ is not object.__eq__:
+                return type(value), value  # placements, meshes
+            return type(value), tuple((name, self.value(item)) for name, item in vars(value).items())
+        if isinstance(value, types.FunctionType):
+            cells = (cell.cell_contents for cell in value.__closure__ or ())
+            return "function", id(value.__code__), self.value(value.__defaults__), *map(self.value, cells)
+        if isinstance(value, _FUNCTIONS) or not hasattr(value, "__dict__"):
+            return "object", id(value)
+        if self._is_given:
+            raise Unfit(f"it is given an object ({type(value).__name__}), which it may change")
+        constants = [(name, repr(item)) for name, item in vars(value).items() if is_constant(item)]
+        is_data = len(constants) == len(vars(value))  # two that hold the same are alike
+        return "object", None if is_data else id(value), self._once(value, lambda _: tuple(constants))
+
+
+def _is_of_tensor_parallelism(hook: Any) -> bool:
+    """Whether a hook is one with which `parallelize_module` redistributes what a module takes and gives."""
+    return getattr(hook, "__module__", "").startswith(_OF_TENSOR_PARALLELISM)
+
+
+def _likenesses(tensors: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
+    """What tensors are like, and which of them lie in one memory."""
+    memories: dict[int, int] = {}
+    return tuple((likeness(tensor, memories), tensor.requires_grad) for tensor in tensors)
+
+
+def likeness(tensor: torch.Tensor, memories: dict[int, int]) -> Hashable:
+    """What a traced tensor is like.
+
+    Args:
+        tensor: the tensor.
+        memories: numbers memory by where it is met first; it is added to.
+
+    Raises:
+        Unfit: there is more to it than sizes that are numbers.
+    """
+    recipe = recipe_of(tensor) if is_wrapper(tensor) else None
+    found: list[Hashable] = [recipe]
+    for plain in plain_tensors(tensor):
+        like = Likeness.of(functional_value(plain)) if isinstance(plain, FunctionalTensor) else None
+        if like is None:
+            raise Unfit("a tensor that it is given has symbolic sizes, or no memory of its own")
+        memory = functional_storage_id(plain)  # type: ignore[arg-type]
+        found += (like, memories.setdefault(memory, len(memories)))
+    try:
+        hash(recipe)
+    except TypeError as error:
+        raise Unfit(f"a {type(tensor).__name__} cannot be compared") from error
+    return tuple(found)

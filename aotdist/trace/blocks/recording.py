@@ -1,0 +1,318 @@
+"""One call of a block as it was recorded, and copies of its nodes for other calls."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
+
+from aotdist.capture.code import is_users_class
+from aotdist.capture.constants import is_constant
+from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild
+from aotdist.torch_seam.autograd import consumers_within, functions_of, saves_tensors
+from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, is_functional_base
+from aotdist.torch_seam.modes import no_modes, torch_functions_off
+from aotdist.torch_seam.operators import is_operator
+from aotdist.torch_seam.tensors import storage_id
+from aotdist.torch_seam.trees import pytree
+from aotdist.trace.blocks.kinds import Kind, Unfit
+from aotdist.trace.recorder import Recorder
+
+_NUMBERED = re.compile(r"_\d+$")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """A node as it was recorded: it may be gone from its graph.
+
+    Args:
+        node: the node, as what the arguments of others refer to.
+        args: its arguments.
+        kwargs: likewise.
+        name: what its name begins with.
+    """
+
+    node: Node
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    name: str
+
+    @classmethod
+    def of(cls, node: Node) -> Step:
+        """A node of a graph."""
+        return cls(node, node.args, dict(node.kwargs), _NUMBERED.sub("", node.name))
+
+
+class Likenesses:
+    """Makes fakes like those of recorded nodes, which share memory where they do.
+
+    Args:
+        known: what fakes are like, by identity; it is added to.
+        recorder: whose fakes they are.
+        memory: for memory of recorded fakes, a fake in the memory that stands for it; it is added to.
+        made: what stands for recorded fakes, by identity; likewise.
+    """
+
+    def __init__(
+        self,
+        known: dict[int, Likeness],
+        recorder: Recorder,
+        memory: dict[int, torch.Tensor],
+        made: dict[int, Any] | None = None,
+    ) -> None:
+        self._known, self._recorder, self._memory = known, recorder, memory
+        self._made = {} if made is None else made
+
+    def again(self) -> Likenesses:
+        """The same by now, for more fakes that this one will not know."""
+        return Likenesses(self._known, self._recorder, dict(self._memory), dict(self._made))
+
+    def stands_for(self, recorded: torch.Tensor, fake: torch.Tensor) -> None:
+        """Let memory of a recorded fake be that of another."""
+        self._memory[storage_id(recorded)] = fake
+
+    def __call__(self, value: Any) -> Any:
+        """What a node's value is for a copy of the node."""
+        if isinstance(value, (list, tuple)):
+            return type(value)(map(self, value))
+        if not isinstance(value, FakeTensor):
+            return value
+        made = self._made.get(id(value))
+        if made is None:
+            like = self._known.get(id(value))
+            if like is None:
+                like = self._known[id(value)] = likeness_of(value)
+            memory = storage_id(value)
+            made = self._made[id(value)] = like.made(self._recorder.fake_mode, self._memory.get(memory))
+            self._memory.setdefault(memory, made)
+        return made
+
+
+def likeness_of(fake: FakeTensor) -> Likeness:
+    """What a fake is like.
+
+    Raises:
+        Unfit: there is more to it.
+    """
+    like = Likeness.of(fake)
+    if like is None:
+        raise Unfit("a value in it has symbolic sizes, or is a constant")
+    return like
+
+
+@dataclass(frozen=True, slots=True)
+class Copying:
+    """How the nodes of a recorded call become those of another call.
+
+    Args:
+        recorder: records the copies.
+        now: what stands for a recorded node, or one that it is given; it is added to.
+        like: makes the values.
+        module: gives the path of the module that a node of the other call is of.
+        seq_offset: what is added to sequence numbers.
+    """
+
+    recorder: Recorder
+    now: dict[Node, Node]
+    like: Likenesses
+    module: Callable[[str], str]
+    seq_offset: int
+
+    def copy(self, steps: Iterable[Step]) -> None:
+        """Record copies."""
+        tracer, now = self.recorder.tracer, self.now
+        for step in steps:
+            meta = step.node.meta
+            if step.node.op == "get_attr":
+                node = tracer.constant(step.node.target)
+            else:
+                args, kwargs = map_arg((step.args, step.kwargs), lambda node: now.get(node, node))
+                target = step.node.target
+                node = tracer.graph.create_node("call_function", target, args, kwargs, name=step.name)
+                node.meta["serial"] = tracer.next_serial()
+            now[step.node] = node
+            node.meta = meta | {"serial": node.meta["serial"], "module": self.module(meta["module"])}
+            if "seq_nr" in meta:
+                node.meta["seq_nr"] = meta["seq_nr"] + self.seq_offset
+            if "val" in meta:
+                node.meta["val"] = self.like(meta["val"])
+
+    def again(self) -> Copying:
+        """The same by now, for more copies that this one will not know."""
+        return replace(self, now=dict(self.now), like=self.like.again())
+
+    def put_together(self, nodes: Sequence[Node], recipe: Recipe) -> torch.Tensor:
+        """A traced tensor of the values that stand for those of recorded nodes."""
+        return rebuild(recipe, [self.recorder.traced_value(self.now.get(node, node)) for node in nodes])
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Recorded:
+    """A call of a block.
+
+    Args:
+        path: of the module.
+        kind: of the call.
+        inputs: the nodes of the plain tensors that it was given.
+        steps: what was recorded.
+        outs: the leaves of what it returned: traced tensors, `Given` and constants.
+        spec: the structure of that.
+        first_seq: the sequence number of the first autograd node that it made, as the graph counts them.
+        num_seqs: how many it made.
+        edges: for each tensor of `kind.tensors`, how many gradients the block sends to it.
+        consumers: the autograd nodes that send them: node, position among what it sends, and the tensor.
+        saves: whether autograd saved tensors.
+        likenesses: what its values are like, as far as it was asked.
+    """
+
+    path: str
+    kind: Kind
+    inputs: tuple[Node, ...]
+    steps: tuple[Step, ...]
+    outs: tuple[Any, ...]
+    spec: pytree.TreeSpec
+    first_seq: int
+    num_seqs: int
+    edges: tuple[int, ...]
+    consumers: tuple[tuple[Any, int, int], ...]
+    saves: bool
+    likenesses: dict[int, Likeness] = field(default_factory=dict)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The tensors that it returned."""
+        return [out for out in self.outs if isinstance(out, torch.Tensor)]
+
+    def made(self, node: Node) -> bool:
+        """Whether a node of a backward was recorded by autograd nodes of the block, or adds up gradients."""
+        seq_nr = node.meta.get("seq_nr", self.first_seq)
+        return node.op != "placeholder" and self.first_seq <= seq_nr < self.first_seq + self.num_seqs
+
+    def module_in(self, path: str) -> Callable[[str], str]:
+        """Renames modules for the same call of the module at another path."""
+        before, inside = self.path, f"{self.path}."
+        return lambda module: (
+            path + module[len(before) :] if module == before or module.startswith(inside) else module
+        )
+
+    def difference_from(self, other: Recorded, recorder: Recorder) -> str | None:
+        """What another call recorded otherwise; None if it recorded the same."""
+        if len(self.steps) != len(other.steps):
+            return "two calls record different numbers of operators"
+        now: dict[Node, Node] = dict(zip(self.inputs, other.inputs, strict=True))
+        module = self.module_in(other.path)
+        for ours, theirs in zip(self.steps, other.steps, strict=True):
+            args, kwargs = map_arg((ours.args, ours.kwargs), lambda node: now.get(node, node))
+            same = (args, kwargs) == (theirs.args, theirs.kwargs) and _same_target(
+                ours.node, theirs.node, recorder
+            )
+            if not same or not _alike(ours.node.meta, theirs.node.meta, module):
+                return f"two calls record different operators, at {theirs.node.meta['source']}"
+            now[ours.node] = theirs.node
+        ends = [_nodes(one, recorder) for one in (self, other)]
+        returned = [now.get(node, node) for node in ends[0]] == ends[1]
+        same_constants = [o for o in self.outs if not isinstance(o, torch.Tensor)] == [
+            o for o in other.outs if not isinstance(o, torch.Tensor)
+        ]
+        same_way = (self.edges, self.num_seqs, self.saves) == (other.edges, other.num_seqs, other.saves)
+        if not (returned and same_constants and same_way and self.spec == other.spec):
+            return "two calls return different values"
+        return None
+
+
+def _nodes(recorded: Recorded, recorder: Recorder) -> list[Node]:
+    return [recorder.value(plain) for out in recorded.tensors() for plain in plain_tensors(out)]
+
+
+def _same_target(ours: Node, theirs: Node, recorder: Recorder) -> bool:
+    if ours.op == theirs.op == "get_attr":
+        a, b = (recorder.tracer.held(str(node.target)) for node in (ours, theirs))
+        with no_modes(), torch_functions_off():
+            return a.dtype == b.dtype and torch.equal(a, b)
+    return ours.op == theirs.op and ours.target is theirs.target
+
+
+_OF_A_CALL = frozenset({"serial", "val", "module", "seq_nr"})
+"""What nodes of two calls differ in."""
+
+
+def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any], module: Callable[[str], str]) -> bool:
+    rest = [
+        {name: value for name, value in meta.items() if name not in _OF_A_CALL} for meta in (ours, theirs)
+    ]
+    return rest[0] == rest[1] and module(ours["module"]) == theirs["module"]
+
+
+def checked_nodes(nodes: Sequence[Node], recorder: Recorder) -> None:
+    """Look at what a call recorded.
+
+    Raises:
+        Unfit: it holds something that a copy would not be.
+    """
+    for node in nodes:
+        is_constant = node.op == "get_attr" and isinstance(
+            recorder.tracer.held(str(node.target)), torch.Tensor
+        )
+        is_plain = is_operator(node.target) or node.target is operator.getitem
+        if not is_constant and not is_plain:
+            raise Unfit(f"it records more than operators (`{node.name}`)")
+        if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()):
+            raise Unfit(f"it reads data (`{node.name}`)")
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A leaf of a result: the tensor of `Kind.tensors` at a position, as it was given."""
+
+    position: int
+
+
+def checked_outs(outs: Sequence[Any], given: Kind, made: set[Node], recorder: Recorder) -> tuple[Any, ...]:
+    """The leaves of what a call returned, with `Given` for what it returned as it was given.
+
+    Raises:
+        Unfit: they are more than that, new tensors and constants.
+    """
+    met: set[int] = set()
+    positions = {id(tensor): position for position, tensor in enumerate(given.tensors)}
+    outs = tuple(Given(positions[id(out)]) if id(out) in positions else out for out in outs)
+    for out in outs:
+        if not isinstance(out, torch.Tensor):
+            if not isinstance(out, Given) and not is_constant(out):
+                raise Unfit(f"it returns a {type(out).__name__}")
+            continue
+        plains = plain_tensors(out)
+        if not all(isinstance(plain, FunctionalTensor) for plain in plains):
+            raise Unfit("it returns a tensor that it closes over")
+        if out._is_view() or out._backward_hooks or id(out) in met:
+            raise Unfit("it returns a view, a tensor twice, or one with a hook")
+        met.add(id(out))
+        for plain in plains:
+            if not is_functional_base(plain) or recorder.value(plain) not in made:  # type: ignore[arg-type]
+                raise Unfit("it returns a view, or a tensor that it did not make")
+    return outs
+
+
+def gradients_of(
+    outs: Sequence[Any], given: Kind, first: int
+) -> tuple[tuple[int, ...], tuple[tuple[Any, int, int], ...], bool]:
+    """Where the gradients of a block's results go: see `Recorded.edges`, `consumers` and `saves`.
+
+    Raises:
+        Unfit: they go to tensors that the call was not given.
+    """
+    ends = [out for out in outs if isinstance(out, torch.Tensor) and out.requires_grad]
+    inner, consumers = consumers_within(ends, given.tensors, first)
+    if consumers is None:
+        raise Unfit("gradients go to a tensor that it closes over")
+    if any(map(is_users_class, functions_of(inner))):
+        raise Unfit("it calls an autograd function of the user's")
+    edges = [0] * len(given.tensors)
+    for _, _, position in consumers:
+        edges[position] += 1
+    return tuple(edges), tuple(consumers), any(map(saves_tensors, inner))

@@ -1,0 +1,362 @@
+"""Blocks that are traced once: the graph is, node for node, the one of a trace of each call."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections import Counter
+from collections.abc import Callable
+from hashlib import sha256
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import aotdist
+from tests.trace.recorded import recorded
+
+SIZE = (2, 3, 8)
+DEPTH = 5
+
+
+class Block(nn.Module):
+    """Attention and a feed-forward part; its number is for nobody."""
+
+    def __init__(self, number: int = 0, dropped: float = 0.0) -> None:
+        super().__init__()
+        self.number = number
+        self.norm, self.qkv, self.out = nn.LayerNorm(8), nn.Linear(8, 24), nn.Linear(8, 8)
+        self.up, self.down, self.drop = nn.Linear(8, 16), nn.Linear(16, 8), nn.Dropout(dropped)
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        if memory is not None:
+            k, v = k + memory, v * memory
+        x = x + self.drop(self.out(F.scaled_dot_product_attention(q, k, v)))
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.value, self.out = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = torch.sigmoid(self.gate(x)) * torch.tensor(0.5)
+        return x * gate + self.out(F.silu(self.value(x)) * gate.square()).softmax(-1)
+
+
+class Stack(nn.Module):
+    """Blocks one after the other; gives the last values, or all of them."""
+
+    def __init__(self, *blocks: nn.Module, all_values: bool = False) -> None:
+        super().__init__()
+        self.blocks, self.all_values = nn.ModuleList(blocks), all_values
+
+    def forward(self, x: Tensor, *rest: Any) -> Any:
+        values = [x]
+        for block in self.blocks:
+            values.append(block(values[-1], *rest))
+        return values if self.all_values else values[-1]
+
+
+class Telling(nn.Module):
+    """Gives its values, what it was given, a number and None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Block()
+
+    def forward(self, x: Tensor, *, bias: Tensor) -> dict[str, Any]:
+        return {
+            "values": self.inner(x) + bias,
+            "bias": bias,
+            "cost": self.inner(x.sin()).mean(),
+            "n": (1, None),
+        }
+
+
+def _telling() -> Callable[[Tensor], Any]:
+    blocks = nn.ModuleList(Telling() for _ in range(DEPTH))
+
+    def run(x: Tensor) -> Any:
+        costs, bias = [], x.mean(-1, keepdim=True)
+        for block in blocks:
+            told = block(x, bias=bias)
+            x, bias = told["values"], told["bias"]
+            costs.append(told["cost"])
+        return x.sum() + torch.stack(costs).sum()
+
+    return run
+
+
+def _with_memory(stack: Stack) -> Callable[[Tensor], Any]:
+    """All blocks read one tensor in two places, and so does what follows them."""
+
+    def run(x: Tensor) -> Tensor:
+        memory = x.sin()
+        return stack(x, memory) * memory + memory
+
+    return run
+
+
+def _under(context: Callable[[], Any], module: nn.Module) -> Callable[[Tensor], Any]:
+    def run(x: Tensor) -> Any:
+        with context():
+            return module(x)
+
+    return run
+
+
+def _half() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def _frozen(stack: Stack) -> Stack:
+    """The third block alone has parameters that are not trained."""
+    stack.blocks[2].requires_grad_(requires_grad=False)
+    return stack
+
+
+def _whole_step() -> Callable[[Tensor], Any]:
+    """Two micro-batches, the backward and the update in the program."""
+    model = Stack(*(Block(k, 0.1) for k in range(DEPTH)))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def run(x: Tensor) -> Tensor:
+        for part in x.detach().split(1):
+            loss = model(part).square().mean()
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return run
+
+
+def _blocks(**options: Any) -> list[Block]:
+    return [Block(number, **options) for number in range(DEPTH)]
+
+
+COPIED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], int]] = {
+    "layers": (lambda: Stack(*_blocks()), DEPTH - 2),
+    "dropout": (lambda: Stack(*_blocks(dropped=0.1)), DEPTH - 2),
+    "turns": (lambda: Stack(*(made for _ in range(4) for made in (Block(), Gated()))), 4),
+    "one block several times": (lambda: Stack(*[Block()] * DEPTH), DEPTH - 2),
+    "all values": (lambda: Stack(*_blocks(), all_values=True), DEPTH - 2),
+    "a memory of all": (lambda: _with_memory(Stack(*_blocks())), DEPTH - 2),
+    "results of several kinds": (_telling, DEPTH - 2),
+    "without grad": (lambda: _under(torch.no_grad, Stack(*_blocks())), DEPTH - 3),
+    "autocast": (lambda: _under(_half, Stack(*_blocks())), DEPTH - 2),
+    "one that is not trained": (lambda: _frozen(Stack(*_blocks())), DEPTH - 3),
+    "encoder": (
+        lambda: nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), DEPTH, enable_nested_tensor=False
+        ),
+        DEPTH - 2,
+    ),
+    "stacks in a stack": (lambda: Stack(*(Stack(*_blocks()) for _ in range(3))), DEPTH - 1),
+}
+"""Programs with blocks of one kind, and how many calls of these are copied at least."""
+SHARED = {
+    "one block several times",
+    "all values",
+    "a memory of all",
+    "results of several kinds",
+    "stacks in a stack",
+}
+"""Several blocks send gradients to one tensor, in several places each: they are added up behind the block."""
+
+
+def _num_copies(program: Callable[[Tensor], Any]) -> int:
+    call = aotdist.compile(lambda x: program(x), backend="fx")
+    call(torch.ones(SIZE, requires_grad=True))
+    return len(call.artifacts[-1].compilation.traced.copies.instances)
+
+
+@pytest.mark.parametrize("name", COPIED)
+def test_the_graph_is_the_one_of_a_trace_of_each_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, fewest = COPIED[name]
+    program = make()
+    found = recorded(program, SIZE, monkeypatch)
+    expected = recorded(program, SIZE, monkeypatch, instantiate=False)
+    assert _num_copies(program) >= fewest
+    assert [len(graph) for graph in found] == [len(graph) for graph in expected]
+    for graph, other in zip(found, expected, strict=True):
+        if name in SHARED:
+            assert _meanings(graph) == _meanings(other)
+            continue
+        for (line, meta), (traced, of_traced) in zip(graph, other, strict=True):
+            assert line == traced
+            assert line[0] == "placeholder" or meta == of_traced
+
+
+def _meanings(graph: list[Any]) -> Counter[str]:
+    """How each node is computed from arguments, whatever the order."""
+    meanings: dict[str, str] = {}
+    for (op, name, target, args, kwargs), _ in graph:
+        given = re.sub(r"[a-z_]\w*", lambda found: meanings.get(found[0], found[0]), f"{args} {kwargs}")
+        said = name if op == "placeholder" else f"{op} {target} {given}"
+        meanings[name] = sha256(said.encode()).hexdigest()
+    return Counter(meanings.values())
+
+
+class Numbered(Block):
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        return super().forward(x) * (self.number // 3 + 1)
+
+
+class Counting(Block):
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        self.number += 1
+        return super().forward(x)
+
+
+class Normalised(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        return super().forward(self.batch(x))
+
+
+class Keeping(Block):
+    kept: list[Tensor] = []
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        self.kept.append(x.detach().mean())
+        return super().forward(x)
+
+
+class Printing(Block):
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        print("mean", x.detach().mean())
+        return super().forward(x)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+class Doubling(Block):
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        return super().forward(Doubled.apply(x))
+
+
+class Hooking(Block):
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        x = super().forward(x)
+        x.register_hook(lambda grad: grad * 2)
+        return x.sin()
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.values: list[Tensor] = []
+
+
+class Handing(Block):
+    def forward(self, x: Tensor, memory: Any = None) -> Tensor:
+        memory.values.append(x.mean())
+        return super().forward(x)
+
+
+def _handing() -> Callable[[Tensor], Any]:
+    stack = Stack(*(Handing() for _ in range(DEPTH)))
+
+    def run(x: Tensor) -> Any:
+        holder = Holder()
+        return stack(x, holder), torch.stack(holder.values)
+
+    return run
+
+
+def _hooked() -> Stack:
+    stack = Stack(*_blocks())
+    for block in stack.blocks:
+        block.down.register_forward_hook(lambda module, args, result: result * 2)  # type: ignore[union-attr]
+    return stack
+
+
+def _checkpointed() -> Callable[[Tensor], Any]:
+    stack = Stack(*_blocks(dropped=0.1))
+
+    def run(x: Tensor) -> Any:
+        for block in stack.blocks:
+            x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+        return x
+
+    return run
+
+
+TRACED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], str]] = {
+    "its number decides": (lambda: Stack(*(Numbered(k) for k in range(4))), ""),
+    "it counts": (lambda: Stack(*(Counting(k) for k in range(DEPTH))), "changes its own attributes"),
+    "it writes buffers": (lambda: Stack(*(Normalised() for _ in range(DEPTH))), "writes to what it is given"),
+    "it keeps values": (lambda: Stack(*(Keeping() for _ in range(DEPTH))), "in Python"),
+    "it prints": (lambda: Stack(*(Printing() for _ in range(DEPTH))), "in Python"),
+    "a function of the user's": (lambda: Stack(*(Doubling() for _ in range(DEPTH))), "autograd function"),
+    "it hooks gradients": (lambda: Stack(*(Hooking() for _ in range(DEPTH))), "hooks a gradient"),
+    "it is given an object": (_handing, "given an object"),
+    "modules in it have hooks": (_hooked, "has hooks"),
+    "it is checkpointed": (_checkpointed, "checkpoint"),
+}
+"""Programs whose blocks are traced at each call, and what is said of that."""
+
+
+@pytest.mark.parametrize("name", TRACED)
+def test_what_cannot_be_copied_is_traced_and_says_why(name: str) -> None:
+    make, reason = TRACED[name]
+    program = make()
+    Keeping.kept.clear()
+    compiled = aotdist.compile(program, backend="fx")
+    ends = []
+    for call in (copy.deepcopy(program) if isinstance(program, nn.Module) else program, compiled):
+        x = torch.arange(48.0).view(SIZE).sin().requires_grad_()
+        torch.manual_seed(0)
+        out = call(x)
+        sum(end.sum() for end in (out if isinstance(out, tuple) else (out,))).backward()  # type: ignore[union-attr]
+        ends.append((*(out if isinstance(out, tuple) else (out,)), x.grad))
+    assert all(torch.equal(eager, ours) for eager, ours in zip(*ends, strict=True))
+    assert len(Keeping.kept) % 2 == 0
+    said = str(aotdist.explain(compiled))
+    assert reason in said
+    assert "traced once" not in said
+
+
+def test_gradients_of_gradients_are_those_of_a_trace_of_each_call() -> None:
+    model = Stack(*_blocks())
+    found = []
+    for instantiate in (True, False):
+        settings = aotdist.Settings(instantiate=instantiate)
+        call = aotdist.compile(copy.deepcopy(model), backend="fx", settings=settings)
+        x = torch.arange(48.0).view(SIZE).sin().requires_grad_()
+        (grad,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+        found.append(torch.autograd.grad(grad.square().sum(), (x, *call.parameters())))
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_a_program_that_asks_more_of_its_blocks_than_copies_give_is_traced_whole() -> None:
+    model = Stack(*_blocks())
+
+    def penalty(x: Tensor) -> Tensor:
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        return grad.square().sum()
+
+    compiled, found = aotdist.compile(penalty, backend="fx"), []
+    for call in (penalty, compiled):
+        x = torch.arange(48.0).view(SIZE).sin().requires_grad_()
+        call(x).backward()
+        found.append(x.grad)
+    assert torch.equal(*found)  # type: ignore[arg-type]
+    assert "traced once" not in str(aotdist.explain(compiled))
