@@ -15,6 +15,7 @@ from aotdist.capture.compile_lock import alone
 from aotdist.codegen.contract import Backend
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.emit import EmittedHalves, Emitter
+from aotdist.codegen.fused_steps import break_up_steps
 from aotdist.convention.stack import Plans
 from aotdist.job import Job
 from aotdist.partition.builder import collector_paused
@@ -209,7 +210,7 @@ def _joint_passes(graph: Graph, backend: Backend, settings: Settings) -> tuple[G
     if settings.loss_chunk_bytes is not None:
         graph = graph.copied()
         decompose(graph.gm, backend.decompositions(), only=WHOLE)
-    return graph, records
+    return break_up_steps(graph, backend.decompositions()), records
 
 
 def _compile_training(

@@ -63,6 +63,7 @@ def sparse_argument():
     """A tensor is sparse
 
     Programs take dense tensors, and wrappers around dense tensors: 2:4 sparse and jagged tensors are such.
+    Sparse matrices (COO, CSR) are multiplied by dense ones, and nothing else.
     """
     aotdist.compile(lambda x: x * 2)(torch.eye(3).to_sparse())
 

@@ -23,6 +23,8 @@ import torch
 from torch import nn
 
 from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.sparse_matrix import SparseMatrix, is_sparse, sparse_parts
+from aotdist.subclasses.sparse_matrix import sparse_made as sparse_made
 from aotdist.torch_seam.classes import (
     changes_functions,
     dispatches,
@@ -39,6 +41,7 @@ _SPECIALISTS = (
     "aotdist.subclasses.fabric",
     "aotdist.subclasses.sparse24",
     "aotdist.subclasses.jagged",
+    "aotdist.subclasses.sparse",
 )
 
 
@@ -85,7 +88,15 @@ Recipe: TypeAlias = Plain | Constant | Wrapper
 
 def is_wrapper(tensor: object) -> bool:
     """Whether `tensor` is taken apart before the graph."""
-    return is_traceable_wrapper_subclass(tensor)
+    return is_traceable_wrapper_subclass(tensor) or is_sparse(tensor)
+
+
+def _taken_apart(tensor: torch.Tensor) -> tuple[Mapping[str, Any], Any]:
+    """What lies in a wrapper, by name, and its context."""
+    if is_sparse(tensor):
+        return sparse_parts(tensor)
+    names, context = flatten_protocol(tensor)
+    return {name: getattr(tensor, name) for name in names}, context
 
 
 def is_of_own_class(tensor: torch.Tensor) -> bool:
@@ -105,22 +116,25 @@ def recipe_of(tensor: torch.Tensor) -> Recipe:
     """How to rebuild `tensor` from its plain tensors."""
     if not is_wrapper(tensor):
         return Plain(tensor.size(), tensor.stride() if tensor.layout is torch.strided else (), tensor.dtype)
-    names, context = flatten_protocol(tensor)
+    parts, context = _taken_apart(tensor)
     attributes: list[tuple[str, Recipe]] = []
-    for name in names:
-        value = getattr(tensor, name)
+    for name, value in parts.items():
         attributes.append((name, recipe_of(value) if isinstance(value, torch.Tensor) else Constant(value)))
-    sized = wrapper_rule(type(tensor)).sized
-    size, stride = (tensor.size(), tensor.stride()) if sized else (torch.Size(), ())
-    return Wrapper(type(tensor), context, size, stride, tuple(attributes))
+    cls = _class_of(tensor)
+    size, stride = (tensor.size(), tensor.stride()) if wrapper_rule(cls).sized else (torch.Size(), ())
+    return Wrapper(cls, context, size, stride, tuple(attributes))
+
+
+def _class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
+    """The class that a tensor has in a trace."""
+    return SparseMatrix if is_sparse(tensor) else type(tensor)
 
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors beneath `tensor`, depth first: `[tensor]` itself when it is plain."""
     if not is_wrapper(tensor):
         return [tensor]
-    names, _ = flatten_protocol(tensor)
-    values = (getattr(tensor, name) for name in names)
+    values = _taken_apart(tensor)[0].values()
     return [plain for value in values if isinstance(value, torch.Tensor) for plain in plain_tensors(value)]
 
 
@@ -128,8 +142,7 @@ def inner_tensors(wrapper: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
     """Attribute path and tensor of all that lies inside of `wrapper`, wrappers before what is in them."""
     if not is_wrapper(wrapper):
         return
-    for name in flatten_protocol(wrapper)[0]:
-        inner = getattr(wrapper, name)
+    for name, inner in _taken_apart(wrapper)[0].items():
         if isinstance(inner, torch.Tensor):
             yield f".{name}", inner
             for path, deeper in inner_tensors(inner):
@@ -146,7 +159,7 @@ def around_one(wrapper: torch.Tensor) -> tuple[torch.Tensor, Wrapper] | None:
     names = [name for name, part in recipe.attributes if not isinstance(part, Constant)]
     if len(names) != 1:
         return None
-    inner = getattr(wrapper, names[0])
+    inner = _taken_apart(wrapper)[0][names[0]]
     plain = Plain(inner.size(), inner.stride(), inner.dtype)
     attributes = ((name, part if isinstance(part, Constant) else plain) for name, part in recipe.attributes)
     return inner, replace(recipe, attributes=tuple(attributes))
@@ -276,7 +289,7 @@ class WrapperRule:
 
     def context_of(self, tensor: torch.Tensor) -> Any:
         """What `same_context_source` compares with."""
-        return flatten_protocol(tensor)[1]
+        return _taken_apart(tensor)[1]
 
     def same_context_source(self, tensor: str, expected: str) -> str:
         """Python expression: does the variable `tensor` have the context that `expected` names?"""
@@ -397,6 +410,11 @@ def register_wrapper_rule(rule: WrapperRule) -> None:
     wrapper_rule.cache_clear()
 
 
+def rule_of(tensor: torch.Tensor) -> WrapperRule:
+    """The rule for a tensor's class."""
+    return wrapper_rule(_class_of(tensor))
+
+
 @functools.cache
 def wrapper_rule(cls: type[torch.Tensor]) -> WrapperRule:
     """The rule for `cls`: one that was registered, a specialist of aotdist's, or the general one."""
@@ -490,7 +508,7 @@ def refuse_unknown_subclass(tensor: torch.Tensor, path: str) -> None:
     """
     cls = type(tensor)
     if is_wrapper(tensor):
-        wrapper_rule(cls).refuse(tensor, path)
+        rule_of(tensor).refuse(tensor, path)
         return
     if not is_real(tensor):
         return

@@ -47,7 +47,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.origins import annotate
 from aotdist.program import Program, Row, Slot
 from aotdist.settings import Settings
-from aotdist.subclasses.protocol import is_real, is_wrapper, wrapper_rule
+from aotdist.subclasses.protocol import is_real, is_wrapper, rule_of
 from aotdist.torch_seam.checks import intercept_checks
 from aotdist.torch_seam.control_flow import said_to_be_compiling
 from aotdist.torch_seam.modes import class_functions_on
@@ -146,7 +146,7 @@ def _dynamic_dims(
     """The marked and ragged dimensions of what is met, and all of what is given, if the settings say so."""
     dims = {id(tensor): found for tensor in met if (found := marked_dims(tensor))}
     if settings.dynamic is not False:
-        ragged = ((id(one), wrapper_rule(type(one)).ragged_dims(one)) for one in met if is_wrapper(one))
+        ragged = ((id(one), rule_of(one).ragged_dims(one)) for one in met if is_wrapper(one))
         dims |= {key: dims.get(key, frozenset()) | found for key, found in ragged if found}
     if settings.dynamic is True:
         dims |= {id(tensor): frozenset(range(tensor.dim())) for tensor in given}

@@ -87,5 +87,5 @@ def _replace(node: Node, result: Any) -> None:
         return
     for pick in list(node.users):
         assert pick.args[0] is node, "several results are read one by one"
-        pick.replace_all_uses_with(result[pick.args[1]])
+        _replace(pick, result[pick.args[1]])
         node.graph.erase_node(pick)

@@ -25,6 +25,7 @@ from aotdist.codegen.marks import module_mark
 from aotdist.codegen.python_source import Bindings, load_function, tensor_text
 from aotdist.codegen.rewrites import rejoin_selects, takes_any_strides, with_reshapes
 from aotdist.errors import InternalError, UnsupportedProgram
+from aotdist.passes.overlap import fill_waits
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functions import function_of, num_function_modes
 from aotdist.torch_seam.operators import OpOverload, inference_rnn, native_callable, training_rnn
@@ -61,7 +62,7 @@ class FxBackend:
         if emission.kind == "backward" and takes_any_strides(graph):
             graph = with_reshapes(graph)
         graph, label = rejoin_selects(graph), f"{emission.name} {emission.kind}"
-        graph = in_place(graph) if emission.kind == "inference" else graph
+        graph = in_place(fill_waits(graph)) if emission.kind == "inference" else graph
         printed = print_graph(graph)
         call = load_graph(printed, graph, label)
         modules = functools.partial(marked_call, graph, label)

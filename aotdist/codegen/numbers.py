@@ -29,7 +29,6 @@ from aotdist.partition.traits import is_random
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import no_modes
-from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.symbols import SYMBOLIC
 
 _ATEN = torch.ops.aten
@@ -176,11 +175,6 @@ def _take_numbers(
 
 def _take_tensors(graph: torch.fx.Graph, node: Node, numbers: set[Node]) -> set[Node]:
     """Replace a node that makes a number, or takes some that are tensors by now; returns what it made."""
-    differing = numbers.intersection(node.all_input_nodes)
-    is_lr = node.target in _TAKES_TENSOR_AS_LR and all(number is node.kwargs["lr"] for number in differing)
-    if differing and is_lr:
-        node.target = _TAKES_TENSOR_AS_LR[node.target]
-        return set()
     rule = _RULES.get(node.target)
     if rule is None:
         raise UnsupportedProgram(
@@ -295,9 +289,3 @@ _RULES: dict[Any, Callable[..., Any]] = {
     },
 }
 """What operators, and functions of numbers, are if tensors stand for the numbers."""
-_TAKES_TENSOR_AS_LR: Mapping[Any, OpOverload] = {
-    packet.default: packet.tensor_lr
-    for packet in (_ATEN._fused_adam, _ATEN._fused_adamw, _ATEN._fused_sgd, _ATEN._fused_adagrad)
-    if "tensor_lr" in packet.overloads()
-}
-"""Fused steps of optimizers, and the form of each whose learning rate is a tensor."""

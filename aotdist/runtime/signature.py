@@ -11,7 +11,7 @@ from aotdist.capture.arguments import CodeLeaf, ConstantLeaf, Leaf, NumberLeaf, 
 from aotdist.capture.captured import UserCall
 from aotdist.capture.modules import ModuleGuard
 from aotdist.runtime.artifact import Artifact
-from aotdist.subclasses.protocol import wrapper_rule
+from aotdist.subclasses.protocol import rule_of
 from aotdist.torch_seam.modes import class_functions_off, users_modes_off
 
 
@@ -108,7 +108,7 @@ def _dims_that_differ(one: torch.Tensor, other: torch.Tensor) -> list[int]:
     """The dimensions that, with symbols for sizes, let both tensors be one; strides are free if a size is."""
     if one.dim() != other.dim():
         return []
-    (shape, stride), (before, strides) = (wrapper_rule(type(each)).compared(each) for each in (one, other))
+    (shape, stride), (before, strides) = (rule_of(each).compared(each) for each in (one, other))
     sizes = list(enumerate(zip(shape, before, strict=True)))
     is_about_strides = shape == before and stride != strides
     return [dim for dim, (a, b) in sizes if min(a, b) > 1 and (a != b or is_about_strides)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -153,6 +154,45 @@ def test_what_is_refused_may_run_as_it_was_written() -> None:
         step()
     step()
     assert told == [1, 1, 1]
+
+
+class NoStream:
+    """What a GPU's stream is called for."""
+
+    def wait_stream(self, other: NoStream) -> None:
+        """Do nothing."""
+
+    def record_event(self) -> NoStream:
+        return self
+
+    def synchronize(self) -> None:
+        """Do nothing."""
+
+
+def test_an_optimizer_on_the_host_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao's makes no object without a GPU; its parameters' hooks copy gradients to the host."""
+    offload: Any = pytest.importorskip("torchao.optim.cpu_offload")
+    model = nn.Linear(4, 4)
+    if not torch.cuda.is_available():
+        with pytest.raises(AssertionError, match="only supports CUDA & XPU"):
+            offload.CPUOffloadOptimizer(model.parameters())
+    monkeypatch.setattr(offload, "get_available_devices", lambda: ["cpu", "cuda"])
+    for name in ("Stream", "current_stream"):
+        monkeypatch.setattr(torch.cuda, name, NoStream)
+    monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
+    with monkeypatch.context() as unpinned:
+        empty_like = torch.empty_like
+        unpinned.setattr(torch, "empty_like", lambda *args, pin_memory, **how: empty_like(*args, **how))
+        optimizer = offload.CPUOffloadOptimizer(model.parameters(), minimal_size=1, lr=0.1)
+
+    @aotdist.compile(backend="fx")
+    def step() -> None:
+        model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+
+    with pytest.raises(aotdist.UnsupportedProgram, match="`model.weight` has hooks of its gradient"):
+        for _ in range(2):
+            step()
 
 
 def test_module_that_calls_backward_is_refused() -> None:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nested import nested_tensor, nested_tensor_from_jagged
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from torch.nn.attention.varlen import varlen_attn
 
 import aotdist
 from aotdist import UnsupportedProgram
@@ -294,6 +296,40 @@ def test_what_is_refused(run: Callable[[], Any], says: str) -> None:
     with pytest.raises(UnsupportedProgram, match=says) as refused:
         aotdist.compile(run, backend="fx")()
     assert "fix:" in str(refused.value)
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """Attention of packed values to those of the same row."""
+    size = x.values().size(0)
+    row = torch.searchsorted(x.offsets(), torch.arange(size), right=True)
+    packed = x.values().unflatten(-1, (2, 4)).transpose(0, 1)[None]
+    mask = create_block_mask(lambda b, h, i, j: row[i] == row[j], 1, 1, size, size, device="cpu")
+    return flex_attention(packed, packed, packed, block_mask=mask)[0].transpose(0, 1).flatten(-2)  # type: ignore[index]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_of_values_with_a_mask_of_rows() -> None:
+    compiled = aotdist.compile(in_rows, backend="fx")
+    for lengths in LENGTHS:
+        x = nested_tensor_from_jagged(torch.randn(sum(lengths), 8), offsets(lengths))
+        assert_same(in_rows(x), compiled(x))
+    assert len(compiled.artifacts) == 1
+
+
+def of_variable_length(x: Tensor) -> Tensor:
+    packed, at = x.values().unflatten(-1, (2, 4)), x.offsets().int()
+    return varlen_attn(packed, packed, packed, at, at, max(LENGTHS[0]), max(LENGTHS[0]))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("run", [lambda x: flex_attention(heads(x), heads(x), heads(x)), of_variable_length])
+def test_what_pytorch_has_no_kernel_for_is_refused_as_in_eager(run: Callable[[Tensor], Any]) -> None:
+    """Of jagged tensors, `flex_attention`; of values and offsets on a CPU, `varlen_attn`."""
+    (x,) = rows(LENGTHS[0])
+    with pytest.raises(NotImplementedError) as eager:
+        run(x)
+    with pytest.raises(NotImplementedError) as ours:
+        aotdist.compile(run, backend="fx")(x)
+    assert str(ours.value).splitlines()[0] == str(eager.value).splitlines()[0]
 
 
 def test_gradients_of_gradients_are_refused() -> None:

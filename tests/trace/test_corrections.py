@@ -193,6 +193,11 @@ EXAMPLES: dict[str, Example] = {
         lambda x: (x.copy_(torch.ones(2)), x.copy_(torch.zeros(2)), x + x[1:].storage_offset())[2],
         lambda: [torch.randn(6, 2)[2:4]],
     ),
+    "sparse matrices": Example(
+        lambda values, x: torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 1]], values, (3, 3)) @ x,
+        lambda: [torch.randn(3, requires_grad=True), torch.randn(3, 2)],
+        training=True,
+    ),
     "layouts of batch norms": Example(
         lambda x: F.batch_norm(x * 2, None, None, training=True).movedim(1, -1).reshape(-1, 3) * 2,
         lambda: [torch.randn(2, 4, 3).mT],
@@ -216,7 +221,7 @@ def without(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     corrections.of.cache_clear()
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors", "ignore:Sparse invariant checks are")
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_a_row_is_needed(name: str, without: Callable[[str], None]) -> None:
     example = EXAMPLES[name]

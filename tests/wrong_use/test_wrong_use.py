@@ -116,10 +116,10 @@ def test_zeros_without_memory_are_refused() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta:UserWarning")
-@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csc])
 def test_sparse_inputs_are_refused_and_the_fix_computes_the_same(layout: torch.layout) -> None:
     dense, weight = torch.randn(4, 5).relu(), torch.randn(5, 3, requires_grad=True)
-    given = dense.to_sparse(layout=layout)
+    given = dense.to_sparse(layout=layout).requires_grad_()
     with pytest.raises(UnsupportedProgram, match=rf"`args\[0\]` has layout {layout}") as refused:
         compiled(torch.sparse.mm)(given, weight)
     assert "zeros.index_add(0, row, values[:, None] * dense[column])" in str(refused.value)

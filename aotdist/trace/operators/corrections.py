@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
+from aotdist.subclasses.protocol import sparse_made
 from aotdist.trace.operators import attention, fakes, formulas, functions_of_data, padded_batches
 from aotdist.trace.operators import functionalised as operators
 
@@ -187,6 +188,13 @@ CORRECTIONS: tuple[Correction, ...] = (
         {},
         "in-place operators are run on meta tensors to find wrong shapes, and fail for symbols",
         kinds=((operators.has_twin, operators.with_twin),),
+    ),
+    Correction(
+        "sparse matrices",
+        "operator",
+        {torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default: sparse_made},
+        "of values with a history, fakes have no values, and so no gradient for them",
+        release="2.13",
     ),
     Correction(
         "refused operators",

@@ -1,0 +1,247 @@
+"""A sparse matrix in a trace: its indices and values, with a layout and a size that are constants.
+
+It is multiplied by dense matrices, and transposed, as the backward of a product does. A graph has one
+operator for each product, `sparse_addmm`, which makes the matrix of its parts and calls the kernel that eager
+calls: it has eager's bits. All else that is done with it is refused.
+
+Shapes: R rows and C columns; N stored values; F columns of the dense matrix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from aotdist.errors import UnsupportedProgram
+from aotdist.origins import Origins
+from aotdist.subclasses.own_operators import define
+from aotdist.torch_seam.modes import no_modes
+
+_ATEN = torch.ops.aten
+
+Form: TypeAlias = tuple[torch.layout, torch.Size, bool | None]
+"""What is constant: layout, size, and whether COO indices are known to be in order; None if it is a mask."""
+
+FIX = (
+    "multiply it by a dense matrix (`a @ x`, `torch.sparse.mm(a, x)`), or pass its indices and values: such "
+    "a product is `zeros.index_add(0, row, values[:, None] * dense[column])`"
+)
+"""What to do about other sparse tensors, and where other things are done with one."""
+
+
+def is_sparse(tensor: object) -> bool:
+    """Whether a tensor is real and sparse. Traces have `SparseMatrix`; sparse gradients in them are fakes."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and _is_laid_out(tensor.layout)  # type: ignore[attr-defined]
+
+
+def _is_laid_out(layout: torch.layout) -> bool:
+    return layout is torch.sparse_coo or layout is torch.sparse_csr
+
+
+def sparse_parts(tensor: Tensor) -> tuple[Mapping[str, Tensor], Form]:
+    """The plain tensors of a real sparse one, indices first, by how they are read; and its form.
+
+    Shapes: (2, N) indices of COO; (R + 1) and (N) of CSR; (N) values.
+    """
+    names = ("_indices", "_values") if tensor.is_sparse else ("crow_indices", "col_indices", "values")
+    with no_modes(), torch.no_grad():
+        parts = {f"{name}()": getattr(tensor, name)() for name in names}
+        return parts, (tensor.layout, tensor.shape, tensor.is_sparse and tensor.is_coalesced())
+
+
+FORM_SOURCE = "({0}.layout, {0}.shape, {0}.is_sparse and {0}.is_coalesced())"
+"""The form of a real sparse tensor, as Python."""
+
+
+class SparseMatrix(Tensor):
+    """What a trace has for a sparse tensor; see the module.
+
+    Shapes: (R, C).
+    """
+
+    form: Form
+    names: tuple[str, ...]
+
+    @staticmethod
+    def __new__(cls: type[SparseMatrix], parts: Mapping[str, Tensor], form: Form) -> SparseMatrix:
+        """Wrap parts; see `sparse_parts`."""
+        *_, values = parts.values()
+        made: Any = Tensor._make_wrapper_subclass(
+            cls, form[1], dtype=values.dtype, layout=form[0], device=values.device, dispatch_layout=True
+        )
+        made.form, made.names = form, tuple(parts)
+        vars(made).update(parts)
+        return made
+
+    def __tensor_flatten__(self) -> tuple[list[str], Form]:
+        return list(self.names), self.form
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Mapping[str, Tensor], form: Form, *_size_and_stride: Any) -> SparseMatrix:
+        return SparseMatrix(inner, form)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Do what is done with a sparse matrix.
+
+        Raises:
+            UnsupportedProgram: it is no product with a dense matrix.
+        """
+        rule = _RULES.get(func)
+        found = NotImplemented if rule is None else rule(*args, **(kwargs or {}))
+        if found is NotImplemented:
+            layout = next(each.form[0] for each in args if isinstance(each, SparseMatrix))
+            raise UnsupportedProgram(
+                f"`{func}` is given a matrix of layout {layout}",
+                where=Origins().current() or None,
+                stage="joint",
+                fix=FIX,
+            )
+        return found
+
+    def parts(self) -> dict[str, Tensor]:
+        """Indices, and values."""
+        return {name: vars(self)[name] for name in self.names}
+
+    def stored(self) -> Tensor:
+        """The values."""
+        return vars(self)[self.names[-1]]
+
+    def again(self) -> SparseMatrix:
+        """Another tensor of the same parts."""
+        return SparseMatrix(self.parts(), self.form)
+
+    def layout_now(self) -> torch.layout:
+        """What `.layout` asks for."""
+        return self.form[0]
+
+    def is_in_order(self) -> bool:
+        """What `.is_coalesced()` asks for."""
+        return self.form[2] is not False
+
+
+def _transposed(matrix: SparseMatrix) -> SparseMatrix:
+    """Eager copies COO indices, and takes CSR ones for those of columns."""
+    (layout, size, _), parts = matrix.form, matrix.parts()
+    if layout is torch.sparse_coo:
+        return SparseMatrix(parts | {"_indices()": parts["_indices()"].flip(0)}, (layout, size[::-1], False))
+    other = torch.sparse_csc if layout is torch.sparse_csr else torch.sparse_csr
+    return SparseMatrix(parts, (other, size[::-1], False))
+
+
+def _addmm(added: Tensor, matrix: Any, dense: Any, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    if not isinstance(matrix, SparseMatrix) or isinstance(dense, SparseMatrix):
+        return NotImplemented
+    *indices, values = matrix.parts().values()
+    layout, size, is_coalesced = matrix.form
+    if is_coalesced is None:
+        return NotImplemented
+    of = torch.ops.aotdist.sparse_addmm.default
+    return of(added, indices, values, size, layout, is_coalesced, dense, beta, alpha)
+
+
+def _mm(matrix: Any, dense: Any) -> Tensor:
+    return _addmm(dense.new_zeros((matrix.size(0), dense.size(1))), matrix, dense, beta=0)
+
+
+def _as_mask(matrix: SparseMatrix) -> SparseMatrix:
+    """What the backward of a product masks a dense gradient by, where eager sums equal indices up first."""
+    layout, size, _ = matrix.form
+    is_in_backward = matrix.requires_grad and not torch.is_grad_enabled()
+    return SparseMatrix(matrix.parts(), (layout, size, None)) if is_in_backward else NotImplemented
+
+
+def _masked(dense: Tensor, matrix: SparseMatrix) -> SparseMatrix:
+    """What `dense` holds where the matrix has values: its gradient, which is one already to its values."""
+    parts = matrix.parts()
+    if isinstance(dense, SparseMatrix):
+        return dense if dense.parts()["_indices()"] is parts["_indices()"] else NotImplemented
+    row, column = parts["_indices()"]
+    return SparseMatrix(parts | {"_values()": dense[row, column]}, matrix.form)
+
+
+def _sum_of_masked(one: Any, other: Any) -> SparseMatrix:
+    """The sum of two gradients of a matrix."""
+    of_one, of_other = (each.parts() if isinstance(each, SparseMatrix) else {} for each in (one, other))
+    if not of_one or of_one.get("_indices()") is not of_other.get("_indices()") or one.form[2] is not None:
+        return NotImplemented
+    return SparseMatrix(of_one | {"_values()": of_one["_values()"] + of_other["_values()"]}, one.form)
+
+
+def sparse_made(
+    _func: Any,
+    sparse_dim: int,
+    dense_dim: int,
+    size: Sequence[int],
+    indices: Tensor,
+    values: Tensor,
+    *,
+    is_coalesced: bool | None = None,
+    **_options: Any,
+) -> Tensor:
+    """A COO matrix that a program makes of values with history: PyTorch's fakes of sparse tensors lose it."""
+    has_history = torch.is_grad_enabled() and values.requires_grad
+    if not has_history or (sparse_dim, dense_dim) != (2, 0):
+        return NotImplemented
+    parts = {"_indices()": indices, "_values()": values}
+    return SparseMatrix(parts, (torch.sparse_coo, torch.Size(size), bool(is_coalesced)))
+
+
+_RULES: Mapping[Any, Callable[..., Any]] = {
+    torch.ops.prim.layout.default: SparseMatrix.layout_now,
+    _ATEN.is_coalesced.default: SparseMatrix.is_in_order,
+    _ATEN.detach.default: SparseMatrix.again,
+    _ATEN._coalesce.default: _as_mask,
+    _ATEN.sparse_mask.default: _masked,
+    _ATEN.add.Tensor: _sum_of_masked,
+    _ATEN._values.default: SparseMatrix.stored,
+    _ATEN.t.default: _transposed,
+    _ATEN.mm.default: _mm,
+    _ATEN.addmm.default: _addmm,
+    _ATEN._sparse_addmm.default: _addmm,
+}
+
+
+def _run(
+    added: Tensor,
+    indices: Sequence[Tensor],
+    values: Tensor,
+    size: Sequence[int],
+    layout: torch.layout,
+    is_coalesced: bool,
+    dense: Tensor,
+    *by: float,
+) -> Tensor:
+    like: Any = {"dtype": values.dtype, "layout": layout, "device": values.device}
+    if layout is torch.sparse_coo:
+        make = _ATEN._sparse_coo_tensor_with_dims_and_tensors.default
+        matrix = make(2, 0, size, *indices, values, is_coalesced=is_coalesced, **like)
+    else:
+        matrix = _ATEN._sparse_compressed_tensor_unsafe.default(*indices, values, size, **like)
+    beta, alpha = by
+    return torch.addmm(added, matrix, dense, beta=beta, alpha=alpha)
+
+
+def _like(
+    added: Tensor,
+    indices: Any,
+    values: Tensor,
+    size: Sequence[int],
+    layout: Any,
+    is_coalesced: Any,
+    *rest: Any,
+) -> Tensor:
+    return torch.addmm(added, values.new_empty(size), rest[0])
+
+
+define(
+    "sparse_addmm(Tensor added, Tensor[] indices, Tensor values, int[] size, Layout layout, "
+    "bool is_coalesced, Tensor dense, Scalar beta, Scalar alpha) -> Tensor",
+    _run,
+    _like,
+)
