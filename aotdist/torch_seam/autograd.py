@@ -74,20 +74,6 @@ def run_backward(
     )
 
 
-def run_backward_up_to(
-    outs: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor | None, ...]:
-    """`run_backward`, but nothing goes on from one of `wanted` to another; the graph is kept."""
-    with torch_functions_off():
-        nodes = {tensor.grad_fn for tensor in wanted if tensor.grad_fn is not None}
-    handles = [node.register_prehook(lambda grads: (None,) * len(grads)) for node in nodes]
-    try:
-        return run_backward(outs, wanted, tangents, retain_graph=True, create_graph=False)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def run_accumulating_backward(
     outs: Sequence[torch.Tensor],
     wanted: Sequence[torch.Tensor],
@@ -133,11 +119,6 @@ def saved_tensor_hooks_off() -> Generator[None]:
         yield
     finally:
         put_back()
-
-
-def hears_saved_tensors() -> bool:
-    """Whether a checkpoint, or another hook of saved tensors, is around what runs now."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # noqa: FBT003
 
 
 def has_history_of_its_own(tensor: torch.Tensor) -> bool:
@@ -198,20 +179,16 @@ def mixes_gradients(tensors: Sequence[torch.Tensor]) -> bool:
     nodes = [node for node in _custom_nodes(tensors) if len(node._input_metadata) > 1]
     return any(
         node.name() != REENTRANT_CHECKPOINT and not getattr(node._forward_cls, "passes_gradients_on", False)
-        for node in (*nodes, *filter(_is_custom, _nodes_from(lists)))
+        for node in (*nodes, *filter(is_custom, _nodes_from(lists)))
     )
 
 
-def functions_of(nodes: Iterable[Any]) -> list[type]:
-    """The classes of the Python autograd functions among autograd nodes."""
-    return [node._forward_cls for node in nodes if _is_custom(node)]
-
-
 def _custom_nodes(tensors: Sequence[torch.Tensor]) -> list[Any]:
-    return list(filter(_is_custom, nodes_behind(tensors)))
+    return list(filter(is_custom, nodes_behind(tensors)))
 
 
-def _is_custom(node: Any) -> bool:
+def is_custom(node: Any) -> bool:
+    """Whether an autograd node is of a function in Python."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
@@ -227,37 +204,6 @@ def tensors_by_node(tensors: Sequence[torch.Tensor]) -> dict[Any, frozenset[int]
         for node in nodes_behind([tensor]):
             found[node] = found.get(node, frozenset()) | {position}
     return found
-
-
-def consumers_within(
-    ends: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor], first: int
-) -> tuple[list[Any], list[tuple[Any, int, int]] | None]:
-    """The autograd nodes made since one with the number `first` that are behind `ends`.
-
-    And which of them send gradients to `tensors`, made before: the node, the position among what it sends,
-    and the position of the tensor; None if one sends a gradient elsewhere.
-    """
-    with torch_functions_off():
-        made = (
-            (k, tensor.grad_fn, tensor.output_nr) for k, tensor in enumerate(tensors) if tensor.requires_grad
-        )
-        positions = {(id(tensors[k]), 0) if node is None else (node, number): k for k, node, number in made}
-        pending = [tensor.grad_fn for tensor in ends]
-    inner, consumers = dict.fromkeys(pending), list[tuple[Any, int, int]]()
-    while pending:
-        node = pending.pop()
-        for sent, (source, number) in enumerate(node.next_functions):
-            if source is None or source in inner:
-                continue
-            leaf = getattr(source, "variable", None)
-            if (position := positions.get((source if leaf is None else id(leaf), number))) is not None:
-                consumers.append((node, sent, position))
-            elif leaf is not None or sequence_nr(source) < first:
-                return list(inner), None
-            else:
-                inner[source] = None
-                pending.append(source)
-    return list(inner), consumers
 
 
 def saves_tensors(node: Any) -> bool:
@@ -289,21 +235,6 @@ def _nodes_from(nodes: Iterable[Any]) -> list[Any]:
                 seen.add(source)
                 pending.append(source)
     return found
-
-
-@contextmanager
-def hooks_off(tensors: Sequence[torch.Tensor]) -> Generator[None]:
-    """In this context, the hooks of the gradients of `tensors` are not called."""
-    with torch_functions_off():
-        held = [hooks for tensor in tensors if (hooks := tensor._backward_hooks)]
-    before = [dict(hooks) for hooks in held]
-    for hooks in held:
-        hooks.clear()
-    try:
-        yield
-    finally:
-        for hooks, items in zip(held, before, strict=True):
-            hooks.update(items)
 
 
 def retains_grad(tensor: torch.Tensor) -> bool:
@@ -415,7 +346,7 @@ def chosen_in_backward() -> list[Any] | None:
     starts = [
         frame.f_locals["args"]
         for top in sys._current_frames().values()
-        for frame in _outwards(top)
+        for frame in outwards(top)
         if frame.f_code is _engine_run_backward.__code__
     ]
     chosen = [tensor for _, _, _, inputs, *_ in starts for tensor in inputs]
@@ -423,14 +354,8 @@ def chosen_in_backward() -> list[Any] | None:
     return [node for node in nodes if node is not None and not hasattr(node, "variable")] if starts else None
 
 
-def tensor_ids_of_roots() -> set[int]:
-    """Identities of the tensors from which the running backwards of this thread started."""
-    frames = _outwards(sys._getframe())
-    starts = (frame for frame in frames if frame.f_code is _engine_run_backward.__code__)
-    return {id(root) for frame in starts for root in frame.f_locals["t_outputs"]}
-
-
-def _outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+def outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """A frame, and those behind it."""
     while frame is not None:
         yield frame
         frame = frame.f_back

@@ -40,10 +40,10 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (57_471, 42_000),
-    "lines of its core": (32_549, 23_500),
-    "classes of its core": (292, 200),
-    "files of aotdist/": (292, 235),
+    "lines of aotdist/": (59_130, 42_000),
+    "lines of its core": (33_927, 23_500),
+    "classes of its core": (309, 200),
+    "files of aotdist/": (300, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),
     "most fields of a class": (14, 14),

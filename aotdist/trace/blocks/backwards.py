@@ -10,7 +10,8 @@ import torch
 from torch.fx import Node
 
 from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild, recipe_of
-from aotdist.torch_seam.autograd import hooks_off, retains_grad, run_backward_up_to
+from aotdist.torch_seam.autograd import retains_grad
+from aotdist.torch_seam.block_gradients import hooks_off, run_backward_up_to
 from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, functional_value
 from aotdist.torch_seam.proxies import track
 from aotdist.trace.blocks.kinds import Unfit, likeness

@@ -13,7 +13,8 @@ from torch.fx import Node
 
 from aotdist.origins import current_module
 from aotdist.subclasses.protocol import plain_tensors
-from aotdist.torch_seam.autograd import next_sequence_nr, node_base, tensor_ids_of_roots
+from aotdist.torch_seam.autograd import next_sequence_nr, node_base
+from aotdist.torch_seam.block_gradients import tensor_ids_of_roots
 from aotdist.torch_seam.functional import FunctionalTensor, data_writes, functional_value
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.own_attributes import calling_forwards_by_way_of, note_read, noting_reads

@@ -15,8 +15,9 @@ from aotdist.capture.ambient import ambient
 from aotdist.capture.constants import is_constant
 from aotdist.origins import current_tags
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors, recipe_of
-from aotdist.torch_seam.autograd import hears_saved_tensors, in_backward
-from aotdist.torch_seam.functional import FunctionalTensor, Likeness, functional_storage_id, functional_value
+from aotdist.torch_seam.autograd import in_backward
+from aotdist.torch_seam.block_gradients import hears_saved_tensors
+from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, functional_value, memory_of
 from aotdist.torch_seam.modes import num_modes, torch_functions_off, under_transform
 
 _HOOKS = (
@@ -204,9 +205,14 @@ class _Described:
             return "object", id(value)
         if self._is_given:
             raise Unfit(f"it is given an object ({type(value).__name__}), which it may change")
-        constants = [(name, repr(item)) for name, item in vars(value).items() if is_constant(item)]
-        is_data = len(constants) == len(vars(value))  # two that hold the same are alike
-        return "object", None if is_data else id(value), self._once(value, lambda _: tuple(constants))
+        attributes = _attributes(value)
+        constants = tuple((name, repr(item)) for name, item in attributes.items() if is_constant(item))
+        is_data = len(constants) == len(attributes)  # two that hold the same are alike
+        return "object", None if is_data else id(value), self._once(value, lambda _: constants)
+
+
+def _attributes(value: object) -> dict[str, Any]:
+    return vars(value)
 
 
 def _is_of_tensor_parallelism(hook: Any) -> bool:
@@ -233,11 +239,11 @@ def likeness(tensor: torch.Tensor, memories: dict[int, int]) -> Hashable:
     recipe = recipe_of(tensor) if is_wrapper(tensor) else None
     found: list[Hashable] = [recipe]
     for plain in plain_tensors(tensor):
-        like = Likeness.of(functional_value(plain)) if isinstance(plain, FunctionalTensor) else None
+        value = functional_value(plain) if isinstance(plain, FunctionalTensor) else None
+        like = Likeness.of(value) if isinstance(value, FakeTensor) else None
         if like is None:
-            raise Unfit("a tensor that it is given has symbolic sizes, or no memory of its own")
-        memory = functional_storage_id(plain)  # type: ignore[arg-type]
-        found += (like, memories.setdefault(memory, len(memories)))
+            raise Unfit("a tensor that it is given has symbolic sizes, or is a constant")
+        found += (like, memories.setdefault(memory_of(plain), len(memories)))
     try:
         hash(recipe)
     except TypeError as error:

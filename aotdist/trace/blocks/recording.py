@@ -15,7 +15,8 @@ from torch.fx.node import map_arg
 from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant
 from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild
-from aotdist.torch_seam.autograd import consumers_within, functions_of, saves_tensors
+from aotdist.torch_seam.autograd import saves_tensors
+from aotdist.torch_seam.block_gradients import consumers_within, functions_of
 from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, is_functional_base
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.operators import is_operator
@@ -130,7 +131,7 @@ class Copying:
         for step in steps:
             meta = step.node.meta
             if step.node.op == "get_attr":
-                node = tracer.constant(step.node.target)
+                node = tracer.constant(str(step.node.target))
             else:
                 args, kwargs = map_arg((step.args, step.kwargs), lambda node: now.get(node, node))
                 target = step.node.target
