@@ -297,7 +297,8 @@ def _run(
         examples: what they stand for.
     """
     inside, prints = inside_wrappers(inputs), Prints(assignments.existing)
-    changes.in_backward.watch_forward = functools.partial(_watched, reached, changes.checks, prints)
+    changes.in_backward.watch_forward = functools.partial(changed_outside_of_modules, reached)
+    changes.in_backward.num_effects = lambda: (len(changes.checks.made), len(prints.noted()))
     try:
         hearing = prints.heard() if changes.prints else contextlib.nullcontext()
         with class_functions_on(), modes_left_alone(), hearing:
@@ -323,12 +324,6 @@ def _run(
         assignments.roll_back()
         refuse_carried(error, assignments.existing)
         raise
-
-
-def _watched(reached: Reached, checks: Checks, prints: Prints) -> Callable[[], bool]:
-    """Says whether the program has done nothing in Python since, outside of modules."""
-    has_changed, counts = changed_outside_of_modules(reached), (len(checks.made), len(prints.noted()))
-    return lambda: counts == (len(checks.made), len(prints.noted())) and not has_changed()
 
 
 def _without_history(value: Any, inputs: Sequence[torch.Tensor]) -> Any:

@@ -69,7 +69,9 @@ class InBackward:
         self.watch_given: Callable[[], MutatedArguments] | None = None
         """Watches what the trace was given, from now on."""
         self.watch_forward: Callable[[], Callable[[], bool]] | None = None
-        """Watches a part of the forward: says whether it has done nothing in Python outside of modules."""
+        """Watches a part of the forward: says whether it has changed Python outside of modules."""
+        self.num_effects: Callable[[], tuple[int, ...]] = tuple
+        """How many checks of data, and prints, the forward has made by now."""
         self.counts: Sequence[Source] = ()
         """Places where symbols stand for numbers."""
         self.symbols: dict[str, Source] = {}

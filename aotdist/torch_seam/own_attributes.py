@@ -37,8 +37,8 @@ class _Own:
         self.attributes: dict[int, dict[str, Any]] = {}
         self.own: dict[int, dict[str, Any]] = {}
         self.shared: dict[int, dict[str, Any]] = {}
-        self.reads: set[tuple[int, str]] | None = None
-        """The attributes that are read, each with the identity of its module; None if nobody asks."""
+        self.reads: dict[tuple[int, str], nn.Module] | None = None
+        """The modules whose attributes are read, by identity and name; None if nobody asks."""
         self._before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
         """Each module, the thread's own `__dict__` of it, and what was in that in the beginning."""
 
@@ -95,12 +95,12 @@ def own_attributes(modules: Iterable[nn.Module] = ()) -> Generator[None]:
 
 
 @contextmanager
-def noting_reads() -> Generator[set[tuple[int, str]]]:
-    """A set of the attributes of modules that this thread reads inside, each with the module's identity.
+def noting_reads() -> Generator[dict[tuple[int, str], nn.Module]]:
+    """The modules whose attributes this thread reads inside, by identity and name of the attribute.
 
-    It is for a context in which the thread has attributes for itself.
+    It is for a context in which the thread has attributes for itself, and knows of modules that are its own.
     """
-    held, reads = _OWN.value, set[tuple[int, str]]()
+    held, reads = _OWN.value, dict[tuple[int, str], nn.Module]()
     assert held is not None, "modules are asked by way of `_get` where a thread has its own"
     outer, held.reads = held.reads, reads
     try:
@@ -111,8 +111,8 @@ def noting_reads() -> Generator[set[tuple[int, str]]]:
             outer |= reads
 
 
-def note_read(attributes: Iterable[tuple[int, str]]) -> None:
-    """Let `noting_reads` count attributes as read, each named with the identity of its module."""
+def note_read(attributes: Mapping[tuple[int, str], nn.Module]) -> None:
+    """Let `noting_reads` count attributes as read."""
     held = _OWN.value
     if held is not None and held.reads is not None:
         held.reads.update(attributes)
@@ -146,11 +146,11 @@ def _is_set_by_class(found: Any) -> bool:
 
 def _get(module: Any, name: str) -> Any:
     held = _OWN.value
-    if held is not None and held.reads is not None:
-        held.reads.add((id(module), name))
     attributes = None if held is None else held.attributes.get(id(module))
-    if attributes is None:
+    if held is None or attributes is None:
         return super(nn.Module, module).__getattribute__(name)
+    if held.reads is not None:
+        held.reads[id(module), name] = module
     if name == "__dict__":
         return attributes
     found = _in_class(type(module), name)

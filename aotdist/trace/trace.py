@@ -216,24 +216,20 @@ def _run_forward(
 
 def _blocks(context: TraceContext, lifting: CaptureMode) -> Blocks:
     """What instantiates modules of one kind, if that is asked for."""
-    in_python = context.options.in_python
+    in_python, guards = context.options.in_python, context.recorder.data_guards
 
     def watch() -> Callable[[], bool]:
-        """Says whether a part of the program that begins has done nothing but compute."""
         assert in_python is not None and in_python.watch_forward is not None, (
-            "modules are called in the forward"
+            "modules are called by the program"
         )
-        counts = _counts(context.recorder, lifting)
-        is_unchanged = in_python.watch_forward()
-        return lambda: counts == _counts(context.recorder, lifting) and is_unchanged()
+        return in_python.watch_forward()
+
+    def num_effects() -> tuple[int, ...]:
+        made = () if in_python is None else in_python.num_effects()
+        return lifting.num_hooks, len(lifting.retained), len(lifting.asked), len(guards.given), *made
 
     is_asked = context.options.instantiate and in_python is not None
-    return Blocks(context.recorder, lifting.met, lambda: lifting.num_hooks, watch if is_asked else None)
-
-
-def _counts(recorder: Recorder, lifting: CaptureMode) -> tuple[int, ...]:
-    """How often the program has chosen by data, hooked a gradient, or told or asked an input something."""
-    return len(recorder.data_guards.given), lifting.num_hooks, len(lifting.retained), len(lifting.asked)
+    return Blocks(context.recorder, lifting.met, num_effects, watch if is_asked else None)
 
 
 def _resuming(

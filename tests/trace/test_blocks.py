@@ -260,6 +260,28 @@ class Hooking(Block):
         return x.sin()
 
 
+class Layer:
+    number = 0
+
+
+def _told_outside(layer: Any) -> Callable[[Tensor], Any]:
+    """What the blocks find outside of themselves says which of them it is."""
+
+    class Told(Block):
+        def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+            return super().forward(x) * (2 if layer.number == 3 else 1)
+
+    blocks = nn.ModuleList(Told() for _ in range(DEPTH))
+
+    def run(x: Tensor) -> Tensor:
+        for number, block in enumerate(blocks):
+            layer.number = number
+            x = block(x)
+        return x
+
+    return run
+
+
 class Holder:
     def __init__(self) -> None:
         self.values: list[Tensor] = []
@@ -301,12 +323,14 @@ def _checkpointed() -> Callable[[Tensor], Any]:
 
 TRACED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], str]] = {
     "its number decides": (lambda: Stack(*(Numbered(k) for k in range(4))), ""),
-    "it counts": (lambda: Stack(*(Counting(k) for k in range(DEPTH))), "changes its own attributes"),
+    "it counts": (lambda: Stack(*(Counting(k) for k in range(DEPTH))), ""),
     "it writes buffers": (lambda: Stack(*(Normalised() for _ in range(DEPTH))), "writes to what it is given"),
     "it keeps values": (lambda: Stack(*(Keeping() for _ in range(DEPTH))), "in Python"),
-    "it prints": (lambda: Stack(*(Printing() for _ in range(DEPTH))), "in Python"),
+    "it prints": (lambda: Stack(*(Printing() for _ in range(DEPTH))), "it prints"),
     "a function of the user's": (lambda: Stack(*(Doubling() for _ in range(DEPTH))), "autograd function"),
     "it hooks gradients": (lambda: Stack(*(Hooking() for _ in range(DEPTH))), "hooks a gradient"),
+    "an object decides": (lambda: _told_outside(Layer()), ""),
+    "a module decides": (lambda: _told_outside(nn.Identity()), ""),
     "it is given an object": (_handing, "given an object"),
     "modules in it have hooks": (_hooked, "has hooks"),
     "it is checkpointed": (_checkpointed, "checkpoint"),

@@ -15,7 +15,7 @@ from aotdist.torch_seam.block_gradients import hooks_off, run_backward_up_to
 from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, functional_value
 from aotdist.torch_seam.proxies import track
 from aotdist.trace.blocks.kinds import Unfit, likeness
-from aotdist.trace.blocks.recording import Recorded, Step, checked_nodes, likeness_of
+from aotdist.trace.blocks.recording import Recorded, Step, checked_nodes, likeness_of, likenesses_of
 from aotdist.trace.recorder import Recorder
 
 
@@ -135,6 +135,7 @@ class Backwards:
                 )
                 steps = [Step.of(node) for node in aside.nodes if model.made(node)]
                 checked_nodes([step.node for step in steps], recorder)
+                model.likenesses.update(likenesses_of(steps))
         except Unfit as unfit:
             raise NotInstantiable(str(unfit)) from None
         finally:

@@ -26,10 +26,10 @@ class Copies:
 
     def traced(self) -> Mapping[tuple[str, str], int]:
         """How many calls were traced, by path, with `*` for numbers, and reason; none inside of these."""
-        inside = {*(path for pair in self.instances for path in pair), *self.reasons}
-        outermost = {path: why for path, why in self.reasons.items() if not _lies_in(path, inside)}
-        found = Counter((_NUMBER.sub("*", path), why) for path, why in outermost.items())
-        return {named: count for named, count in found.items() if count > 1}
+        counts = Counter((_NUMBER.sub("*", path), why) for path, why in self.reasons.items())
+        several = {named: count for named, count in counts.items() if count > 1}
+        paths = {path for path, _ in several} | {_NUMBER.sub("*", path) for path, _ in self.instances}
+        return {named: count for named, count in several.items() if not _lies_in(named[0], paths)}
 
 
 NO_COPIES = Copies((), {})

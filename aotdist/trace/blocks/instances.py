@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Hashable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.blocks.backwards import Backwards, NotInstantiable, value_of
 from aotdist.trace.blocks.copies import Copies
-from aotdist.trace.blocks.kinds import Attribute, Kind, Unfit, kind_of
+from aotdist.trace.blocks.kinds import Kind, Reads, Unfit, kind_of
 from aotdist.trace.blocks.recording import (
     Copying,
     Given,
@@ -32,6 +32,7 @@ from aotdist.trace.blocks.recording import (
     checked_nodes,
     checked_outs,
     gradients_of,
+    likenesses_of,
 )
 from aotdist.trace.recorder import Recorder
 
@@ -48,17 +49,19 @@ class _Candidate:
 
     Args:
         recorded: a call, or why none can be copied.
-        attributes: those that it reads: calls for which they are others are of another kind.
+        reads: the attributes that it reads: calls for which they are others are of another kind.
+        has_changed: says whether anything in Python outside of modules was changed since it began.
         is_confirmed: whether two calls recorded the same.
     """
 
     recorded: Recorded | str
-    attributes: Mapping[Attribute, Hashable]
+    reads: Reads
+    has_changed: Callable[[], bool]
     is_confirmed: bool = False
 
-    def names(self, number: int) -> list[str]:
-        """The attributes that it reads of one module."""
-        return [name for module, name in self.attributes if module == number]
+    def is_for(self, kind: Kind) -> bool:
+        """Whether it says something of a call."""
+        return self.reads.hold_for(kind) and (isinstance(self.recorded, str) or not self.has_changed())
 
 
 class Blocks:
@@ -67,21 +70,22 @@ class Blocks:
     Args:
         recorder: records the program.
         met: gives the traced tensor of a real one that the program has met.
-        num_hooks: how many hooks of gradients the program has registered.
-        watch: watches a part of the program, and says afterwards whether it did nothing but compute; None for
-            a trace without instances.
+        num_effects: how often the program has hooked a gradient, and done other things that no node tells.
+        watch: watches Python outside of modules, and says afterwards whether anything was changed; None for a
+            trace without instances.
     """
 
     def __init__(
         self,
         recorder: Recorder,
         met: Callable[[torch.Tensor], torch.Tensor | None],
-        num_hooks: Callable[[], int],
+        num_effects: Callable[[], tuple[int, ...]],
         watch: Callable[[], Callable[[], bool]] | None,
     ) -> None:
         self._recorder, self._met, self._watch = recorder, met, watch
         self._candidates: dict[Hashable, list[_Candidate]] = {}
-        self._backwards = Backwards(recorder, num_hooks)
+        self._num_effects = num_effects
+        self._backwards = Backwards(recorder, lambda: num_effects()[0])
         self._instances: list[tuple[str, str]] = []
         self._reasons: dict[str, str] = {}
 
@@ -108,15 +112,19 @@ class Blocks:
             self._reasons[path] = str(unfit)
             return forward(*args, **kwargs)
         candidates = self._candidates.setdefault(kind.key, [])
-        alike = next((one for one in reversed(candidates) if kind.has(one.attributes)), None)
+        alike = next((one for one in reversed(candidates) if one.is_for(kind)), None)
         if alike is not None and isinstance(alike.recorded, Recorded) and alike.is_confirmed:
             return self._instance(alike, kind, path)
         if alike is not None and isinstance(alike.recorded, str):
             self._note_reason(path, alike.recorded)
             return forward(*args, **kwargs)
+        assert self._watch is not None, "calls come here only then"
+        has_changed = self._watch()
         with noting_reads() as reads:
-            result, recorded = self._recorded(module, forward, args, kwargs, kind, path)
-        candidates.append(self._compared(alike, recorded, kind.read(reads)))
+            result, recorded = self._recorded(module, forward, args, kwargs, kind)
+        if has_changed() and isinstance(recorded, Recorded):
+            recorded = "it changes something in Python"
+        candidates.append(self._compared(alike, _Candidate(recorded, Reads.of(kind, reads), has_changed)))
         if isinstance(reason := candidates[-1].recorded, str):
             self._note_reason(path, reason)
         return result
@@ -125,17 +133,15 @@ class Blocks:
         if reason is not _FEW:
             self._reasons[path] = reason
 
-    def _compared(
-        self, before: _Candidate | None, recorded: Recorded | str, attributes: Mapping[Attribute, Hashable]
-    ) -> _Candidate:
+    def _compared(self, before: _Candidate | None, now: _Candidate) -> _Candidate:
         """What is known of calls like one that was traced, and of one like it before, if there was one."""
-        if before is None or isinstance(recorded, str):
-            return _Candidate(recorded, attributes)
+        if before is None or isinstance(now.recorded, str):
+            return now
         assert isinstance(before.recorded, Recorded), "otherwise it is known not to be"
-        difference = before.recorded.difference_from(recorded, self._recorder)
-        if difference is None and before.attributes == attributes:
-            return _Candidate(before.recorded, attributes, is_confirmed=True)
-        return _Candidate(difference or "two calls read different attributes", attributes)
+        difference = before.recorded.difference_from(now.recorded, self._recorder)
+        if difference is None and before.reads == now.reads:
+            return replace(before, is_confirmed=True)
+        return replace(now, recorded=difference or "two calls read different attributes")
 
     def _recorded(
         self,
@@ -144,15 +150,13 @@ class Blocks:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         kind: Kind,
-        path: str,
     ) -> tuple[Any, Recorded | str]:
         """Trace a call; what it returns, and what was recorded, or why that cannot be copied."""
         recorder, tracer = self._recorder, self._recorder.tracer
         with torch_functions_off():
             plains = kind.plains()
             inputs, writes = tuple(map(recorder.value, plains)), tuple(map(data_writes, plains))
-        assert self._watch is not None, "calls come here only then"
-        last, has_only_computed = next(reversed(tracer.graph.nodes), None), self._watch()
+        last, effects = next(reversed(tracer.graph.nodes), None), self._num_effects()
         first, counted = next_sequence_nr(), tracer.next_counted()
         result = forward(*args, **kwargs)
         nodes = [node for node in _since(tracer.graph, last) if node.op != "placeholder"]
@@ -162,8 +166,8 @@ class Blocks:
             with torch_functions_off():
                 if tuple(map(data_writes, plains)) != writes:
                     raise Unfit("it writes to what it is given")
-                if not has_only_computed():
-                    raise Unfit("it changes something in Python, chooses by data, or hooks a gradient")
+                if self._num_effects() != effects:
+                    raise Unfit("it prints, checks or chooses by data, or hooks a gradient")
                 after = kind_of(module, args, kwargs, self._met)
                 if (after.key, after.attributes) != (kind.key, kind.attributes):
                     raise Unfit("it changes its own attributes, or its arguments")
@@ -171,21 +175,30 @@ class Blocks:
                 outs, spec = pytree.tree_flatten(result)
                 outs = checked_outs(outs, kind, set(nodes), recorder)
                 edges, consumers, saves = gradients_of(outs, kind, first)
+                steps = tuple(map(Step.of, nodes))
+                likenesses = likenesses_of(steps)
         except Unfit as unfit:
             return result, str(unfit)
-        num_seqs = tracer.next_counted() - counted
-        steps = tuple(map(Step.of, nodes))
         return result, Recorded(
-            path, kind, inputs, steps, outs, spec, counted, num_seqs, edges, consumers, saves
+            path=current_module(),
+            kind=kind,
+            inputs=inputs,
+            steps=steps,
+            outs=outs,
+            spec=spec,
+            first_seq=counted,
+            num_seqs=tracer.next_counted() - counted,
+            edges=edges,
+            consumers=consumers,
+            saves=saves,
+            likenesses=likenesses,
         )
 
     def _instance(self, candidate: _Candidate, kind: Kind, path: str) -> Any:
         model = candidate.recorded
         assert isinstance(model, Recorded), "it is confirmed"
         self._instances.append((path, model.path))
-        note_read(
-            (module, name) for module, number in kind.modules.items() for name in candidate.names(number)
-        )
+        note_read(candidate.reads.of_call(kind))
         recorder, tracer = self._recorder, self._recorder.tracer
         with torch_functions_off():
             plains = kind.plains()

@@ -47,6 +47,45 @@ class Unfit(Exception):
 
 
 @dataclass(frozen=True, slots=True)
+class Reads:
+    """The attributes of modules that a call read, and what they were.
+
+    Args:
+        inside: those of modules in the block.
+        outside: those of others, which the program may have changed since, with the modules.
+    """
+
+    inside: Mapping[Attribute, Hashable]
+    outside: Mapping[tuple[int, str], tuple[nn.Module, Hashable]]
+
+    @classmethod
+    def of(cls, kind: Kind, reads: Mapping[tuple[int, str], nn.Module]) -> Reads:
+        """What a call of a kind read: modules by their identity, and the name of the attribute."""
+        numbers = {id(module): number for number, module in kind.modules.items()}
+        named = ((numbers[module], name) for module, name in reads if module in numbers)
+        inside = {at: kind.attributes[at] for at in named if at in kind.attributes}
+        others = ((at, module) for at, module in reads.items() if at[0] not in numbers)
+        return cls(inside, {at: (module, _shown(module, at[1])) for at, module in others})
+
+    def hold_for(self, kind: Kind) -> bool:
+        """Whether another call would read the same."""
+        return all(kind.attributes.get(at) == value for at, value in self.inside.items()) and all(
+            _shown(module, name) == value for (_, name), (module, value) in self.outside.items()
+        )
+
+    def of_call(self, kind: Kind) -> dict[tuple[int, str], nn.Module]:
+        """What another call reads: modules by their identity, and the name of the attribute."""
+        inside = {(id(kind.modules[number]), name): kind.modules[number] for number, name in self.inside}
+        return inside | {at: module for at, (module, _) in self.outside.items()}
+
+
+def _shown(module: nn.Module, name: str) -> Hashable:
+    """A constant attribute of a module, or which object it is; None if there is none."""
+    value = vars(module).get(name)
+    return (type(value), repr(value)) if is_constant(value) else id(value)
+
+
+@dataclass(frozen=True, slots=True)
 class Kind:
     """The kind of one call of a module.
 
@@ -56,24 +95,15 @@ class Kind:
             Only those that a call reads decide what it records: few read the number of a layer.
         tensors: the traced tensors that the call can reach by way of the module and its arguments, each once,
             in an order that calls of one kind share.
-        modules: the number of each module, by identity.
+        modules: the modules in it, by their numbers.
         held: objects that `key` knows by their identity.
     """
 
     key: Hashable
     attributes: Mapping[Attribute, Hashable]
     tensors: tuple[torch.Tensor, ...]
-    modules: Mapping[int, int]
+    modules: Mapping[int, nn.Module]
     held: tuple[Any, ...]
-
-    def read(self, reads: Iterable[tuple[int, str]]) -> dict[Attribute, Hashable]:
-        """Those of its attributes that were read; these are named by the identity of their module."""
-        named = ((self.modules.get(module), name) for module, name in reads)
-        return {at: self.attributes[at] for at in named if at in self.attributes}  # type: ignore[misc,index]
-
-    def has(self, attributes: Mapping[Attribute, Hashable]) -> bool:
-        """Whether it has these attributes."""
-        return all(self.attributes.get(at) == value for at, value in attributes.items())
 
     def plains(self) -> list[FunctionalTensor]:
         """The plain tensors beneath `tensors`, in order."""
@@ -125,7 +155,7 @@ class _Described:
         self.tensors: dict[int, torch.Tensor] = {}
         self.held: list[Any] = []
         self.attributes: dict[Attribute, Hashable] = {}
-        self.modules: dict[int, int] = {}
+        self.modules: dict[int, nn.Module] = {}
         self._is_given = False
 
     def argument(self, value: Any) -> Hashable:
@@ -179,7 +209,8 @@ class _Described:
             raise Unfit(f"a module in it has hooks ({type(module).__name__})")
         if "forward" in attributes:
             raise Unfit(f"the forward of a module in it is replaced ({type(module).__name__})")
-        number = self.modules[id(module)] = self._numbers[id(module)]
+        number = self._numbers[id(module)]
+        self.modules[number] = module
         found: list[Hashable] = list(map(self.value, hooks))
         for name, value in attributes.items():
             if name in _STATE:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -54,7 +54,7 @@ class Likenesses:
     """Makes fakes like those of recorded nodes, which share memory where they do.
 
     Args:
-        known: what fakes are like, by identity; it is added to.
+        known: what fakes are like, by identity.
         recorder: whose fakes they are.
         memory: for memory of recorded fakes, a fake in the memory that stands for it; it is added to.
         made: what stands for recorded fakes, by identity; likewise.
@@ -86,13 +86,21 @@ class Likenesses:
             return value
         made = self._made.get(id(value))
         if made is None:
-            like = self._known.get(id(value))
-            if like is None:
-                like = self._known[id(value)] = likeness_of(value)
+            like = self._known[id(value)]
             memory = storage_id(value)
             made = self._made[id(value)] = like.made(self._recorder.fake_mode, self._memory.get(memory))
             self._memory.setdefault(memory, made)
         return made
+
+
+def likenesses_of(steps: Iterable[Step]) -> dict[int, Likeness]:
+    """What the values of nodes are like, by identity.
+
+    Raises:
+        Unfit: there is more to one.
+    """
+    values = pytree.tree_leaves([step.node.meta.get("val") for step in steps])
+    return {id(value): likeness_of(value) for value in values if isinstance(value, FakeTensor)}
 
 
 def likeness_of(fake: FakeTensor) -> Likeness:
@@ -169,7 +177,7 @@ class Recorded:
         edges: for each tensor of `kind.tensors`, how many gradients the block sends to it.
         consumers: the autograd nodes that send them: node, position among what it sends, and the tensor.
         saves: whether autograd saved tensors.
-        likenesses: what its values are like, as far as it was asked.
+        likenesses: what its values are like, by identity; those of its backwards are added.
     """
 
     path: str
@@ -183,7 +191,7 @@ class Recorded:
     edges: tuple[int, ...]
     consumers: tuple[tuple[Any, int, int], ...]
     saves: bool
-    likenesses: dict[int, Likeness] = field(default_factory=dict)
+    likenesses: dict[int, Likeness]
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that it returned."""
