@@ -89,6 +89,8 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
         self.rebinding = Rebinding(self.strided)
         self.on_write: Callable[[FunctionalTensor], None] | None = None
         """Called with every tensor before an operator writes it."""
+        self.num_writes = 0
+        """How many tensors operators have written."""
         self.recorded_again: Callable[..., Any] | None = None
         """Records an operator with fakes for arguments whose result is known, or gives `NotImplemented`."""
 
@@ -136,10 +138,12 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
                 return broken_up(func, *args, **kwargs)
         moves = self.rebinding.does.get(func)
         if moves is not None and isinstance(args[0], FunctionalTensor):
+            self.num_writes += 1
             with self, torch.no_grad():
                 moves(*args, **kwargs)
             return args[0]
         if beneath_wrappers and is_operator(func) and out_names(func):
+            self.num_writes += 1
             with self, torch.no_grad():
                 outs = self.rebinding.call_with_outs(func, args, kwargs)
             if outs is not None:
@@ -243,6 +247,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
             self._remember_viewed(args[0])
             return
         for tensor in written_by(func, args, kwargs):
+            self.num_writes += 1
             if isinstance(tensor, FunctionalTensor) and (storage := functional_storage_id(tensor)):
                 self.strided.refuse_write(func, tensor)
                 owner = self._laid_out.get(storage, tensor)

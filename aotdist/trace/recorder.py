@@ -435,6 +435,10 @@ class Recorder:
             track(fake, pick, self.tracer)
         return fakes
 
+    def num_writes(self) -> int:
+        """How many tensors operators have written by now."""
+        return self._functionalisation.num_writes
+
     def num_nodes(self) -> int:
         """How many nodes are recorded by now."""
         return len(self.tracer.graph.nodes)

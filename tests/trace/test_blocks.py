@@ -282,6 +282,29 @@ def _told_outside(layer: Any) -> Callable[[Tensor], Any]:
     return run
 
 
+def _writing_outside() -> Callable[[Tensor], Any]:
+    """The blocks add to a part of a tensor that they close over."""
+    held: list[Tensor] = []
+
+    class Writing(Block):
+        def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+            x = super().forward(x)
+            held[0][0].add_(x.detach().mean())
+            return x
+
+    blocks = nn.ModuleList(Writing() for _ in range(DEPTH))
+
+    def run(x: Tensor) -> Any:
+        total = torch.zeros(2)
+        held[:] = [total]
+        for block in blocks:
+            x = block(x)
+        held.clear()
+        return x, total
+
+    return run
+
+
 class Holder:
     def __init__(self) -> None:
         self.values: list[Tensor] = []
@@ -329,6 +352,7 @@ TRACED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], str]] = {
     "it prints": (lambda: Stack(*(Printing() for _ in range(DEPTH))), "it prints"),
     "a function of the user's": (lambda: Stack(*(Doubling() for _ in range(DEPTH))), "autograd function"),
     "it hooks gradients": (lambda: Stack(*(Hooking() for _ in range(DEPTH))), "hooks a gradient"),
+    "it writes a part of a tensor outside": (_writing_outside, "closes over"),
     "an object decides": (lambda: _told_outside(Layer()), ""),
     "a module decides": (lambda: _told_outside(nn.Identity()), ""),
     "it is given an object": (_handing, "given an object"),

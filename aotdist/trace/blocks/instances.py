@@ -157,6 +157,7 @@ class Blocks:
             plains = kind.plains()
             inputs, writes = tuple(map(recorder.value, plains)), tuple(map(data_writes, plains))
         last, effects = next(reversed(tracer.graph.nodes), None), self._num_effects()
+        num_writes = recorder.num_writes()
         first, counted = next_sequence_nr(), tracer.next_counted()
         result = forward(*args, **kwargs)
         nodes = [node for node in _since(tracer.graph, last) if node.op != "placeholder"]
@@ -172,6 +173,8 @@ class Blocks:
                 if (after.key, after.attributes) != (kind.key, kind.attributes):
                     raise Unfit("it changes its own attributes, or its arguments")
                 checked_nodes(nodes, recorder)
+                if recorder.num_writes() > num_writes and _closes_over(nodes, inputs):
+                    raise Unfit("it writes tensors, and computes with some that it closes over")
                 outs, spec = pytree.tree_flatten(result)
                 outs = checked_outs(outs, kind, set(nodes), recorder)
                 edges, consumers, saves = gradients_of(outs, kind, first)
@@ -321,6 +324,12 @@ def _since(graph: torch.fx.Graph, last: Node | None) -> list[Node]:
             break
         found.append(node)
     return found[::-1]
+
+
+def _closes_over(nodes: Sequence[Node], inputs: Sequence[Node]) -> bool:
+    """Whether nodes are given others than these inputs."""
+    known = {*nodes, *inputs}
+    return any(given not in known for node in nodes for given in node.all_input_nodes)
 
 
 def _memory(inputs: Sequence[Node], plains: Sequence[FunctionalTensor]) -> dict[int, torch.Tensor]:
