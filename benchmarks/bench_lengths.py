@@ -3,7 +3,8 @@
 A transformer encoder of twelve layers sees batches whose length changes at each step. `all steps` is the time
 of one step at each length, compiling included. `held` is by how much the process grows from after the third
 length to after the last, with freed memory given back: what each further length costs in memory. Each
-contender has a process of its own, with empty caches.
+contender has a process of its own, with empty caches. `step` is that of the program for all lengths beside
+the one for a single length, at that length, by turns.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ import aotdist
 from benchmarks import workers
 from benchmarks.effort import Case, Effort
 from benchmarks.process import status
-from benchmarks.timing import Series
+from benchmarks.timing import Contender, Pace, Series, as_series, take_turns
 from benchmarks.verdicts import Target
 
 CASE = "forty lengths"
+ONE_LENGTH = "one length"
+STATIC, DYNAMIC = "aotdist inductor, one length", "aotdist inductor, all lengths"
 
 CONTENDERS: dict[str, Callable[[nn.Module], object]] = {
     "eager": lambda model: model,
@@ -69,6 +72,15 @@ TARGETS = (
         prediction=0.9,
         reason="the same kernels; a second trace with numbers is little beside them",
     ),
+    Target(
+        ONE_LENGTH,
+        "step",
+        DYNAMIC,
+        (STATIC,),
+        limit=1.05,
+        prediction=1.02,
+        reason="products, most of the step, are the same; loops whose ends are symbols have a tail",
+    ),
 )
 
 
@@ -104,7 +116,32 @@ class Encoder(nn.Module):
 
 def cases(effort: Effort) -> list[Case]:
     """Seconds and MiB by contender."""
-    return [Case(CASE, partial(_measure, effort))]
+    return [Case(CASE, partial(_measure, effort)), Case(ONE_LENGTH, partial(_measure_step, effort))]
+
+
+def _measure_step(effort: Effort) -> list[Series]:
+    pace = Pace(rounds=3) if effort.quick else Pace(rounds=30, calls=3)
+    with tempfile.TemporaryDirectory() as caches:
+        environment: dict[str, str] = {name: caches for name in _CACHES}
+        seconds = workers.call(ONE_LENGTH, time_steps, pace, environment=environment)
+    return as_series(seconds, case=ONE_LENGTH, quantity="step", unit="ms")
+
+
+def time_steps(pace: Pace) -> dict[str, list[float]]:
+    """Seconds of a step of the program for one length, and of that for all; runs in a process of its own."""
+    batch, contenders = torch.randn(8, 96, 64), list[Contender]()
+    for name, lengths in ((STATIC, (96,)), (DYNAMIC, (80, 112, 96))):
+        torch.manual_seed(0)
+        model = aotdist.compile(Encoder(4), backend="inductor")
+        for length in lengths:
+            _step(model, torch.randn(8, length, 64))
+        contenders.append(Contender(name, partial(_step, model, batch)))
+    return take_turns(contenders, pace)
+
+
+def _step(model: nn.Module, batch: torch.Tensor) -> None:
+    model(batch).square().mean().backward()
+    model.zero_grad()
 
 
 def _measure(effort: Effort) -> list[Series]:
@@ -129,9 +166,8 @@ def train(job: Job) -> Found:
     for number in range(job.num_lengths):
         batch = torch.randn(2, 8 + 3 * number, 64)
         start = time.perf_counter()
-        model(batch).square().mean().backward()
+        _step(model, batch)
         seconds += time.perf_counter() - start
-        model.zero_grad()
         if number == 2:
             before = _held()
     return Found(seconds, max(_held() - before, 0.01))
