@@ -18,6 +18,7 @@ from torch import Tensor
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import Origins
 from aotdist.subclasses.own_operators import define
+from aotdist.torch_seam.functional import stands_for_another
 from aotdist.torch_seam.modes import no_modes
 
 _ATEN = torch.ops.aten
@@ -34,7 +35,9 @@ FIX = (
 
 def is_sparse(tensor: object) -> bool:
     """Whether a tensor is real and sparse. Traces have `SparseMatrix`; sparse gradients in them are fakes."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and _is_laid_out(tensor.layout)  # type: ignore[attr-defined]
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+        return False
+    return _is_laid_out(tensor.layout) and not stands_for_another(tensor)  # type: ignore[attr-defined,arg-type]
 
 
 def _is_laid_out(layout: torch.layout) -> bool:

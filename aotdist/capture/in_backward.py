@@ -168,6 +168,7 @@ class InBackward:
     def close(self) -> None:
         """Let go of what the trace reached."""
         self._environment, self.watch_given, self._left, self.counts = None, None, (), ()
+        self.watch_forward, self.num_effects = None, tuple
         self.kept = self.replaced = ()
 
     def beyond(self) -> InBackward:

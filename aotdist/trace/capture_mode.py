@@ -177,9 +177,8 @@ class CaptureMode(TorchFunctionMode):
         """In eager, a hook of an input stays with the input when the call is over."""
         idx = self._inputs.index_of(tensor)
         if idx is None:
-            self.num_hooks += not getattr(hook, "__module__", "").startswith(
-                "aotdist."
-            )  # those of captured hooks of FSDP2
+            by = getattr(hook, "__module__", None) or ""
+            self.num_hooks += not by.startswith("aotdist.")  # as FSDP2's captured hooks do
             return tensor.register_hook(hook)
         raise self._hooked(idx, "gradient")
 

@@ -40,9 +40,9 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (59_130, 42_000),
-    "lines of its core": (33_927, 23_500),
-    "classes of its core": (309, 200),
+    "lines of aotdist/": (59_205, 42_000),
+    "lines of its core": (34_002, 23_500),
+    "classes of its core": (310, 200),
     "files of aotdist/": (300, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),

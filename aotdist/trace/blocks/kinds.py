@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
@@ -248,7 +248,7 @@ def _attributes(value: object) -> dict[str, Any]:
 
 def _is_of_tensor_parallelism(hook: Any) -> bool:
     """Whether a hook is one with which `parallelize_module` redistributes what a module takes and gives."""
-    return getattr(hook, "__module__", "").startswith(_OF_TENSOR_PARALLELISM)
+    return (getattr(hook, "__module__", None) or "").startswith(_OF_TENSOR_PARALLELISM)
 
 
 def _likenesses(tensors: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
@@ -275,8 +275,19 @@ def likeness(tensor: torch.Tensor, memories: dict[int, int]) -> Hashable:
         if like is None:
             raise Unfit("a tensor that it is given has symbolic sizes, or is a constant")
         found += (like, memories.setdefault(memory_of(plain), len(memories)))
+    if holds_tensors(recipe):
+        raise Unfit(f"a {type(tensor).__name__} holds tensors that are none of the graph's")
     try:
         hash(recipe)
     except TypeError as error:
         raise Unfit(f"a {type(tensor).__name__} cannot be compared") from error
     return tuple(found)
+
+
+def holds_tensors(value: Any) -> bool:
+    """Whether a recipe, or something in it, is a tensor, or holds some."""
+    if isinstance(value, (list, tuple, dict)):
+        return any(map(holds_tensors, value.values() if isinstance(value, dict) else value))
+    if is_dataclass(value) and not isinstance(value, type):
+        return any(holds_tensors(getattr(value, each.name, None)) for each in fields(value))
+    return isinstance(value, torch.Tensor)
