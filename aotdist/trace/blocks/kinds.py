@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import nn
 from aotdist.capture.ambient import ambient
 from aotdist.capture.constants import is_constant
 from aotdist.origins import current_tags
-from aotdist.subclasses.protocol import is_wrapper, plain_tensors, recipe_of
+from aotdist.subclasses.protocol import Constant, Plain, Wrapper, is_wrapper, plain_tensors, recipe_of
 from aotdist.torch_seam.autograd import in_backward
 from aotdist.torch_seam.block_gradients import hears_saved_tensors
 from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, functional_value, memory_of
@@ -275,19 +275,19 @@ def likeness(tensor: torch.Tensor, memories: dict[int, int]) -> Hashable:
         if like is None:
             raise Unfit("a tensor that it is given has symbolic sizes, or is a constant")
         found += (like, memories.setdefault(memory_of(plain), len(memories)))
-    if holds_tensors(recipe):
-        raise Unfit(f"a {type(tensor).__name__} holds tensors that are none of the graph's")
-    try:
-        hash(recipe)
-    except TypeError as error:
-        raise Unfit(f"a {type(tensor).__name__} cannot be compared") from error
+    if recipe is not None and not _is_comparable(recipe):
+        raise Unfit(f"a {type(tensor).__name__} cannot be compared")
     return tuple(found)
 
 
-def holds_tensors(value: Any) -> bool:
-    """Whether a recipe, or something in it, is a tensor, or holds some."""
-    if isinstance(value, (list, tuple, dict)):
-        return any(map(holds_tensors, value.values() if isinstance(value, dict) else value))
-    if is_dataclass(value) and not isinstance(value, type):
-        return any(holds_tensors(getattr(value, each.name, None)) for each in fields(value))
-    return isinstance(value, torch.Tensor)
+def _is_comparable(value: Any) -> bool:
+    """Whether a recipe, or something in it, is made of what compares by value."""
+    if isinstance(value, (Wrapper, Plain, Constant)):
+        return all(_is_comparable(getattr(value, each.name)) for each in fields(value))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_comparable, value))
+    return (
+        isinstance(value, type)
+        or is_constant(value)
+        or type(value).__module__.startswith("torch.distributed")
+    )

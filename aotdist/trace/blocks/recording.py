@@ -246,7 +246,7 @@ def _same_target(ours: Node, theirs: Node, recorder: Recorder) -> bool:
     return ours.op == theirs.op and ours.target is theirs.target
 
 
-_OF_A_CALL = frozenset({"serial", "val", "module", "seq_nr"})
+_OF_A_CALL = frozenset({"serial", "val", "module", "seq_nr", "eager_input_vals", "tensor_meta"})
 """What nodes of two calls differ in."""
 
 
