@@ -156,7 +156,7 @@ class Blocks:
         with torch_functions_off():
             plains = kind.plains()
             inputs, writes = tuple(map(recorder.value, plains)), tuple(map(data_writes, plains))
-        last, effects = next(reversed(tracer.graph.nodes), None), self._num_effects()
+        last, effects = next(iter(reversed(tracer.graph.nodes)), None), self._num_effects()
         num_writes = recorder.num_writes()
         first, counted = next_sequence_nr(), tracer.next_counted()
         result = forward(*args, **kwargs)
