@@ -66,7 +66,7 @@ class SparseMatrix(Tensor):
     """
 
     form: Form
-    names: tuple[str, ...]
+    part_names: tuple[str, ...]
 
     @staticmethod
     def __new__(cls: type[SparseMatrix], parts: Mapping[str, Tensor], form: Form) -> SparseMatrix:
@@ -75,12 +75,12 @@ class SparseMatrix(Tensor):
         made: Any = Tensor._make_wrapper_subclass(
             cls, form[1], dtype=values.dtype, layout=form[0], device=values.device, dispatch_layout=True
         )
-        made.form, made.names = form, tuple(parts)
+        made.form, made.part_names = form, tuple(parts)
         vars(made).update(parts)
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], Form]:
-        return list(self.names), self.form
+        return list(self.part_names), self.form
 
     @staticmethod
     def __tensor_unflatten__(inner: Mapping[str, Tensor], form: Form, *_size_and_stride: Any) -> SparseMatrix:
@@ -109,11 +109,11 @@ class SparseMatrix(Tensor):
 
     def parts(self) -> dict[str, Tensor]:
         """Indices, and values."""
-        return {name: vars(self)[name] for name in self.names}
+        return {name: vars(self)[name] for name in self.part_names}
 
     def stored(self) -> Tensor:
         """The values."""
-        return vars(self)[self.names[-1]]
+        return vars(self)[self.part_names[-1]]
 
     def again(self) -> SparseMatrix:
         """Another tensor of the same parts."""
