@@ -343,21 +343,18 @@ def chosen_in_backward() -> list[Any] | None:
     started it do. In a thread of the engine it is not known which of them started this one, so these are
     those of all running backwards; None if no Python function started one.
     """
-    starts = [
-        frame.f_locals["args"]
-        for top in sys._current_frames().values()
-        for frame in outwards(top)
-        if frame.f_code is _engine_run_backward.__code__
-    ]
+    tops = sys._current_frames().values()
+    starts = [frame.f_locals["args"] for top in tops for frame in starts_of_backwards(top)]
     chosen = [tensor for _, _, _, inputs, *_ in starts for tensor in inputs]
     nodes = [one.grad_fn if isinstance(one, torch.Tensor) else one.node for one in chosen]
     return [node for node in nodes if node is not None and not hasattr(node, "variable")] if starts else None
 
 
-def outwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
-    """A frame, and those behind it."""
+def starts_of_backwards(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """Of a frame and those behind it, those that started a backward."""
     while frame is not None:
-        yield frame
+        if frame.f_code is _engine_run_backward.__code__:
+            yield frame
         frame = frame.f_back
 
 

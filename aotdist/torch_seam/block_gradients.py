@@ -9,9 +9,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.autograd.graph import _engine_run_backward
 
-from aotdist.torch_seam.autograd import is_custom, outwards, run_backward, sequence_nr
+from aotdist.torch_seam.autograd import is_custom, run_backward, sequence_nr, starts_of_backwards
 from aotdist.torch_seam.modes import torch_functions_off
 
 
@@ -89,6 +88,5 @@ def run_backward_up_to(
 
 def tensor_ids_of_roots() -> set[int]:
     """Identities of the tensors from which the running backwards of this thread started."""
-    frames = outwards(sys._getframe())
-    starts = (frame for frame in frames if frame.f_code is _engine_run_backward.__code__)
+    starts = starts_of_backwards(sys._getframe())
     return {id(root) for frame in starts for root in frame.f_locals["t_outputs"]}

@@ -231,9 +231,8 @@ def _cutting(passing: _Passing, recorder: Recorder) -> Any:
     """A hook of a tensor that notes its gradient, and puts a new argument of the graph in its place."""
 
     def cut(total: torch.Tensor | None) -> torch.Tensor | None:
-        if (
-            total is None or recorder.is_aside
-        ):  # of lists, some items' gradients may stay away (`torch._foreach_mul`)
+        # Of lists, some items' gradients may stay away (`torch._foreach_mul`).
+        if total is None or recorder.is_aside:
             return None
         passing.total = total
         recipe = recipe_of(total)

@@ -224,12 +224,15 @@ def _blocks(context: TraceContext, lifting: CaptureMode) -> Blocks:
         )
         return in_python.watch_forward()
 
+    def num_hooks() -> int:
+        return lifting.num_hooks
+
     def num_effects() -> tuple[int, ...]:
         made = () if in_python is None else in_python.num_effects()
-        return lifting.num_hooks, len(lifting.retained), len(lifting.asked), len(guards.given), *made
+        return num_hooks(), len(lifting.retained), len(lifting.asked), len(guards.given), *made
 
     is_asked = context.options.instantiate and in_python is not None
-    return Blocks(context.recorder, lifting.met, num_effects, watch if is_asked else None)
+    return Blocks(context.recorder, lifting.met, num_hooks, num_effects, watch if is_asked else None)
 
 
 def _resuming(

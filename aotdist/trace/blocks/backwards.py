@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 
-from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild, recipe_of
+from aotdist.subclasses.protocol import plain_tensors, rebuild, recipe_of
 from aotdist.torch_seam.autograd import retains_grad
 from aotdist.torch_seam.block_gradients import hooks_off, run_backward_up_to
-from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, functional_value
+from aotdist.torch_seam.functional import FunctionalTensor, functional_value
 from aotdist.torch_seam.proxies import track
-from aotdist.trace.blocks.kinds import Unfit, likeness
-from aotdist.trace.blocks.recording import Recorded, Step, checked_nodes, likeness_of, likenesses_of
+from aotdist.trace.blocks.kinds import Unfit, likeness, likeness_of
+from aotdist.trace.blocks.recording import Recorded, Step, Value, checked_nodes, likenesses_of, value_of
 from aotdist.trace.recorder import Recorder
 
 
@@ -28,10 +29,6 @@ def comes_of_instances(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, NotInstantiable):
         error = error.__cause__ or error.__context__
     return error is not None
-
-
-Value = tuple[tuple[Node, ...], Recipe]
-"""The nodes of a tensor's plain tensors, and how it is put together."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,56 +99,67 @@ class Backwards:
     def _run(
         self, model: Recorded, grads: Sequence[torch.Tensor | None], needed: tuple[bool, ...]
     ) -> RecordedBackward:
-        if not any(grad is not None for grad in grads):
-            return RecordedBackward(
-                (), (), tuple(Sent((None,) * count, None, frozenset()) for count in model.edges)
-            )
-        recorder = self._recorder
-        pieces: list[list[torch.Tensor]] = [[] for _ in model.edges]
-        handles = [
-            node.register_hook(_noting(pieces, self._running, model, node))
-            for node in {c[0]: None for c in model.consumers}
-        ]
-        outs = model.tensors()
-        if any(map(retains_grad, outs)):
+        if all(grad is None for grad in grads):
+            nothing = tuple(Sent((None,) * count, None, frozenset()) for count in model.edges)
+            return RecordedBackward((), (), nothing)
+        if any(map(retains_grad, model.tensors())):
             raise NotInstantiable("the gradient of a block's result is retained")
         if self._num_hooks():
             raise NotInstantiable("the program hooks gradients")
         self._running.append(model)
         try:
-            with hooks_off([*outs, *model.kind.tensors]), recorder.aside() as aside:
-                tangents: list[Node] = []
-                firsts = [None if grad is None else _stand_in_for(grad, recorder, tangents) for grad in grads]
-                ends = [(out, first) for out, first in zip(outs, firsts, strict=True) if first is not None]
-                firsts_needed = _first_of_each(model.edges, needed)
-                wanted = [
-                    t for t, is_needed in zip(model.kind.tensors, firsts_needed, strict=True) if is_needed
-                ]
-                totals = run_backward_up_to([out for out, _ in ends], wanted, [first for _, first in ends])
-                sums = dict(zip([id(t) for t in wanted], totals, strict=True))
-                sent = tuple(
-                    _sent(some, count, sums.get(id(tensor)), recorder)
-                    for some, count, tensor in zip(pieces, model.edges, model.kind.tensors, strict=True)
-                )
-                steps = [Step.of(node) for node in aside.nodes if model.made(node)]
-                checked_nodes([step.node for step in steps], recorder)
-                model.likenesses.update(likenesses_of(steps))
+            with hooks_off([*model.tensors(), *model.kind.tensors]), self._recorder.aside() as aside:
+                return self._run_aside(model, grads, needed, aside)
         except Unfit as unfit:
             raise NotInstantiable(str(unfit)) from None
         finally:
             self._running.pop()
+
+    def _run_aside(
+        self,
+        model: Recorded,
+        grads: Sequence[torch.Tensor | None],
+        needed: tuple[bool, ...],
+        aside: Graph,
+    ) -> RecordedBackward:
+        """What a backward records into the graph aside."""
+        recorder, tangents = self._recorder, list[Node]()
+        firsts = [None if grad is None else _stand_in_for(grad, recorder, tangents) for grad in grads]
+        ends = [pair for pair in zip(model.tensors(), firsts, strict=True) if pair[1] is not None]
+        tensors, is_wanted = model.kind.tensors, _first_of_each(model.edges, needed)
+        wanted = [position for position, is_one in enumerate(is_wanted) if is_one]
+        with self._noting_pieces(model) as pieces:
+            outs, first = zip(*ends, strict=True)
+            totals = run_backward_up_to(outs, [tensors[position] for position in wanted], first)
+        total_of = dict(zip(wanted, totals, strict=True))
+        sent = tuple(
+            _sent(some, model.edges[position], total_of.get(position), recorder)
+            for position, some in enumerate(pieces)
+        )
+        steps = tuple(Step.of(node) for node in aside.nodes if model.made(node))
+        checked_nodes([step.node for step in steps], recorder)
+        model.likenesses.update(likenesses_of(steps))
+        return RecordedBackward(tuple(tangents), steps, sent)
+
+    @contextmanager
+    def _noting_pieces(self, model: Recorded) -> Generator[list[list[torch.Tensor]]]:
+        """For each tensor that a call was given, the gradients that the block sends to it inside."""
+        pieces: list[list[torch.Tensor]] = [[] for _ in model.edges]
+        nodes = dict.fromkeys(node for node, _, _ in model.consumers)
+        handles = [node.register_hook(_noting(pieces, self._running, model, node)) for node in nodes]
+        try:
+            yield pieces
+        finally:
             for handle in handles:
                 handle.remove()
-        return RecordedBackward(tuple(tangents), tuple(steps), sent)
 
 
 def _stand_in_for(grad: torch.Tensor, recorder: Recorder, nodes: list[Node]) -> torch.Tensor:
     """A tensor like a gradient that arrives, by itself; `nodes` gets the nodes of its plain tensors."""
     plains: list[FunctionalTensor] = []
     for plain in plain_tensors(grad):
-        value = functional_value(plain)  # type: ignore[arg-type]
-        assert isinstance(value, FakeTensor), "it was computed in the trace"
-        fake = likeness_of(value).made(recorder.fake_mode, None)
+        like = likeness_of(functional_value(plain))  # type: ignore[arg-type]
+        fake = like.made(recorder.fake_mode, None)
         node = recorder.tracer.graph.create_node("placeholder", f"tangent_{len(nodes)}")
         node.meta["val"] = fake
         track(fake, node, recorder.tracer)
@@ -193,8 +201,3 @@ def _sent(pieces: Sequence[torch.Tensor], count: int, total: torch.Tensor | None
             sums.add(node)
             pending += node.all_input_nodes
     return Sent((*values, *[None] * (count - len(values))), value, frozenset(sums))
-
-
-def value_of(tensor: torch.Tensor, recorder: Recorder) -> Value:
-    """The nodes of a traced tensor's plain tensors, and how it is put together."""
-    return tuple(map(recorder.value, plain_tensors(tensor))), recipe_of(tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,12 +20,11 @@ from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.own_attributes import calling_forwards_by_way_of, note_read, noting_reads
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
-from aotdist.trace.blocks.backwards import Backwards, NotInstantiable, value_of
+from aotdist.trace.blocks.backwards import Backwards, NotInstantiable
 from aotdist.trace.blocks.copies import Copies
 from aotdist.trace.blocks.kinds import Kind, Reads, Unfit, kind_of
 from aotdist.trace.blocks.recording import (
     Copying,
-    Given,
     Likenesses,
     Recorded,
     Step,
@@ -33,6 +32,7 @@ from aotdist.trace.blocks.recording import (
     checked_outs,
     gradients_of,
     likenesses_of,
+    value_of,
 )
 from aotdist.trace.recorder import Recorder
 
@@ -70,7 +70,8 @@ class Blocks:
     Args:
         recorder: records the program.
         met: gives the traced tensor of a real one that the program has met.
-        num_effects: how often the program has hooked a gradient, and done other things that no node tells.
+        num_hooks: how many hooks of gradients the program has registered.
+        num_effects: how often it has done things that no node tells, these included.
         watch: watches Python outside of modules, and says afterwards whether anything was changed; None for a
             trace without instances.
     """
@@ -79,13 +80,14 @@ class Blocks:
         self,
         recorder: Recorder,
         met: Callable[[torch.Tensor], torch.Tensor | None],
+        num_hooks: Callable[[], int],
         num_effects: Callable[[], tuple[int, ...]],
         watch: Callable[[], Callable[[], bool]] | None,
     ) -> None:
         self._recorder, self._met, self._watch = recorder, met, watch
         self._candidates: dict[Hashable, list[_Candidate]] = {}
         self._num_effects = num_effects
-        self._backwards = Backwards(recorder, lambda: num_effects()[0])
+        self._backwards = Backwards(recorder, num_hooks)
         self._instances: list[tuple[str, str]] = []
         self._reasons: dict[str, str] = {}
 
@@ -218,14 +220,9 @@ class Blocks:
             last = tracer.num_serials + len(model.steps) - 1
             call = _Call(self._backwards, model, copying, kind.tensors, last)
             given = [t for t, count in zip(kind.tensors, model.edges, strict=True) for _ in range(count)]
-            tensors = list(_Instance.apply(call, *given) if given else call.forward())
+            tensors = _Instance.apply(call, *given) if given else call.forward()
         tracer.count_from(model.first_seq + offset + model.num_seqs)
-        outs = [kind.tensors[out.position] if isinstance(out, Given) else out for out in model.outs]
-        outs = [
-            tensors.pop(0) if isinstance(one, torch.Tensor) else out
-            for one, out in zip(model.outs, outs, strict=True)
-        ]
-        return pytree.tree_unflatten(outs, model.spec)
+        return model.returned(kind, tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -262,7 +259,11 @@ class _Call:
         for tangent, plain in zip(recorded.tangents, plains, strict=True):
             copying.now[tangent] = recorder.value(plain)
             copying.like.stands_for(tangent.meta["val"], functional_value(plain))  # type: ignore[arg-type]
-        adds_up = list(map(self._adds_up, self.given))
+        roots = tensor_ids_of_roots()
+        adds_up = [
+            count < 2 or self._adds_up(tensor, roots)
+            for tensor, count in zip(self.given, self.model.edges, strict=True)
+        ]
         left_out = {
             node for one, adds in zip(recorded.sent, adds_up, strict=True) if not adds for node in one.sums
         }
@@ -274,12 +275,16 @@ class _Call:
             found += (None if piece is None else copying.put_together(*piece) for piece in pieces)
         return found
 
-    def _adds_up(self, tensor: torch.Tensor) -> bool:
+    def _adds_up(self, tensor: torch.Tensor, roots: Collection[int]) -> bool:
         """Whether the block adds up what it sends to a tensor: autograd has nothing yet to add it to.
 
         Autograd adds up in the order in which gradients come: what follows in the program has sent its own.
+
+        Args:
+            tensor: what the block is given, and sends several gradients to.
+            roots: the identities of the tensors that the backward starts from.
         """
-        if self.backwards.is_given_from_outside(tensor) or id(tensor) in tensor_ids_of_roots():
+        if self.backwards.is_given_from_outside(tensor) or id(tensor) in roots:
             return False
         nodes = [self.copying.recorder.value(plain) for plain in plain_tensors(tensor)]
         users = {user for node in nodes for user in node.users if "function" not in user.meta}

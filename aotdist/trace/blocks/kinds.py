@@ -6,7 +6,7 @@ import functools
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -20,22 +20,10 @@ from aotdist.torch_seam.block_gradients import hears_saved_tensors
 from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, functional_value, memory_of
 from aotdist.torch_seam.modes import num_modes, torch_functions_off, under_transform
 
-_HOOKS = (
-    "_backward_pre_hooks",
-    "_backward_hooks",
-    "_forward_hooks",
-    "_forward_pre_hooks",
-)
+_HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
 _MOST_OBJECTS = 500
 """What reaches more (it may refer to its parent) is compared for longer than it is traced, 2 us each."""
-_FUNCTIONS = (
-    types.BuiltinFunctionType,
-    types.MethodDescriptorType,
-    type,
-    types.ModuleType,
-)
-
-
+_FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, type, types.ModuleType)
 _OF_TENSOR_PARALLELISM = ("torch.distributed.tensor.", "torch.distributed.device_mesh")
 _STATE = ("_parameters", "_buffers", "_modules")
 Attribute = tuple[int, str]
@@ -132,7 +120,7 @@ def kind_of(
     with torch_functions_off():
         described = _Described(module, met)
         inside = (described.value(module), *map(described.argument, (args, tuple(kwargs.items()))))
-        tensors = tuple(described.tensors.values())
+        tensors = tuple(tensor for _, tensor in described.tensors.values())
         around = (ambient(), tuple(current_tags().items()), num_modes())
         key = (inside, _likenesses(tensors), around)
     return Kind(key, described.attributes, tensors, described.modules, tuple(described.held))
@@ -142,7 +130,7 @@ class _Described:
     """Describes a module, what hangs on it, and arguments, as something to compare.
 
     Attributes:
-        tensors: the traced tensors met, by identity.
+        tensors: the traced tensors met, by identity, each with its position among them.
         held: objects that are described by their identity.
         attributes: see `Kind`.
         modules: likewise.
@@ -151,8 +139,7 @@ class _Described:
     def __init__(self, root: nn.Module, met: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         self._root, self._met = root, met
         self._numbers: dict[int, int] = {}
-        self._positions: dict[int, int] = {}
-        self.tensors: dict[int, torch.Tensor] = {}
+        self.tensors: dict[int, tuple[int, torch.Tensor]] = {}
         self.held: list[Any] = []
         self.attributes: dict[Attribute, Hashable] = {}
         self.modules: dict[int, nn.Module] = {}
@@ -187,8 +174,8 @@ class _Described:
             return "a tensor of the program", id(value)
         if traced._backward_hooks:
             raise Unfit("a tensor that it is given has hooks")
-        self.tensors.setdefault(id(traced), traced)
-        return "tensor", self._positions.setdefault(id(traced), len(self._positions))
+        position, _ = self.tensors.setdefault(id(traced), (len(self.tensors), traced))
+        return "tensor", position
 
     def _once(self, value: Any, describe: Callable[[Any], Hashable]) -> Hashable:
         """What `describe` says where it is met first; a number after that."""
@@ -202,9 +189,8 @@ class _Described:
 
     def _module(self, module: nn.Module) -> Hashable:
         attributes = vars(module)
-        hooks = (
-            [] if module is self._root else [hook for name in _HOOKS for hook in attributes[name].values()]
-        )
+        names = () if module is self._root else _HOOKS
+        hooks = [hook for name in names for hook in attributes[name].values()]
         if not all(map(_is_of_tensor_parallelism, hooks)):
             raise Unfit(f"a module in it has hooks ({type(module).__name__})")
         if "forward" in attributes:
@@ -236,14 +222,10 @@ class _Described:
             return "object", id(value)
         if self._is_given:
             raise Unfit(f"it is given an object ({type(value).__name__}), which it may change")
-        attributes = _attributes(value)
+        attributes = cast("dict[str, Any]", vars(value))
         constants = tuple((name, repr(item)) for name, item in attributes.items() if is_constant(item))
         is_data = len(constants) == len(attributes)  # two that hold the same are alike
         return "object", None if is_data else id(value), self._once(value, lambda _: constants)
-
-
-def _attributes(value: object) -> dict[str, Any]:
-    return vars(value)
 
 
 def _is_of_tensor_parallelism(hook: Any) -> bool:
@@ -270,14 +252,23 @@ def likeness(tensor: torch.Tensor, memories: dict[int, int]) -> Hashable:
     recipe = recipe_of(tensor) if is_wrapper(tensor) else None
     found: list[Hashable] = [recipe]
     for plain in plain_tensors(tensor):
-        value = functional_value(plain) if isinstance(plain, FunctionalTensor) else None
-        like = Likeness.of(value) if isinstance(value, FakeTensor) else None
-        if like is None:
-            raise Unfit("a tensor that it is given has symbolic sizes, or is a constant")
-        found += (like, memories.setdefault(memory_of(plain), len(memories)))
+        value = functional_value(plain) if isinstance(plain, FunctionalTensor) else plain
+        found += (likeness_of(value), memories.setdefault(memory_of(plain), len(memories)))
     if recipe is not None and not _is_comparable(recipe):
         raise Unfit(f"a {type(tensor).__name__} cannot be compared")
     return tuple(found)
+
+
+def likeness_of(value: torch.Tensor) -> Likeness:
+    """What a fake is like.
+
+    Raises:
+        Unfit: it is none, or there is more to it.
+    """
+    like = Likeness.of(value) if isinstance(value, FakeTensor) else None
+    if like is None:
+        raise Unfit("a tensor has symbolic sizes, or is a constant")
+    return like
 
 
 def _is_comparable(value: Any) -> bool:
@@ -286,8 +277,5 @@ def _is_comparable(value: Any) -> bool:
         return all(_is_comparable(getattr(value, each.name)) for each in fields(value))
     if isinstance(value, (list, tuple)):
         return all(map(_is_comparable, value))
-    return (
-        isinstance(value, type)
-        or is_constant(value)
-        or type(value).__module__.startswith("torch.distributed")
-    )
+    is_shared = type(value).__module__.startswith("torch.distributed")
+    return is_shared or isinstance(value, type) or is_constant(value)

@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant
-from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild
+from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild, recipe_of
 from aotdist.torch_seam.autograd import saves_tensors
 from aotdist.torch_seam.block_gradients import consumers_within, functions_of
 from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, is_functional_base
@@ -22,10 +22,17 @@ from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.operators import is_operator
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
-from aotdist.trace.blocks.kinds import Kind, Unfit
+from aotdist.trace.blocks.kinds import Kind, Unfit, likeness_of
 from aotdist.trace.recorder import Recorder
 
+Value = tuple[tuple[Node, ...], Recipe]
+"""The nodes of a tensor's plain tensors, and how it is put together."""
 _NUMBERED = re.compile(r"_\d+$")
+
+
+def value_of(tensor: torch.Tensor, recorder: Recorder) -> Value:
+    """The nodes of a traced tensor's plain tensors, and how it is put together."""
+    return tuple(map(recorder.value, plain_tensors(tensor))), recipe_of(tensor)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,18 +108,6 @@ def likenesses_of(steps: Iterable[Step]) -> dict[int, Likeness]:
     """
     values = pytree.tree_leaves([step.node.meta.get("val") for step in steps])
     return {id(value): likeness_of(value) for value in values if isinstance(value, FakeTensor)}
-
-
-def likeness_of(fake: FakeTensor) -> Likeness:
-    """What a fake is like.
-
-    Raises:
-        Unfit: there is more to it.
-    """
-    like = Likeness.of(fake)
-    if like is None:
-        raise Unfit("a value in it has symbolic sizes, or is a constant")
-    return like
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +192,17 @@ class Recorded:
         """The tensors that it returned."""
         return [out for out in self.outs if isinstance(out, torch.Tensor)]
 
+    def returned(self, kind: Kind, tensors: Sequence[torch.Tensor]) -> Any:
+        """What another call of a kind returns, given the tensors that it makes."""
+        made = iter(tensors)
+
+        def leaf(out: Any) -> Any:
+            if isinstance(out, Given):
+                return kind.tensors[out.position]
+            return next(made) if isinstance(out, torch.Tensor) else out
+
+        return pytree.tree_unflatten(list(map(leaf, self.outs)), self.spec)
+
     def made(self, node: Node) -> bool:
         """Whether a node of a backward was recorded by autograd nodes of the block, or adds up gradients."""
         seq_nr = node.meta.get("seq_nr", self.first_seq)
@@ -217,25 +223,18 @@ class Recorded:
         module = self.module_in(other.path)
         for ours, theirs in zip(self.steps, other.steps, strict=True):
             args, kwargs = map_arg((ours.args, ours.kwargs), lambda node: now.get(node, node))
-            same = (args, kwargs) == (theirs.args, theirs.kwargs) and _same_target(
-                ours.node, theirs.node, recorder
-            )
-            if not same or not _alike(ours.node.meta, theirs.node.meta, module):
-                return f"two calls record different operators, at {theirs.node.meta['source']}"
-            now[ours.node] = theirs.node
-        ends = [_nodes(one, recorder) for one in (self, other)]
-        returned = [now.get(node, node) for node in ends[0]] == ends[1]
-        same_constants = [o for o in self.outs if not isinstance(o, torch.Tensor)] == [
-            o for o in other.outs if not isinstance(o, torch.Tensor)
-        ]
+            a, b = ours.node, theirs.node
+            same = (args, kwargs) == (theirs.args, theirs.kwargs) and _same_target(a, b, recorder)
+            if not same or not _alike(a.meta, b.meta, module):
+                return f"two calls record different operators, at {b.meta['source']}"
+            now[a] = b
+        made, made_there = ([value_of(out, recorder)[0] for out in one.tensors()] for one in (self, other))
+        returned = [tuple(now.get(node, node) for node in nodes) for nodes in made] == made_there
+        constants = [[o for o in one.outs if not isinstance(o, torch.Tensor)] for one in (self, other)]
         same_way = (self.edges, self.num_seqs, self.saves) == (other.edges, other.num_seqs, other.saves)
-        if not (returned and same_constants and same_way and self.spec == other.spec):
+        if not (returned and constants[0] == constants[1] and same_way and self.spec == other.spec):
             return "two calls return different values"
         return None
-
-
-def _nodes(recorded: Recorded, recorder: Recorder) -> list[Node]:
-    return [recorder.value(plain) for out in recorded.tensors() for plain in plain_tensors(out)]
 
 
 def _same_target(ours: Node, theirs: Node, recorder: Recorder) -> bool:
@@ -251,10 +250,11 @@ _OF_A_CALL = frozenset({"serial", "val", "module", "seq_nr", "eager_input_vals",
 
 
 def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any], module: Callable[[str], str]) -> bool:
-    rest = [
-        {name: value for name, value in meta.items() if name not in _OF_A_CALL} for meta in (ours, theirs)
-    ]
-    return rest[0] == rest[1] and module(ours["module"]) == theirs["module"]
+    names = (ours.keys() | theirs.keys()) - _OF_A_CALL
+    return (
+        all(ours.get(name) == theirs.get(name) for name in names)
+        and module(ours["module"]) == theirs["module"]
+    )
 
 
 def checked_nodes(nodes: Sequence[Node], recorder: Recorder) -> None:
@@ -264,11 +264,9 @@ def checked_nodes(nodes: Sequence[Node], recorder: Recorder) -> None:
         Unfit: it holds something that a copy would not be.
     """
     for node in nodes:
-        is_constant = node.op == "get_attr" and isinstance(
-            recorder.tracer.held(str(node.target)), torch.Tensor
-        )
+        held = recorder.tracer.held(str(node.target)) if node.op == "get_attr" else None
         is_plain = is_operator(node.target) or node.target is operator.getitem
-        if not is_constant and not is_plain:
+        if not isinstance(held, torch.Tensor) and not is_plain:
             raise Unfit(f"it records more than operators (`{node.name}`)")
         if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()):
             raise Unfit(f"it reads data (`{node.name}`)")
