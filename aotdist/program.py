@@ -5,14 +5,14 @@ Everything here is frozen. A stage takes such values and returns new ones; nothi
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, NewType, TypeAlias, TypeVar, cast
 
 import torch
 
-from aotdist.torch_seam.packed_graphs import HeldGraph
+from aotdist.torch_seam.nodes import copied_graph
+from aotdist.torch_seam.packed_graphs import HeldGraph, Places
 from aotdist.torch_seam.proxies import graph_module
 
 ArgIdx = NewType("ArgIdx", int)
@@ -180,11 +180,15 @@ class Graph:
 
         Tensors, fake values and submodules are shared.
         """
-        return Graph(graph_module(self.gm, copy.deepcopy(self.gm.graph)), self.ins, self.outs)
+        return Graph(graph_module(self.gm, copied_graph(self.gm.graph)), self.ins, self.outs)
 
-    def pack(self) -> None:
-        """Hold `gm` in a twentieth of its memory; it is made anew when it is asked for."""
-        self.held.pack()
+    def pack(self, places: Places | None = None) -> None:
+        """Hold `gm` in a twentieth of its memory; it is made anew when it is asked for.
+
+        Args:
+            places: the same for graphs that have values in common.
+        """
+        self.held.pack(places)
 
     def placeholders(self) -> list[torch.fx.Node]:
         """The argument nodes, in the order of `ins`."""

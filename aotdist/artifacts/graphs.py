@@ -19,7 +19,8 @@ from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.fx import attribute_of
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.functional import FakeTensorMode, new_fake
+from aotdist.torch_seam.nodes import add_node
 from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload, argument_names
 from aotdist.torch_seam.proxies import graph_module
 from aotdist.torch_seam.symbols import is_open
@@ -178,10 +179,10 @@ class Graphs:
             map_aggregate(self._argument(json[key]) if key in json else none, linked)
             for key, none in (("args", ()), ("kwargs", {}))
         )
-        node: Node = graph.create_node(op, target, args, kwargs, name=name)  # type: ignore[arg-type]
+        meta = {**_read_meta(json["meta"]), "val": self._read_val(json["val"])}
+        node = add_node(graph, op, target, args, kwargs, name, meta)  # type: ignore[arg-type]
         if node.name != name:
             raise damaged(f"a node is called {name!r}, which is no name or that of another")
-        node.meta = {**_read_meta(json["meta"]), "val": self._read_val(json["val"])}
         return node
 
     def _argument(self, json: Json) -> Any:
@@ -199,8 +200,7 @@ class Graphs:
         return None if json is None else self._values.read(require(json, dict, "a value")["other"])
 
     def _fake(self, shape: Shape) -> torch.Tensor:
-        with self._fake_mode:
-            return torch.empty_strided(shape.size, shape.stride, dtype=shape.dtype, device=shape.device)
+        return new_fake(self._fake_mode, shape.size, shape.stride, shape.dtype, shape.device)
 
 
 _Op: TypeAlias = Literal["placeholder", "get_attr", "call_function", "output"]

@@ -312,4 +312,5 @@ def _item(place: Source, cls: type[Any] | None, position: int, key: Any) -> Sour
 
 def _kept(dictionary: dict[Any, Any]) -> dict[Any, Any]:
     """What a dictionary holds for this thread; those of a module's state are what all threads share."""
-    return {key: shared(value) for key, value in kept_by(own(dictionary)).items()}
+    kept = kept_by(own(dictionary))
+    return {key: shared(value) for key, value in kept.items()} if kept else kept

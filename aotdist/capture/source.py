@@ -71,6 +71,8 @@ def keeper_of(container: Any) -> type[Any] | None:
 
 def kept_by(container: Any) -> Any:
     """A copy of what a list or a dictionary keeps, whatever its class makes of it."""
+    if type(container) is dict:
+        return container.copy()
     cls: Any = keeper_of(container)
     if isinstance(container, dict):
         return dict(container if cls is None else cls.items(container))

@@ -41,6 +41,8 @@ class Watched:
         if self.entry is None:
             if not self._is_whole_same(before, now):
                 yield self.place, before, now
+        elif not before and not now:  # as the attributes of most tensors, of which a deep model has thousands
+            return
         elif isinstance(before, dict):
             yield from self._entries(self.entry, before, now)
         elif len(now) == len(before):

@@ -22,8 +22,7 @@ from aotdist.codegen.rewrites import gathers_into_buffers, takes_any_strides
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph, Role, Slot, Split
 from aotdist.settings import Settings
-from aotdist.torch_seam.functional import FakeTensorMode
-from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.functional import FakeTensorMode, new_fake
 from aotdist.torch_seam.symbols import surely_equal
 
 
@@ -175,8 +174,5 @@ def with_strides(graph: Graph, strides: Mapping[Slot, Strides], fake_mode: FakeT
     for slot, node in changed.named_placeholders().items():
         if slot in different:
             val = node.meta["val"]
-            with no_modes(), fake_mode:
-                node.meta["val"] = torch.empty_strided(
-                    val.size(), different[slot], dtype=val.dtype, device=val.device
-                )
+            node.meta["val"] = new_fake(fake_mode, val.size(), different[slot], val.dtype, val.device)
     return changed

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from aotdist.codegen.contract import BoxedCall, CompiledRegion, Decompositions, Emission, Emitted
+from aotdist.codegen.contract import BoxedCall, CompiledRegion, Decompositions, Emission, Emitted, Kind
 from aotdist.codegen.in_place import in_place
 from aotdist.codegen.marks import module_mark
 from aotdist.codegen.python_source import Bindings, load_function, tensor_text
@@ -59,14 +59,23 @@ class FxBackend:
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Print the graph and load what was printed."""
-        if emission.kind == "backward" and takes_any_strides(graph):
-            graph = with_reshapes(graph)
-        graph, label = rejoin_selects(graph), f"{emission.name} {emission.kind}"
-        graph = in_place(fill_waits(graph)) if emission.kind == "inference" else graph
-        printed = print_graph(graph)
-        call = load_graph(printed, graph, label)
-        modules = functools.partial(marked_call, graph, label)
-        return Emitted(call, printed.source, counts_writes=False, with_modules=modules, graphs=(graph,))
+        label, rewritten = f"{emission.name} {emission.kind}", _rewritten(graph, emission.kind)
+        printed = print_graph(rewritten)
+        call = load_graph(printed, rewritten, label)
+
+        def with_modules() -> BoxedCall:
+            # The graph that is given is held anyway, the rewritten one would be another.
+            return marked_call(_rewritten(graph, emission.kind), label)
+
+        return Emitted(call, printed.source, counts_writes=False, with_modules=with_modules, graphs=(graph,))
+
+
+def _rewritten(graph: Graph, kind: Kind) -> Graph:
+    """The graph with the operators that run."""
+    if kind == "backward" and takes_any_strides(graph):
+        graph = with_reshapes(graph)
+    graph = rejoin_selects(graph)
+    return in_place(fill_waits(graph)) if kind == "inference" else graph
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ from aotdist.passes.collectives import arguments, group_name, wait_of
 from aotdist.passes.editing import emit, erase_unused, hoist, sink
 from aotdist.program import Graph
 from aotdist.settings import Settings
+from aotdist.trace.known_results import KnownResults
 
 _C10D = torch.ops._c10d_functional
 _ATEN = torch.ops.aten
@@ -100,19 +101,20 @@ class _Member:
 
 def bucket(graph: Graph, settings: Settings) -> Graph:
     """The same graph with every unit's collectives merged, up to `settings.bucket_bytes` each."""
-    if not _has_candidates(graph):
+    candidate = _candidate(graph)
+    if candidate is None:
         return graph
-    merged = graph.copied()
+    merged, known = graph.copied(), KnownResults(candidate.meta["val"].fake_mode)
     for op in (GATHER, SCATTER, REDUCE):
         for family in _families(merged, op):
             for group in _groups(family, settings.bucket_bytes):
-                _merge(merged, group)
+                _merge(merged, group, known)
     return merged
 
 
-def _has_candidates(graph: Graph) -> bool:
-    nodes = graph.gm.graph.nodes
-    return any("unit" in n.meta and n.target in (GATHER, SCATTER, REDUCE) for n in nodes)
+def _candidate(graph: Graph) -> Node | None:
+    nodes = (node for node in graph.gm.graph.nodes if node.target in _KINDS)
+    return next((node for node in nodes if "unit" in node.meta), None)
 
 
 def _families(graph: Graph, op: Any) -> list[list[_Member]]:
@@ -185,13 +187,13 @@ def _joins(group: Sequence[_Member], member: _Member, limit: int) -> bool:
     return sink(waits, first=group[0].start, after=member.start)
 
 
-def _merge(graph: Graph, group: Sequence[_Member]) -> None:
+def _merge(graph: Graph, group: Sequence[_Member], known: KnownResults) -> None:
     """Replaces the members, which stand ready at the last one's start, by one collective."""
     last = group[-1].start
     if last.target is not GATHER and all(m.owner is not None for m in group):
         group = sorted(group, key=lambda m: m.owner or 0)
     with graph.gm.graph.inserting_before(last.next):
-        ends, pieces = _Writer(graph.gm.graph, last).write(group)
+        ends, pieces = _Writer(graph.gm.graph, last, known).write(group)
     for end, piece in zip(ends, pieces, strict=True):
         end.replace_all_uses_with(piece)
         erase_unused(graph.gm.graph, end)
@@ -204,10 +206,12 @@ class _Writer:
     Args:
         graph: the graph being edited.
         last: the start of the last member: the merged one takes after it.
+        known: knows what results are like.
     """
 
     graph: FxGraph
     last: Node
+    known: KnownResults
 
     def write(self, group: Sequence[_Member]) -> tuple[list[Node], list[Node]]:
         """The nodes that are no longer needed, and for each the one that stands for it."""
@@ -242,11 +246,12 @@ class _Writer:
 
     def _replay(self, steps: Sequence[_Step], node: Node) -> Node:
         for step in steps:
-            node = emit(self.graph, step.target, (node, *step.args), self.last, kwargs=dict(step.kwargs))
+            args, kwargs = (node, *step.args), dict(step.kwargs)
+            node = emit(self.graph, step.target, args, self.last, kwargs=kwargs, known=self.known)
         return node
 
     def _emit(self, target: Any, *args: Any, name: str | None = None) -> Node:
-        return emit(self.graph, target, args, like=self.last, name=name)
+        return emit(self.graph, target, args, like=self.last, name=name, known=self.known)
 
     def _view(self, node: Node, shape: list[int]) -> Node:
         value = node.meta["val"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Container, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +13,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from aotdist.partition.traits import is_effectful
+from aotdist.trace.known_results import KnownResults
 
 _INHERITED = ("phase", "source", "module", "seq_nr", "unit")
 
@@ -78,12 +80,26 @@ def emit(
     like: Node,
     name: str | None = None,
     kwargs: Mapping[str, Any] = MappingProxyType({}),
+    known: KnownResults | None = None,
 ) -> Node:
-    """Adds an operator at the graph's insertion point, with the fake value that it gives."""
+    """Adds an operator at the graph's insertion point, with the fake value that it gives.
+
+    Args:
+        graph: the graph that is edited.
+        target: the operator.
+        args: its arguments.
+        like: the node from which it takes where it comes from.
+        name: what it is called.
+        kwargs: more arguments.
+        known: knows what results are like, where a pass adds the same for each layer.
+    """
     node = graph.create_node("call_function", target, args, dict(kwargs), name=name)
-    node.meta = {key: like.meta[key] for key in _INHERITED if key in like.meta}
+    node.meta.update((key, like.meta[key]) for key in _INHERITED if key in like.meta)
+    vals = map_arg(args, lambda n: n.meta["val"])
+    compute = functools.partial(target, *vals, **kwargs)
     with torch.no_grad():
-        node.meta["val"] = target(*map_arg(args, lambda n: n.meta["val"]), **kwargs)
+        key = None if known is None else known.key(target, vals, kwargs)
+        node.meta["val"] = compute() if known is None else known.result(key, vals, kwargs, compute)
     return node
 
 

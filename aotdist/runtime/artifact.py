@@ -44,6 +44,7 @@ from aotdist.runtime.ranks import (
 from aotdist.runtime.results import Versions, detached_views, result_views, setting_versions, versions_to_set
 from aotdist.sizes import concrete, evaluate
 from aotdist.torch_seam.locks import process_lock
+from aotdist.torch_seam.packed_graphs import Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,8 +167,9 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
     returned = Returned.of(compilation.traced.facts)
     print_call(printer, fit, run, compilation.plans, returned, hooks, enables_grad=enables_grad)
     call = printer.load("call", compilation.captured.name)
+    places = Places()
     for graph in compilation.every_graph():
-        graph.pack()
+        graph.pack(places)
     kept = without_tensors(compilation), fit.without_tensors()
     return Artifact(call, printer.source(), *kept, agreed, checks["forward"])
 

@@ -36,10 +36,9 @@ def function_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """
     if op.namespace != "aten":
         return None
-    leaves, spec = pytree.tree_flatten((list(args), dict(kwargs)))
-    key = (op, spec, tuple(map(_kind, leaves)))
+    key = (op, *map(_kind, args), *((name, _kind(value)) for name, value in kwargs.items()))
     if key not in _known:
-        args, kwargs = pytree.tree_unflatten([_alike(leaf) for leaf in leaves], spec)
+        args, kwargs = pytree.tree_map(_alike, (list(args), dict(kwargs)))
         expected = _asked(op._op, args, kwargs)
         named = (getattr(holder, op.overloadpacket.__name__, None) for holder in _HOLDERS)
         same = (f for f in named if f is not None and _asked(f, args, kwargs) == expected is not None)
@@ -47,10 +46,13 @@ def function_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     return _known[key]
 
 
-def _kind(leaf: Any) -> type:
-    if isinstance(leaf, torch.Tensor):
+def _kind(value: Any) -> Any:
+    """The type of an argument, and the types inside of it."""
+    if isinstance(value, torch.Tensor):
         return torch.Tensor
-    return int if isinstance(leaf, torch.SymInt) else type(leaf)
+    if isinstance(value, (list, tuple)):
+        return (type(value), *map(_kind, value))
+    return int if isinstance(value, torch.SymInt) else type(value)
 
 
 def _alike(leaf: Any) -> Any:

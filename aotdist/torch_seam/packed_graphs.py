@@ -21,8 +21,8 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode
-from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode, new_fake
+from aotdist.torch_seam.nodes import add_node
 from aotdist.torch_seam.proxies import graph_module
 
 
@@ -45,10 +45,10 @@ class HeldGraph:
             self._last = weakref.ref(found)
         return found
 
-    def pack(self) -> None:
-        """Hold it packed from now on."""
+    def pack(self, places: Places | None = None) -> None:
+        """Hold it packed from now on; `places` are for graphs that have values in common."""
         if self._module is not None:
-            self._packed = self._packed or _Packed.of(self._module)
+            self._packed = self._packed or _Packed.of(self._module, places or Places())
             self._module = None
 
     def num_bytes(self) -> int:
@@ -78,11 +78,11 @@ class _Packed:
     held: dict[str, Any]
 
     @classmethod
-    def of(cls, module: GraphModule) -> _Packed:
+    def of(cls, module: GraphModule, places: Places) -> _Packed:
         """`module`, packed."""
         nodes, written = list(module.graph.nodes), io.BytesIO()
         held = {node.target: attrgetter(node.target)(module) for node in nodes if node.op == "get_attr"}
-        packer = _Packer(written, nodes)
+        packer = _Packer(written, nodes, places)
         for node in nodes:
             packer.dump((node.op, node.target, node.args, node.kwargs, node.name, node.type, node.meta))
         return cls(zlib.compress(written.getbuffer(), 1), len(nodes), tuple(packer.live), held)
@@ -93,16 +93,36 @@ class _Packed:
         unpacker = _Unpacker(io.BytesIO(zlib.decompress(self.nodes)), self.live, nodes)
         for _ in range(self.num_nodes):
             *made_of, meta = unpacker.load()
-            nodes.append(graph.create_node(*made_of))
-            nodes[-1].meta = meta
+            op, target, args, kwargs, name, type_expr = made_of
+            nodes.append(add_node(graph, op, target, args, kwargs, name, meta, type_expr))
         return graph_module(self.held, graph)
+
+
+class Places:
+    """What makes fake tensors: one object where it is the same for several, which is written once a graph.
+
+    The graphs of a program show the same fake tensors, of which each takes 10 us to ask.
+    """
+
+    def __init__(self) -> None:
+        self._met: dict[int, tuple[FakeTensor, tuple[Any, ...] | None]] = {}
+        self._equal: dict[tuple[Any, ...] | None, tuple[Any, ...] | None] = {}
+
+    def of(self, fake: FakeTensor) -> tuple[Any, ...] | None:
+        """What `_fake` is given to make a fake tensor; None where that does not say everything of it."""
+        met = self._met.get(id(fake))
+        if met is None:
+            place = _place_of(fake)
+            met = self._met[id(fake)] = fake, self._equal.setdefault(place, place)
+        return met[1]
 
 
 class _Packer(pickle.Pickler):
     """Writes what nodes say; what was written before is named by number."""
 
-    def __init__(self, file: io.BytesIO, nodes: Sequence[Node]) -> None:
+    def __init__(self, file: io.BytesIO, nodes: Sequence[Node], places: Places) -> None:
         super().__init__(file, protocol=5)
+        self._places = places
         self._positions = {node: position for position, node in enumerate(nodes)}
         self._known: dict[int, int] = {}
         self.live: list[Any] = []
@@ -112,8 +132,8 @@ class _Packer(pickle.Pickler):
         cls = type(obj)
         if cls is Node:
             return _node, (self._positions[obj],)
-        if cls is FakeTensor and (place := _place_of(obj)) is not None:
-            return _fake, (obj.fake_mode, *place, obj.dtype, obj.fake_device)
+        if cls is FakeTensor and (place := self._places.of(obj)) is not None:
+            return _fake, place
         if cls is immutable_list:
             return list, (tuple(obj),)
         if cls is immutable_dict:
@@ -145,11 +165,12 @@ class _Unpacker(pickle.Unpickler):
 
 
 def _place_of(fake: FakeTensor) -> tuple[Any, ...] | None:
-    """Size, strides and offset, where these, dtype and device say everything of a fake tensor."""
-    place = tuple(fake.shape), fake.stride(), fake.storage_offset()
+    """What `_fake` is given to make a fake tensor, where that says everything of it."""
+    size, stride, offset = tuple(fake.shape), fake.stride(), fake.storage_offset()
     is_plain = fake.layout is torch.strided and not (fake.is_conj() or fake.is_neg() or fake.requires_grad)
-    numbers = (*place[0], *place[1], place[2])
-    return place if is_plain and fake.constant is None and all(type(n) is int for n in numbers) else None
+    if not is_plain or fake.constant is not None or any(type(n) is not int for n in (*size, *stride, offset)):
+        return None
+    return fake.fake_mode, size, stride, offset, fake.dtype, fake.fake_device
 
 
 def _fake(
@@ -161,12 +182,7 @@ def _fake(
     device: torch.device,
 ) -> FakeTensor:
     """A fake tensor on a storage of its own."""
-    with no_modes(), torch.no_grad():
-        meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-        if offset:
-            room = offset + meta.untyped_storage().nbytes() // dtype.itemsize
-            meta = torch.empty(room, dtype=dtype, device="meta").as_strided(size, stride, offset)
-        return FakeTensor(mode, meta, device)
+    return new_fake(mode, size, stride, dtype, device, offset=offset)
 
 
 def _named(cls: Any, items: tuple[Any, ...]) -> Any:

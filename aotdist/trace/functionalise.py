@@ -17,7 +17,6 @@ from aotdist.torch_seam.autograd import in_backward
 from aotdist.torch_seam.functional import (
     FunctionalTensor,
     FunctionalTensorMode,
-    functional,
     functional_of_one,
     functional_results,
     functional_storage_id,
@@ -233,9 +232,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
         PyTorch's mode would thread a token through the graph to keep such operators in order.
         """
         given = pytree.tree_map_only(FunctionalTensor, functional_value, (args, kwargs))
-        result = func(*given[0], **given[1])
-        with self:
-            return pytree.tree_map_only(torch.Tensor, functional, result)
+        return functional_results(self, func(*given[0], **given[1]))
 
     def _written(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx.immutable_collections import immutable_list
 
 from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode, Likeness, may_be_made_anew
 from aotdist.torch_seam.operators import OpOverload
@@ -21,7 +22,7 @@ from aotdist.torch_seam.trees import pytree
 _CONSTANTS = frozenset(
     {int, float, bool, str, complex, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 )
-_LISTS = frozenset({list, tuple, torch.Size})
+_LISTS = frozenset({list, tuple, torch.Size, immutable_list})
 
 
 class _Unlike(Exception):

@@ -39,6 +39,7 @@ from aotdist.torch_seam.functional import (
     functional_value,
     is_fake,
     is_functional_base,
+    new_fake,
     quiet_fakes,
     second_shell,
 )
@@ -237,15 +238,15 @@ class Recorder:
         self, plain: Plain, device: torch.device, *, stands_for: torch.Tensor | None = None
     ) -> torch.Tensor:
         """A new fake with the metadata of a recipe's leaf, and the ragged size that goes with it."""
-        with no_modes(), self.fake_mode:
-            fake = torch.empty_strided(plain.size, plain.stride, dtype=plain.dtype, device=device)
-            if stands_for is not None:
-                share_ragged_size(fake, stands_for)
-            return fake
+        fake = new_fake(self.fake_mode, plain.size, plain.stride, plain.dtype, device)
+        if stands_for is not None:
+            share_ragged_size(fake, stands_for)
+        return fake
 
     def second(self, tensor: FunctionalTensor, fake: torch.Tensor) -> FunctionalTensor:
         """Another tensor with the value of `tensor`; in the same memory, if `tensor` is a view."""
-        return functional(fake) if is_functional_base(tensor) else second_shell(tensor)
+        is_base = is_functional_base(tensor)
+        return functional(fake, self._functionalisation) if is_base else second_shell(tensor)
 
     def argument(self, slot: Slot, fake: torch.Tensor, *, overwritten: bool = False) -> FunctionalTensor:
         """A new argument of the graph that stands for `fake`.
@@ -258,7 +259,7 @@ class Recorder:
         node = self._placeholder(slot, fake)
         node.meta["overwritten"] = overwritten
         track(fake, node, self.tracer)
-        return self._functionalisation.remember(functional(fake))
+        return self._functionalisation.remember(functional(fake, self._functionalisation))
 
     def note_data(
         self, at: PrimalIdx, arguments: Sequence[FunctionalTensor], reals: Sequence[torch.Tensor]
@@ -334,7 +335,7 @@ class Recorder:
     def _holding(self, name: str, number: Any) -> torch.Tensor:
         assert self.unbacked is not None, "there is a number"
         if (read := self.unbacked.read_outside(name)) is not None:
-            return functional(read)
+            return functional(read, self._functionalisation)
         dtype = torch.int64 if number_kind(number) is int else torch.float64
         return torch.scalar_tensor(number, dtype=dtype, device="cpu")
 
@@ -393,7 +394,7 @@ class Recorder:
         fake = node.meta["val"]
         if node_of(fake, self.tracer) is None:
             track(fake, node, self.tracer)
-        return self._functionalisation.remember(functional(fake))
+        return self._functionalisation.remember(functional(fake, self._functionalisation))
 
     def _node_of(self, tensor: FunctionalTensor) -> torch.fx.Node | None:
         return node_of(functional_value(tensor), self.tracer)
@@ -421,7 +422,7 @@ class Recorder:
             fakes = self.draws.draw(op, given, {}, lambda: self._call(op, args, like, draws=True))
         else:
             fakes = self._call(op, args, like, draws=False)
-        return [functional(fake) for fake in fakes]
+        return [functional(fake, self._functionalisation) for fake in fakes]
 
     def _call(
         self, op: HigherOrderOperator, args: tuple[Any, ...], like: Sequence[torch.Tensor], *, draws: bool

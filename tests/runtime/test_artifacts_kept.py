@@ -240,7 +240,7 @@ def test_a_packed_graph_is_the_same_graph() -> None:
         return chosen.double()[:, None] * top.values[1:, None, None] + top.indices.sum()
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Graph, "pack", lambda graph: None)
+        patch.setattr(Graph, "pack", lambda graph, places: None)
         compiled = aotdist.compile(program, backend="fx")
         compiled(torch.randn(3, 4))
     traced = compiled.artifacts[0].compilation.traced.graph

@@ -9,7 +9,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam.functional import FunctionalTensor, functional, functional_value
+from aotdist.torch_seam.functional import FunctionalTensor, FunctionalTensorMode, functional, functional_value
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.trace.recorder import Recorder, RecordOptions
@@ -111,7 +111,7 @@ def test_a_tensor_from_elsewhere_is_an_error(recorder: Recorder) -> None:
     with pytest.raises(InternalError, match="reached the graph's results"):
         recorder.value(ELSEWHERE)
     with pytest.raises(UnsupportedProgram, match="by a tracer of the program's own"):
-        recorder.value(functional(recorder.fake(ELSEWHERE)))
+        recorder.value(functional(recorder.fake(ELSEWHERE), FunctionalTensorMode()))
 
 
 def test_nodes_know_where_they_come_from(recorder: Recorder) -> None:

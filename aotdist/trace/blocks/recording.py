@@ -19,6 +19,7 @@ from aotdist.torch_seam.autograd import saves_tensors
 from aotdist.torch_seam.block_gradients import consumers_within, functions_of
 from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, is_functional_base
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
+from aotdist.torch_seam.nodes import add_node
 from aotdist.torch_seam.operators import is_operator
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
@@ -137,11 +138,12 @@ class Copying:
                 node = tracer.constant(str(step.node.target))
             else:
                 args, kwargs = map_arg((step.args, step.kwargs), lambda node: now.get(node, node))
-                target = step.node.target
-                node = tracer.graph.create_node("call_function", target, args, kwargs, name=step.name)
+                node = add_node(
+                    tracer.graph, "call_function", step.node.target, args, kwargs, step.name, meta
+                )
                 node.meta["serial"] = tracer.next_serial()
             now[step.node] = node
-            node.meta = meta | {"serial": node.meta["serial"], "module": self.module(meta["module"])}
+            node.meta.update(meta, serial=node.meta["serial"], module=self.module(meta["module"]))
             if "seq_nr" in meta:
                 node.meta["seq_nr"] = meta["seq_nr"] + self.seq_offset
             if "val" in meta:
