@@ -4,14 +4,18 @@ What is recorded is one rank's program, whose size does not depend on the number
 the seconds. The group is PyTorch's fake one: its collectives return at once, and no rank is asked to agree.
 Timed are capture, trace, cut and print of a first step; building the model, sharding it and running what was
 compiled are not: what a rank gathers takes the memory that it takes. They are seconds of the processor.
+
+By depth, the model has 70 billion parameters at 80 layers, of which each of 1,024 ranks holds 262 MiB.
 """
 
 from __future__ import annotations
 
+import resource
 import time
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -30,7 +34,11 @@ from benchmarks.verdicts import Target
 LARGE = (64, 1024)
 TP_RANKS = 8
 
-TARGETS = tuple(
+DEPTHS = (8, 80)
+SHALLOW, DEEP = (f"{num_layers} layers" for num_layers in DEPTHS)
+BY_DEPTH = "FSDP2 on 1,024 ranks, by depth"
+
+_OF_WORLDS = tuple(
     Target(
         f"{spread}, *",
         "capture, CPU",
@@ -42,6 +50,19 @@ TARGETS = tuple(
     )
     for spread, smallest in (("FSDP2", 2), ("FSDP2 and TP", 2 * TP_RANKS))
     for num_ranks in LARGE
+)
+
+TARGETS = (
+    Target(
+        BY_DEPTH,
+        "capture, CPU",
+        DEEP,
+        (SHALLOW,),
+        limit=8,
+        prediction=6,
+        reason="two layers are traced and the others copied, but ten times as many nodes are cut and printed",
+    ),
+    *_OF_WORLDS,
 )
 
 
@@ -87,7 +108,11 @@ def cases(effort: Effort) -> list[Case]:
     """Seconds by number of ranks; a case a way to spread the model. `work` is the number of layers."""
     num_layers, rounds = (1, 2) if effort.quick else (2, 5)
     jobs = [Job(tensor_parallel, num_layers, rounds) for tensor_parallel in (False, True)]
-    return [Case(job.case, partial(_measure, job)) for job in jobs]
+    depths = (2, 4) if effort.quick else DEPTHS
+    return [
+        *(Case(job.case, partial(_measure, job)) for job in jobs),
+        Case(BY_DEPTH, partial(_by_depth, depths)),
+    ]
 
 
 def _measure(job: Job) -> list[Series]:
@@ -129,3 +154,36 @@ def _spread(job: Job, num_ranks: int) -> Llama:
     for module in (*model.blocks, model):
         fully_shard(module, mesh=mesh["dp"])
     return model
+
+
+def _by_depth(depths: tuple[int, ...]) -> list[Series]:
+    seconds, mebibytes = workers.call(BY_DEPTH, captures_by_depth, depths)
+    return [
+        *as_series(seconds, case=BY_DEPTH, quantity="capture, CPU", unit="s"),
+        *as_series(mebibytes, case=BY_DEPTH, quantity="resident memory", unit="MiB"),
+    ]
+
+
+def captures_by_depth(depths: tuple[int, ...]) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    """Seconds of a capture, and the most memory that the process has held by then, in MiB, by depth."""
+    dist.init_process_group("fake", rank=0, world_size=LARGE[-1])
+    seconds, mebibytes = dict[str, list[float]](), dict[str, list[float]]()
+    _seconds_of_capture(1)  # what is loaded on demand is loaded by then
+    for num_layers in depths:
+        label = f"{num_layers} layers"
+        seconds[label] = [_seconds_of_capture(num_layers) for _ in range(3)]
+        mebibytes[label] = [resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024]
+    return seconds, mebibytes
+
+
+def _seconds_of_capture(num_layers: int) -> float:
+    shape = LlamaShape(dim=8192, num_layers=num_layers, num_heads=64, vocab=32768, sequence=4096, batch=1)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    with torch.device("meta"):
+        model = Llama(shape)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    model.to_empty(device="cpu")
+    call, start = UserCall(model, model, make_batch(shape, seed=0), {}), time.process_time()
+    compilation_of(call, FxBackend(), Settings(partition="min_cut"))
+    return time.process_time() - start

@@ -33,6 +33,7 @@ from torch.distributed.tensor import DTensor
 from aotdist.subclasses.protocol import Annotate, Policy
 from aotdist.torch_seam.dtensor import local_tensor, make_dtensor
 from aotdist.torch_seam.fsdp import fsdp_divide_factors, fsdp_unsharded_spec
+from aotdist.torch_seam.proxies import recorded_once
 
 _c10d = torch.ops._c10d_functional
 
@@ -277,12 +278,14 @@ def gather(shard: torch.Tensor, param: ShardedParam) -> torch.Tensor:
     """All ranks' shards put together, in the dtype that the module computes in."""
     if hasattr(shard, "fsdp_pre_all_gather"):
         return _gathered_by_extension(shard, param)
-    dtype = param.record.param_dtype
-    shard = shard if dtype is None else shard.to(dtype)
-    whole = _all_gather(_padded(shard, param.rows.padded_shard), param.gather)
-    if param.shard_dim != 0:
-        whole = torch.cat(whole.chunk(param.gather.size), param.shard_dim)
-    whole = _first_rows(whole, param.rows.whole)
+    dtype, rows, ranks, dim = param.record.param_dtype, param.rows, param.gather, param.shard_dim
+
+    def gathered(shard: torch.Tensor) -> torch.Tensor:
+        shard = shard if dtype is None else shard.to(dtype)
+        whole = _all_gather(_padded(shard, rows.padded_shard), ranks)
+        return whole if dim == 0 else torch.cat(whole.chunk(ranks.size), dim)
+
+    whole = _first_rows(recorded_once((gather, dtype, rows.padded_shard, ranks, dim), gathered, shard), rows.whole)
     spec = unsharded_spec(param.record, whole.dtype)
     return whole if spec is None else make_dtensor(whole, spec)
 
@@ -311,13 +314,16 @@ def reduce(grad: torch.Tensor, param: ShardedParam, capture: Reductions) -> torc
 
     None if it is summed with other backwards' first, before replicas sum theirs.
     """
-    group = param.group
-    grad = grad.to(group._reduce_dtype or grad.dtype)
-    reduction = Reduction.of(param, grad)
-    if param.shard_dim != 0:
-        grad = torch.cat(grad.chunk(param.scatter.size, param.shard_dim))
-    grad = _padded(grad, param.rows.padded_shard * param.scatter.size).contiguous()
-    grad = reduction.scattered(grad, param.scatter)
+    dtype = param.group._reduce_dtype or grad.dtype
+    reduction = Reduction.of(param, dtype, grad.device)
+    rows, ranks, dim = param.rows.padded_shard * param.scatter.size, param.scatter, param.shard_dim
+
+    def scattered(grad: torch.Tensor) -> torch.Tensor:
+        grad = grad.to(dtype)
+        grad = grad if dim == 0 else torch.cat(grad.chunk(ranks.size, dim))
+        return reduction.scattered(_padded(grad, rows).contiguous(), ranks)
+
+    grad = recorded_once((reduce, dtype, reduction, rows, ranks, dim), scattered, grad)
     if param.stays_partial:
         assert param.partial is not None, "prepare() allocates it"
         param.partial.add_(grad)
@@ -353,14 +359,14 @@ class Reduction:
     alone: float | None
 
     @classmethod
-    def of(cls, param: ShardedParam, grad: torch.Tensor) -> Reduction:
-        """The reduction that FSDP2 would choose for `grad`."""
+    def of(cls, param: ShardedParam, dtype: torch.dtype, device: torch.device) -> Reduction:
+        """The reduction that FSDP2 would choose for a gradient."""
         factor = param.group.gradient_divide_factor
         predivide, postdivide, scatter_op, all_reduce_op = fsdp_divide_factors(
             param.group._reduce_scatter_process_group,
             param.group._all_reduce_process_group if param.replicas else None,
-            grad.dtype,
-            grad.device.type,
+            dtype,
+            device.type,
             factor,
             param.group.force_sum_reduction_for_comms,
         )

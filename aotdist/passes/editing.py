@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Collection, Container, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from aotdist.partition.traits import is_effectful
+from aotdist.torch_seam.nodes import add_node
 from aotdist.trace.known_results import KnownResults
 
 _INHERITED = ("phase", "source", "module", "seq_nr", "unit")
@@ -93,14 +95,15 @@ def emit(
         kwargs: more arguments.
         known: knows what results are like, where a pass adds the same for each layer.
     """
-    node = graph.create_node("call_function", target, args, dict(kwargs), name=name)
-    node.meta.update((key, like.meta[key]) for key in _INHERITED if key in like.meta)
+    meta = {key: like.meta[key] for key in _INHERITED if key in like.meta}
     vals = map_arg(args, lambda n: n.meta["val"])
     compute = functools.partial(target, *vals, **kwargs)
     with torch.no_grad():
-        key = None if known is None else known.key(target, vals, kwargs)
-        node.meta["val"] = compute() if known is None else known.result(key, vals, kwargs, compute)
-    return node
+        if known is None or target is operator.getitem:
+            meta["val"] = compute()
+        else:
+            meta["val"] = known.result(known.key(target, vals, kwargs), vals, kwargs, compute)
+    return add_node(graph, "call_function", target, args, dict(kwargs), name, meta)
 
 
 def erase_unused(graph: FxGraph, node: Node) -> None:

@@ -17,16 +17,17 @@ def add_node(
     target: Any,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    name: str,
+    name: str | None,
     meta: Mapping[str, Any],
     type_expr: Any = None,
 ) -> Node:
     """A node at the graph's insertion point, of arguments that another node has or had.
 
     `Graph.create_node` takes 21 us for one with its `meta`, this 8: from torch 2.13 on that looks for raw
-    symbols in all arguments, and each assignment to a node looks the node up.
+    symbols in all arguments, and each assignment to a node looks the node up. Without a name it is called as
+    its target.
     """
-    name = graph._graph_namespace.create_name(name, None)
+    name = graph._graph_namespace.create_name(graph._target_to_str(target) if name is None else name, None)
     node = Node(graph, name, op, target, args, kwargs, type_expr)
     node.meta.update(meta)
     graph._graph_namespace.associate_name_with_obj(name, node)

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -69,6 +69,21 @@ def node_here(tensor: torch.Tensor) -> torch.fx.Node:
     node = node_of(functional_value(tensor), mode.tracer)
     assert node is not None, "the trace made the tensor"
     return node
+
+
+def recorded_once(
+    key: Hashable, function: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor
+) -> torch.Tensor:
+    """`function(given)`, of which a trace may copy what it recorded for an argument that was like this one.
+
+    Args:
+        key: equal for functions that run the same operators on equal arguments.
+        function: computes one new tensor, and does nothing besides; not with autograd.
+        given: its argument.
+    """
+    mode = torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY)
+    by_way_of = getattr(mode, "calling_functions", None)
+    return function(given) if by_way_of is None else by_way_of(key, function, given)
 
 
 def is_recording(mode: ProxyTorchDispatchMode) -> bool:

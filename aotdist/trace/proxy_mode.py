@@ -107,6 +107,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
         draws: gives a draw that is repeated (in a checkpoint) the result of the first.
         data_guards: answers conditions on data that exists before a call.
         known_results: what results were like.
+        calling_functions: calls functions that are recorded once; see `aotdist.torch_seam.proxies`.
     """
 
     supports_higher_order_operators = True
@@ -129,6 +130,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
         self.draws = Draws()
         self.data_guards = DataGuards()
         self.known_results = KnownResults(fake_mode)
+        self.calling_functions: Callable[..., Any] | None = None
         self._stream = stream
         self._size = size
         self._unbacked = unbacked

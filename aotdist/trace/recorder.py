@@ -187,6 +187,10 @@ class Recorder:
         """Whether what is recorded may be copied: no symbols, and no stream of random numbers."""
         return self.shape_env is None and self._stream is None and self._within is None
 
+    def call_functions_by_way_of(self, call: Callable[..., torch.Tensor]) -> None:
+        """Let functions that record the same be called by `call`, from now on; see `recorded_once`."""
+        self._proxy_mode.calling_functions = call
+
     @contextlib.contextmanager
     def aside(self) -> Generator[torch.fx.Graph]:
         """Record into a graph of its own inside, which may refer to nodes of this one; it is emptied."""
@@ -484,6 +488,7 @@ class Recorder:
         for symbol in symbols:
             self.size(symbol)
         self._proxy_mode.known_results.forget_fakes()
+        self._proxy_mode.calling_functions = None  # which knows of nodes
         graph, now = self.tracer.graph, dict[torch.fx.Node, torch.fx.Node]()
         if self._goes_on:
             graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)

@@ -13,6 +13,9 @@ from aotdist.torch_seam.proxies import PythonKeyTracer
 
 Phase = Literal["forward", "backward"]
 
+STAMPED = frozenset({"phase", "source", "module", "unit", "policy", "serial", "grad", "function", "seq_nr"})
+"""What `Tracer.stamp` may say of a node."""
+
 
 class Tracer(PythonKeyTracer):
     """Makes nodes.

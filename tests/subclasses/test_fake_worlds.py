@@ -5,14 +5,18 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.fx import Node
 
 import aotdist
 from aotdist.launch.config import ModelOptions
 from aotdist.launch.model import build_decoder
+from aotdist.trace.blocks.functions import Functions
 from tests.subclasses.llama_meshes import SEQUENCE, Llama, batch, shard_parameters, split_sequence
 
 TP = 8
@@ -72,20 +76,35 @@ def test_capture(tensor_parallel: bool) -> None:
 
 @pytest.mark.parametrize("tensor_parallel", [False, True], ids=["FSDP2", "FSDP2 and TP"])
 def test_blocks_are_traced_once(tensor_parallel: bool) -> None:
-    """The graph is that of a trace of each block; `tests/trace/test_blocks.py` has models of one process."""
-    found, said = [], []
+    """The graph is that of a trace of each block; `tests/trace/test_blocks.py` has models of one process.
+
+    So are the chains around parameters, which hooks of units record outside of blocks.
+    """
+    copy = Functions._copied  # pyright: ignore[reportPrivateUsage]
     with world_of(64):
         mesh = mesh_of(64, tensor_parallel=tensor_parallel)
-        for instantiate in (True, False):
-            model = model_on(mesh, num_layers=5)
-            aotdist.compile(model, backend="fx", settings=aotdist.Settings(instantiate=instantiate))
-            model(*batch(0)).backward()
-            (graphs,) = model.graphs
-            nodes = [
-                (str(node), str(node.args), node.meta.get("module")) for node in graphs["joint"].graph.nodes
-            ]
-            found.append(nodes)
-            said.append(str(model.explain()))
-    assert found[0] == found[1]
-    assert "traced once for equal blocks: `decoder.blocks.0` for 3 more" in said[0]
-    assert "traced once" not in said[1]
+        once, each = (
+            step_on(mesh, aotdist.Settings(instantiate=instantiate)) for instantiate in (True, False)
+        )
+        with mock.patch.object(Functions, "_copied", autospec=True, side_effect=copy) as copying:
+            step_on(mesh, aotdist.Settings())
+    assert [*map(_shown, once.graphs[0]["joint"].graph.nodes)] == [
+        *map(_shown, each.graphs[0]["joint"].graph.nodes)
+    ]
+    assert "traced once for equal blocks: `decoder.blocks.0` for 3 more" in str(once.explain())
+    assert "traced once" not in str(each.explain())
+    copied = Counter(call.args[1].steps[-1].node.meta["phase"] for call in copying.call_args_list)
+    assert copied["forward"] > 30 and copied["backward"] > 30
+
+
+def step_on(mesh: DeviceMesh, settings: aotdist.Settings) -> Llama:
+    """A model of five layers that was compiled, and has run forward and backward."""
+    model = model_on(mesh, num_layers=5)
+    aotdist.compile(model, backend="fx", settings=settings)
+    model(*batch(0)).backward()
+    return model
+
+
+def _shown(node: Node) -> tuple[Any, ...]:
+    origins = ("phase", "source", "module", "function", "seq_nr", "serial", "unit", "policy", "grad")
+    return str(node), str(node.args), *(node.meta.get(name) for name in origins)

@@ -15,6 +15,9 @@ traces every call.
    sees one node. When the backward comes to it, the backward of the recorded call is run by itself, once for
    each kind of gradients, in a graph aside, and its nodes are copied (`backwards.py`).
 
+What FSDP2's hooks do with each parameter, outside of blocks, is a function of one tensor. It is recorded once
+for each kind of tensor, and copied (`functions.py`).
+
 Autograd runs nodes in the order of their sequence numbers, the last first, so the nodes of a block run in one
 go, as the copy does. What several places in a block send to one tensor that others send to as well is handed
 on one by one: autograd adds it up in the order in which it adds without instances, behind the block.

@@ -22,6 +22,7 @@ from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.blocks.backwards import Backwards, NotInstantiable
 from aotdist.trace.blocks.copies import Copies
+from aotdist.trace.blocks.functions import Functions
 from aotdist.trace.blocks.kinds import Kind, Reads, Unfit, kind_of
 from aotdist.trace.blocks.recording import (
     Copying,
@@ -32,6 +33,7 @@ from aotdist.trace.blocks.recording import (
     checked_outs,
     gradients_of,
     likenesses_of,
+    nodes_since,
     value_of,
 )
 from aotdist.trace.recorder import Recorder
@@ -101,6 +103,7 @@ class Blocks:
         if self._watch is None or not self._recorder.can_instantiate():
             yield
             return
+        self._recorder.call_functions_by_way_of(Functions(self._recorder).call)
         with calling_forwards_by_way_of(self._call):
             yield
 
@@ -162,7 +165,7 @@ class Blocks:
         num_writes = recorder.num_writes()
         first, counted = next_sequence_nr(), tracer.next_counted()
         result = forward(*args, **kwargs)
-        nodes = [node for node in _since(tracer.graph, last) if node.op != "placeholder"]
+        nodes = [node for node in nodes_since(tracer.graph.nodes, last) if node.op != "placeholder"]
         if len(nodes) < _FEWEST_OPERATORS:
             return result, _FEW
         try:
@@ -319,16 +322,6 @@ class _Instance(node_base()):  # type: ignore[misc]  # a base that is made at ru
             )
         with torch_functions_off():
             return (None, *ctx.call.backward(grads, tuple(ctx.needs_input_grad[1:])))
-
-
-def _since(graph: torch.fx.Graph, last: Node | None) -> list[Node]:
-    """The nodes behind `last`."""
-    found: list[Node] = []
-    for node in reversed(graph.nodes):
-        if node is last:
-            break
-        found.append(node)
-    return found[::-1]
 
 
 def _closes_over(nodes: Sequence[Node], inputs: Sequence[Node]) -> bool:

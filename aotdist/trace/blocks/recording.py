@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from aotdist.capture.code import is_users_class
@@ -57,6 +58,11 @@ class Step:
         """A node of a graph."""
         return cls(node, node.args, dict(node.kwargs), _NUMBERED.sub("", node.name))
 
+    def copied(self, graph: Graph, now: Mapping[Node, Node], meta: Mapping[str, Any]) -> Node:
+        """The same operation at the end of a graph, on what `now` has for the nodes that it was given."""
+        args, kwargs = map_arg((self.args, self.kwargs), lambda node: now.get(node, node))
+        return add_node(graph, "call_function", self.node.target, args, kwargs, self.name, meta)
+
 
 class Likenesses:
     """Makes fakes like those of recorded nodes, which share memory where they do.
@@ -101,6 +107,12 @@ class Likenesses:
         return made
 
 
+def nodes_since(nodes: Any, last: Node | None) -> list[Node]:
+    """The nodes of a graph behind `last`; all, if there was none."""
+    found = itertools.takewhile(lambda node: node is not last, reversed(nodes))
+    return [*found][::-1]
+
+
 def likenesses_of(steps: Iterable[Step]) -> dict[int, Likeness]:
     """What the values of nodes are like, by identity.
 
@@ -137,11 +149,7 @@ class Copying:
             if step.node.op == "get_attr":
                 node = tracer.constant(str(step.node.target))
             else:
-                args, kwargs = map_arg((step.args, step.kwargs), lambda node: now.get(node, node))
-                node = add_node(
-                    tracer.graph, "call_function", step.node.target, args, kwargs, step.name, meta
-                )
-                node.meta["serial"] = tracer.next_serial()
+                node = step.copied(tracer.graph, now, {"serial": tracer.next_serial()})
             now[step.node] = node
             node.meta.update(meta, serial=node.meta["serial"], module=self.module(meta["module"]))
             if "seq_nr" in meta:

@@ -1,0 +1,103 @@
+"""Functions of one tensor that are called again and again: recorded once for each kind of it, then copied.
+
+FSDP2's chains of operators around each parameter, in the hooks of units, which are outside of any block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.fx import Node
+
+from aotdist.torch_seam.functional import (
+    FakeTensor,
+    FunctionalTensor,
+    Likeness,
+    functional_value,
+    is_functional_base,
+)
+from aotdist.torch_seam.modes import torch_functions_off
+from aotdist.torch_seam.tensors import storage_id
+from aotdist.trace.blocks.kinds import Unfit
+from aotdist.trace.blocks.recording import Likenesses, Step, checked_nodes, likenesses_of, nodes_since
+from aotdist.trace.recorder import Recorder
+from aotdist.trace.tracer import STAMPED
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Chain:
+    """What a function recorded.
+
+    Args:
+        given: the node of its argument.
+        steps: what it recorded.
+        result: the node of its result.
+        likenesses: what its values are like, by identity.
+    """
+
+    given: Node
+    steps: tuple[Step, ...]
+    result: Node
+    likenesses: Mapping[int, Likeness]
+
+
+class Functions:
+    """The functions of one trace that record the same for equal arguments.
+
+    Args:
+        recorder: records the program.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._known: dict[Hashable, _Chain | None] = {}
+        """By what decides what is recorded; None where it cannot be copied."""
+
+    def call(
+        self, key: Hashable, function: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor
+    ) -> torch.Tensor:
+        """What a function gives; see `aotdist.torch_seam.proxies.recorded_once`."""
+        if not isinstance(given, FunctionalTensor):
+            return function(given)
+        with torch_functions_off():
+            fake, node = functional_value(given), self._recorder.value(given)
+            like = Likeness.of(fake) if isinstance(fake, FakeTensor) else None
+            chain = self._known.get((key, like))
+            if chain is not None:
+                return self._copied(chain, node)
+        if like is None or (key, like) in self._known:
+            return function(given)
+        nodes = self._recorder.tracer.graph.nodes
+        last = next(iter(reversed(nodes)), None)
+        result = function(given)
+        with torch_functions_off():
+            self._known[key, like] = self._chain(node, nodes_since(nodes, last), result)
+        return result
+
+    def _chain(self, given: Node, made: Sequence[Node], result: torch.Tensor) -> _Chain | None:
+        """What a call recorded, if a copy of it is another call."""
+        recorder = self._recorder
+        if not isinstance(result, FunctionalTensor) or not is_functional_base(result):
+            return None
+        end, known = recorder.value(result), {given, *made}
+        if end not in made or not all(known.issuperset(node.all_input_nodes) for node in made):
+            return None
+        try:
+            checked_nodes(made, recorder)
+            steps = tuple(map(Step.of, made))
+            return _Chain(given, steps, end, likenesses_of(steps))
+        except Unfit:
+            return None
+
+    def _copied(self, chain: _Chain, given: Node) -> torch.Tensor:
+        recorder, tracer, now = self._recorder, self._recorder.tracer, {chain.given: given}
+        memory = {storage_id(chain.given.meta["val"]): given.meta["val"]}
+        like = Likenesses(chain.likenesses, recorder, memory)
+        for step in chain.steps:
+            meta = {name: value for name, value in step.node.meta.items() if name not in STAMPED}
+            now[step.node] = step.copied(
+                tracer.graph, now, meta | tracer.stamp() | {"val": like(step.node.meta["val"])}
+            )
+        return recorder.traced_value(now[chain.result])
