@@ -285,7 +285,8 @@ def gather(shard: torch.Tensor, param: ShardedParam) -> torch.Tensor:
         whole = _all_gather(_padded(shard, rows.padded_shard), ranks)
         return whole if dim == 0 else torch.cat(whole.chunk(ranks.size), dim)
 
-    whole = _first_rows(recorded_once((gather, dtype, rows.padded_shard, ranks, dim), gathered, shard), rows.whole)
+    whole = recorded_once((gather, dtype, rows.padded_shard, ranks, dim), gathered, shard)
+    whole = _first_rows(whole, rows.whole)
     spec = unsharded_spec(param.record, whole.dtype)
     return whole if spec is None else make_dtensor(whole, spec)
 
