@@ -20,7 +20,8 @@ from aotdist.report.nodes import (
     graph_details,
     saved_details,
 )
-from aotdist.report.text import counted
+from aotdist.report.summary import summary_of
+from aotdist.report.text import counted, named_facts
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.compilation import Compilation, Training
 from aotdist.runtime.ranks import board_of_this_process, poll
@@ -52,6 +53,9 @@ class Ranks:
     missing: tuple[int, ...] = ()
     differences: tuple[RankDifference, ...] = ()
 
+
+_SHOWN = ("saved for backward", "writes", "passes")
+"""What the page shows in sections of its own."""
 
 ALONE = Ranks()
 """There are no others."""
@@ -141,6 +145,7 @@ class Details:
         collectives: of the graphs that run, in the order in which they start.
         kernels: of a backend that writes its own.
         wrapper: the printed call.
+        facts: what else there is to say, by name: blocks that were traced once, memory, what runs as written.
         ranks: how other ranks differ.
     """
 
@@ -157,6 +162,7 @@ class Details:
     collectives: tuple[CollectiveDetails, ...]
     kernels: tuple[KernelDetails, ...]
     wrapper: str
+    facts: tuple[tuple[str, str], ...] = ()
     ranks: Ranks = ALONE
 
 
@@ -188,6 +194,7 @@ def details_of(artifact: Artifact) -> Details:
             for kernel in one.fusion().kernels
         ),
         wrapper=artifact.source,
+        facts=tuple((name, text) for name, text in named_facts(summary_of(artifact)) if name not in _SHOWN),
     )
 
 

@@ -95,14 +95,15 @@ class Explained(ABC):
     def explain(self, *, html: str | Path | None = None) -> Report:
         """What was compiled: graphs, collectives, saved bytes, writes, seconds; see `aotdist.explain`."""
         reasons = dict.fromkeys(reason for kinds in self._decided() for reason in kinds.refused.values())
-        return replace(_explained(self._made_so_far(), html), as_written=tuple(reasons))
+        return _explained(self._made_so_far(), tuple(reasons), html)
 
 
-def _explained(artifacts: Sequence[Artifact], html: str | Path | None) -> Report:
+def _explained(artifacts: Sequence[Artifact], as_written: tuple[str, ...], html: str | Path | None) -> Report:
     """The report of a list of artifacts.
 
     Args:
         artifacts: what was compiled.
+        as_written: why other calls run as they were written.
         html: where to write it as a page too. Of several ranks, rank 0 writes it, and it says how those
             differ that call this as well.
     """
@@ -111,9 +112,10 @@ def _explained(artifacts: Sequence[Artifact], html: str | Path | None) -> Report
         programs = [details_of(artifact) for artifact in artifacts]
         ranks = meet([told_by(program) for program in programs])
         if ranks is not None:
-            shown = [replace(one, ranks=found) for one, found in zip(programs, ranks, strict=True)]
-            _write(html, shown)
-    return report_of(artifacts)
+            reasons = tuple(("run as they were written", reason) for reason in as_written)
+            pairs = zip(programs, ranks, strict=True)
+            _write(html, [replace(one, ranks=found, facts=(*one.facts, *reasons)) for one, found in pairs])
+    return replace(report_of(artifacts), as_written=as_written)
 
 
 def write_page(html: str | Path, by_rank: Sequence[Sequence[Artifact]]) -> None:

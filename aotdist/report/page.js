@@ -462,6 +462,15 @@ function stagesSection(program) {
   return section("stages", "Stages", element("div", { class: "bar", "aria-hidden": "true" }, bar), element("div", { class: "beside" }, stages, passes));
 }
 
+function factsSection(program) {
+  if (!program.facts.length) return null;
+  const columns = [
+    { title: "what", value: ([name]) => name, whole: true },
+    { title: "", value: ([, text]) => text },
+  ];
+  return section("facts", "Facts", table("What else there is to say", columns, program.facts));
+}
+
 function tensorsSection(program) {
   const columns = [
     { title: "name", value: (tensor) => tensor.name, mono: true, whole: true },
@@ -549,7 +558,7 @@ function ranksSection(program) {
 function show(program) {
   const graph = graphSection(program);
   const sections = [
-    stagesSection(program), tensorsSection(program), graph.section, savedSection(program, graph.reveal),
+    stagesSection(program), factsSection(program), tensorsSection(program), graph.section, savedSection(program, graph.reveal),
     collectivesSection(program, graph.reveal), kernelsSection(program), wrapperSection(program), ranksSection(program),
   ].filter(Boolean);
   document.querySelector("main").replaceChildren(figures(program), ...sections);

@@ -126,10 +126,11 @@ class Report:
 
 def report_of(artifacts: Sequence[Artifact]) -> Report:
     """The report of a list of artifacts."""
-    return Report(tuple(_summary(artifact) for artifact in artifacts))
+    return Report(tuple(summary_of(artifact) for artifact in artifacts))
 
 
-def _summary(artifact: Artifact) -> ArtifactSummary:
+def summary_of(artifact: Artifact) -> ArtifactSummary:
+    """What an artifact can tell about itself."""
     compilation = artifact.compilation
     region, facts = compilation.region, compilation.traced.facts
     slots = compilation.traced.program.ins

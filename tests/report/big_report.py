@@ -46,6 +46,7 @@ def big_report(num_nodes: int) -> Details:
         ),
         kernels=(KernelDetails("forward", "kernel_0", ("mul", "add"), 4096, f"def kernel_0(): {HOSTILE}"),),
         wrapper="def call(args, kwargs): ...",
+        facts=(("traced once for equal blocks", f"`layers.0` for {layers - 2} more {HOSTILE}"),),
         ranks=compared({int(rank): {"input args[0]": text} for rank, text in told.items()} | {2: None}),
     )  # fmt: skip
 

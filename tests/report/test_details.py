@@ -143,6 +143,25 @@ def test_explain_writes_one_page_that_needs_no_other(tmp_path: Path) -> None:
     assert [graph["name"] for graph in program["graphs"] if graph["source"]] == ["forward", "backward"]
 
 
+def test_a_page_says_what_the_text_says(tmp_path: Path) -> None:
+    blocks = [nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(8))) for _ in range(4)]
+    layers = nn.Sequential(*blocks)
+
+    @aotdist.compile(backend="fx", settings=aotdist.Settings(unsupported="eager"))
+    def program(x: torch.Tensor, *, leaves: bool = False) -> torch.Tensor:
+        return layers(x) if not leaves else x + float(x.sum().tolist())
+
+    program(torch.randn(3, 4))
+    with pytest.warns(UserWarning, match="run as they were written"):
+        program(torch.randn(3, 4), leaves=True)
+    text = str(aotdist.explain(program, html=tmp_path / "report.html"))
+    (shown,) = json.loads(Data((tmp_path / "report.html").read_text()).text)
+    said = dict(shown["facts"])
+    assert said["traced once for equal blocks"] == "`layers.1` for 1 more"
+    assert all(f"{name}: {value}" in text for name, value in shown["facts"])
+    assert "run as they were written" in said
+
+
 def test_text_of_programs_cannot_end_the_script() -> None:
     text = embedded({"name": HOSTILE})
     assert "<" not in text
