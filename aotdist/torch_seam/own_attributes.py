@@ -111,6 +111,20 @@ def noting_reads() -> Generator[dict[tuple[int, str], nn.Module]]:
             outer |= reads
 
 
+@contextmanager
+def noting_no_reads() -> Generator[None]:
+    """What this thread reads inside is not for `noting_reads`: it is not the program that reads."""
+    held = _OWN.value
+    if held is None:
+        yield
+        return
+    outer, held.reads = held.reads, None
+    try:
+        yield
+    finally:
+        held.reads = outer
+
+
 def note_read(attributes: Mapping[tuple[int, str], nn.Module]) -> None:
     """Let `noting_reads` count attributes as read."""
     held = _OWN.value

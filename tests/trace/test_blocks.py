@@ -137,6 +137,16 @@ def _whole_step() -> Callable[[Tensor], Any]:
     return run
 
 
+def _of_transformers() -> Callable[[Tensor], Any]:
+    """Layers in which modules of other kinds are met for the first time."""
+    from transformers import LlamaConfig, LlamaModel
+
+    sizes: dict[str, Any] = {"hidden_size": SIZE[-1], "intermediate_size": 16, "vocab_size": 4}
+    config = LlamaConfig(num_hidden_layers=DEPTH, num_attention_heads=2, use_cache=False, **sizes)
+    model = LlamaModel(config)
+    return lambda x: model(inputs_embeds=x).last_hidden_state
+
+
 def _blocks(**options: Any) -> list[Block]:
     return [Block(number, **options) for number in range(DEPTH)]
 
@@ -158,6 +168,7 @@ COPIED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], int]] = {
         ),
         DEPTH - 2,
     ),
+    "layers of transformers": (_of_transformers, DEPTH - 2),
     "stacks in a stack": (lambda: Stack(*(Stack(*_blocks()) for _ in range(3))), DEPTH - 1),
 }
 """Programs with blocks of one kind, and how many calls of these are copied at least."""

@@ -17,7 +17,12 @@ from aotdist.torch_seam.autograd import next_sequence_nr, node_base
 from aotdist.torch_seam.block_gradients import tensor_ids_of_roots
 from aotdist.torch_seam.functional import FunctionalTensor, data_writes, functional_value
 from aotdist.torch_seam.modes import torch_functions_off
-from aotdist.torch_seam.own_attributes import calling_forwards_by_way_of, note_read, noting_reads
+from aotdist.torch_seam.own_attributes import (
+    calling_forwards_by_way_of,
+    note_read,
+    noting_no_reads,
+    noting_reads,
+)
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.blocks.backwards import Backwards, NotInstantiable
@@ -111,25 +116,30 @@ class Blocks:
         self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         path = current_module()
-        try:
-            kind = kind_of(module, args, kwargs, self._met)
-        except Unfit as unfit:
-            self._reasons[path] = str(unfit)
+        with noting_no_reads():
+            try:
+                kind = kind_of(module, args, kwargs, self._met)
+            except Unfit as unfit:
+                self._reasons[path] = str(unfit)
+                kind = None
+            candidates = [] if kind is None else self._candidates.setdefault(kind.key, [])
+            alike = next((one for one in reversed(candidates) if kind and one.is_for(kind)), None)
+        if kind is None:
             return forward(*args, **kwargs)
-        candidates = self._candidates.setdefault(kind.key, [])
-        alike = next((one for one in reversed(candidates) if one.is_for(kind)), None)
         if alike is not None and isinstance(alike.recorded, Recorded) and alike.is_confirmed:
             return self._instance(alike, kind, path)
         if alike is not None and isinstance(alike.recorded, str):
             self._note_reason(path, alike.recorded)
             return forward(*args, **kwargs)
         assert self._watch is not None, "calls come here only then"
-        has_changed = self._watch()
+        with noting_no_reads():
+            has_changed = self._watch()
         with noting_reads() as reads:
             result, recorded = self._recorded(module, forward, args, kwargs, kind)
-        if has_changed() and isinstance(recorded, Recorded):
-            recorded = "it changes something in Python"
-        candidates.append(self._compared(alike, _Candidate(recorded, Reads.of(kind, reads), has_changed)))
+        with noting_no_reads():
+            if has_changed() and isinstance(recorded, Recorded):
+                recorded = "it changes something in Python"
+            candidates.append(self._compared(alike, _Candidate(recorded, Reads.of(kind, reads), has_changed)))
         if isinstance(reason := candidates[-1].recorded, str):
             self._note_reason(path, reason)
         return result
@@ -169,7 +179,7 @@ class Blocks:
         if len(nodes) < _FEWEST_OPERATORS:
             return result, _FEW
         try:
-            with torch_functions_off():
+            with torch_functions_off(), noting_no_reads():
                 if tuple(map(data_writes, plains)) != writes:
                     raise Unfit("it writes to what it is given")
                 if self._num_effects() != effects:
