@@ -10,6 +10,9 @@ from typing import Any
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+_NAMES: dict[Any, str] = {}
+"""What nodes are called by default, by target."""
+
 
 def add_node(
     graph: Graph,
@@ -27,7 +30,9 @@ def add_node(
     symbols in all arguments, and each assignment to a node looks the node up. Without a name it is called as
     its target.
     """
-    name = graph._graph_namespace.create_name(graph._target_to_str(target) if name is None else name, None)
+    if name is None:
+        name = _NAMES.get(target) or _NAMES.setdefault(target, graph._target_to_str(target))
+    name = graph._graph_namespace.create_name(name, None)
     node = Node(graph, name, op, target, args, kwargs, type_expr)
     node.meta.update(meta)
     graph._graph_namespace.associate_name_with_obj(name, node)

@@ -32,6 +32,7 @@ from aotdist.torch_seam.functional import (
     FakeTensorMode,
 )
 from aotdist.torch_seam.modes import OutOfDynamo, set_aside
+from aotdist.torch_seam.nodes import add_node
 from aotdist.torch_seam.operators import (
     HigherOrderOperator,
     OpOverload,
@@ -372,11 +373,8 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
         return result
 
     def _create(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        node = self.tracer.graph.create_node("call_function", target, args, kwargs)
-        node.meta.update(self._stamp())
-        node.meta["original_aten"] = target
-        node.meta["val"] = None
-        return node
+        meta = self._stamp() | {"original_aten": target, "val": None}
+        return add_node(self.tracer.graph, "call_function", target, args, kwargs, None, meta)
 
     def _bind(self, value: torch.Tensor, node: Node) -> None:
         # Nothing writes a value of a functional graph, so it can stand for itself; the general mode
