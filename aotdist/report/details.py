@@ -54,7 +54,7 @@ class Ranks:
     differences: tuple[RankDifference, ...] = ()
 
 
-_SHOWN = ("saved for backward", "writes", "passes")
+_SHOWN = ("writes", "passes")
 """What the page shows in sections of its own."""
 
 ALONE = Ranks()
@@ -141,11 +141,10 @@ class Details:
         inputs: what the program takes; `outputs` what it gives.
         graphs: the joint graph first.
         saved: from forward to backward.
-        saved_bytes: that are kept alive for the backward alone.
         collectives: of the graphs that run, in the order in which they start.
         kernels: of a backend that writes its own.
         wrapper: the printed call.
-        facts: what else there is to say, by name: blocks that were traced once, memory, what runs as written.
+        facts: what else there is to say, by name: what is saved, blocks that were traced once, memory.
         ranks: how other ranks differ.
     """
 
@@ -158,7 +157,6 @@ class Details:
     outputs: tuple[TensorFacts, ...]
     graphs: tuple[GraphDetails, ...]
     saved: tuple[Saved, ...]
-    saved_bytes: int
     collectives: tuple[CollectiveDetails, ...]
     kernels: tuple[KernelDetails, ...]
     wrapper: str
@@ -185,7 +183,6 @@ def details_of(artifact: Artifact) -> Details:
             for name, graph in graphs.items()
         ),
         saved=() if split is None else saved_details(graphs["joint"], split),
-        saved_bytes=0 if split is None else split.saved_bytes,
         collectives=tuple(collective_details(graphs)),
         kernels=tuple(
             KernelDetails(name, kernel.name, tuple(counted(kernel.operators)), kernel.num_bytes, kernel.text)

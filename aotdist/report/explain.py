@@ -137,7 +137,7 @@ def told_by(program: Details) -> Told:
     """What a rank tells of an artifact, for others to compare."""
     told = {"backend": program.backend}
     told |= {f"operations of the {graph.name} graph": f"{graph.num_operations:,}" for graph in program.graphs}
-    told |= {"saved for the backward": format_bytes(program.saved_bytes)}
+    told |= {name: text for name, text in program.facts if name == "saved for backward"}
     for role, tensors in (("input", program.inputs), ("output", program.outputs)):
         told |= {f"{role} {one.name}": f"{one.type} ({', '.join(one.facts)})" for one in tensors}
     for position, one in enumerate(program.collectives):

@@ -429,12 +429,14 @@ const HUES = [212, 152, 32, 282, 350, 92, 182, 252];
 
 const hue = (position) => `hsl(${HUES[position % HUES.length]} 55% 50%)`;
 
+const savedBytes = (program) => (program.facts.find(([name]) => name === "saved for backward") ?? [])[1];
+
 function figures(program) {
-  const kernels = program.kernels.length;
+  const kernels = program.kernels.length, saved = savedBytes(program);
   const facts = {
     program: `${program.kind}, ${program.backend}`,
     ...Object.fromEntries(program.graphs.map((graph) => [`${graph.name} graph`, plural(graph.num_operations, "operation")])),
-    ...(program.kind === "training" ? { "saved for backward": bytes(program.saved_bytes) } : {}),
+    ...(saved ? { "saved for backward": saved } : {}),
     ...(program.collectives.length ? { collectives: `${count(program.collectives.length)}, ${bytes(sum(program.collectives.map((each) => each.bytes)))}` } : {}),
     ...(kernels ? { kernels: count(kernels) } : {}),
     compiled: `in ${seconds(sum(program.stages.map((stage) => stage.seconds)))}`,
@@ -498,7 +500,7 @@ function savedSection(program, reveal) {
     { title: "module", value: (saved) => saved.module, mono: true },
     { title: "note", value: (saved) => saved.note },
   ];
-  const caption = `${plural(program.saved.length, "tensor")}; ${bytes(program.saved_bytes)} are kept for the backward alone`;
+  const caption = `${plural(program.saved.length, "tensor")}; ${savedBytes(program) ?? "none"} are kept for the backward alone`;
   return section("saved", "Saved for the backward", table(caption, columns, program.saved));
 }
 

@@ -2,6 +2,7 @@
 
 from aotdist.report.details import Details, KernelDetails, Stage, TensorFacts, compared
 from aotdist.report.nodes import CollectiveDetails, GraphDetails, GraphNode, Saved
+from aotdist.report.text import format_bytes
 
 NODES_OF_LAYER = 20
 """Ten in forward, and ten in backward that belong to them."""
@@ -36,7 +37,6 @@ def big_report(num_nodes: int) -> Details:
             GraphDetails("forward", tuple(forward), len(forward), "def forward(args): ..."),
         ),
         saved=tuple(Saved(one.name, one.name, one.type, one.bytes, one.module, "") for one in saved),
-        saved_bytes=sum(one.bytes for one in saved),
         collectives=tuple(
             CollectiveDetails(
                 "forward", "all_gather_into_tensor", "fsdp (2 ranks)", 1 << 20, f"layers.{layer}",
@@ -46,7 +46,10 @@ def big_report(num_nodes: int) -> Details:
         ),
         kernels=(KernelDetails("forward", "kernel_0", ("mul", "add"), 4096, f"def kernel_0(): {HOSTILE}"),),
         wrapper="def call(args, kwargs): ...",
-        facts=(("traced once for equal blocks", f"`layers.0` for {layers - 2} more {HOSTILE}"),),
+        facts=(
+            ("saved for backward", format_bytes(sum(one.bytes for one in saved))),
+            ("traced once for equal blocks", f"`layers.0` for {layers - 2} more {HOSTILE}"),
+        ),
         ranks=compared({int(rank): {"input args[0]": text} for rank, text in told.items()} | {2: None}),
     )  # fmt: skip
 
