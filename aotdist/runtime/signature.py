@@ -29,7 +29,7 @@ def changed_since(
         numbers: paths of numbers that are known to change, and whether a symbol can stand for them.
     """
     alike = [artifact for artifact in artifacts if artifact.fit.around.ambient == modes]
-    if not alike:
+    if not alike and not numbers:
         return {}, ()
     with users_modes_off(), class_functions_off():
         try:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -75,7 +76,7 @@ _DOES_NOT_FIT = re.compile(r"[Ff]unction (\S+) returned an (?:invalid gradient|i
 _DETACHED = "a saved tensor that has been detached in-place"
 """How autograd says that what it saved has no history any more."""
 
-_SPENT = "Trying to backward through the graph a second time"
+SPENT = "Trying to backward through the graph a second time"
 """How autograd says that it has freed what it saved."""
 
 _MIXED = "got mixed torch.Tensor and DTensor"
@@ -218,7 +219,7 @@ def naming_failures_of_backward(*, of_assumed: bool) -> Generator[None]:
                 raise _written_too_early(error) from error
             if _DETACHED in str(error):
                 raise _detached_too_early(error) from error
-            if _SPENT in str(error):
+            if SPENT in str(error):
                 raise _gone_through_before(error) from error
             if found := _DOES_NOT_FIT.match(str(error)):
                 raise _does_not_fit(found[1], error) from error
@@ -312,17 +313,25 @@ def reshaped_unseen(how: str) -> UnsupportedProgram:
 
 
 class AccumulatesInside(UnsupportedProgram):
-    """The program gives gradients to its inputs, or reads those as an optimizer does: it is a step."""
+    """The program is a step: inputs get gradients, or an optimizer reads these, or a schedule steps."""
 
 
 def accumulates_inside(what: str, fix: str) -> AccumulatesInside:
     """An error for a step that is compiled as a part of something else.
 
     Args:
-        what: what it does with the gradient of which input.
+        what: what it does, with the gradient of which input.
         fix: what to do instead.
     """
     return AccumulatesInside(what, where=Origins().current() or None, stage="joint", fix=fix)
+
+
+def steps_inside(step: Callable[..., None], schedule: Any, *_: Any, **__: Any) -> None:
+    """Refuse the step of a schedule: what it changes in Python would only be changed while it is traced."""
+    raise accumulates_inside(
+        f"a {type(schedule).__name__} steps inside of the compiled module",
+        fix="compile a function that calls the module, the whole step, and not the module",
+    )
 
 
 def written_without_others(slot: Slot) -> UnsupportedProgram:

@@ -17,6 +17,7 @@ from aotdist.torch_seam.functional import FunctionalTensor, functional_value
 from aotdist.torch_seam.proxies import track
 from aotdist.trace.blocks.kinds import Unfit, likeness, likeness_of
 from aotdist.trace.blocks.recording import Recorded, Step, Value, checked_nodes, likenesses_of, value_of
+from aotdist.trace.failures import SPENT
 from aotdist.trace.recorder import Recorder
 
 
@@ -112,6 +113,10 @@ class Backwards:
                 return self._run_aside(model, grads, needed, aside)
         except Unfit as unfit:
             raise NotInstantiable(str(unfit)) from None
+        except RuntimeError as error:  # a step with several backwards frees what it recorded first
+            if SPENT not in str(error):
+                raise
+            raise NotInstantiable("the program has run the backward of the recorded call") from error
         finally:
             self._running.pop()
 
