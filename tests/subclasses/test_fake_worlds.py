@@ -10,6 +10,7 @@ from unittest import mock
 
 import pytest
 import torch.distributed as dist
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.fx import Node
 
@@ -38,7 +39,7 @@ def mesh_of(num_ranks: int, *, tensor_parallel: bool) -> DeviceMesh:
     return init_device_mesh("cpu", (num_ranks // tp, tp), mesh_dim_names=("dp", "tp"))
 
 
-def model_on(mesh: DeviceMesh, num_layers: int) -> Llama:
+def model_on(mesh: DeviceMesh, num_layers: int, *, checkpointed: bool = False) -> Llama:
     """A Llama, spread over the ranks."""
     model = Llama()
     options = ModelOptions(
@@ -47,6 +48,9 @@ def model_on(mesh: DeviceMesh, num_layers: int) -> Llama:
     model.decoder = build_decoder(options, seq_len=SEQUENCE, seed=0)
     if mesh.size(1) > 1:
         split_sequence(model, mesh)
+    blocks = model.decoder.blocks
+    for number, block in enumerate(blocks if checkpointed else ()):
+        blocks[number] = checkpoint_wrapper(block)
     shard_parameters(model, mesh)
     return model
 
@@ -74,8 +78,9 @@ def test_capture(tensor_parallel: bool) -> None:
     assert found[0]["all_gather_into_tensor"] and found[0]["reduce_scatter_tensor"]
 
 
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["kept", "checkpointed"])
 @pytest.mark.parametrize("tensor_parallel", [False, True], ids=["FSDP2", "FSDP2 and TP"])
-def test_blocks_are_traced_once(tensor_parallel: bool) -> None:
+def test_blocks_are_traced_once(tensor_parallel: bool, checkpointed: bool) -> None:
     """The graph is that of a trace of each block; `tests/trace/test_blocks.py` has models of one process.
 
     So are the chains around parameters, which hooks of units record outside of blocks.
@@ -84,7 +89,8 @@ def test_blocks_are_traced_once(tensor_parallel: bool) -> None:
     with world_of(64):
         mesh = mesh_of(64, tensor_parallel=tensor_parallel)
         once, each = (
-            step_on(mesh, aotdist.Settings(instantiate=instantiate)) for instantiate in (True, False)
+            step_on(mesh, aotdist.Settings(instantiate=copies), checkpointed=checkpointed)
+            for copies in (True, False)
         )
         with mock.patch.object(Functions, "_copied", autospec=True, side_effect=copy) as copying:
             step_on(mesh, aotdist.Settings())
@@ -97,9 +103,9 @@ def test_blocks_are_traced_once(tensor_parallel: bool) -> None:
     assert copied["forward"] > 30 and copied["backward"] > 30
 
 
-def step_on(mesh: DeviceMesh, settings: aotdist.Settings) -> Llama:
+def step_on(mesh: DeviceMesh, settings: aotdist.Settings, *, checkpointed: bool = False) -> Llama:
     """A model of five layers that was compiled, and has run forward and backward."""
-    model = model_on(mesh, num_layers=5)
+    model = model_on(mesh, num_layers=5, checkpointed=checkpointed)
     aotdist.compile(model, backend="fx", settings=settings)
     model(*batch(0)).backward()
     return model

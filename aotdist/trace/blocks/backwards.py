@@ -109,7 +109,11 @@ class Backwards:
             raise NotInstantiable("the program hooks gradients")
         self._running.append(model)
         try:
-            with hooks_off([*model.tensors(), *model.kind.tensors]), self._recorder.aside() as aside:
+            with (
+                hooks_off([*model.tensors(), *model.kind.tensors]),
+                model.having_its_parameters(),
+                self._recorder.aside() as aside,
+            ):
                 return self._run_aside(model, grads, needed, aside)
         except Unfit as unfit:
             raise NotInstantiable(str(unfit)) from None

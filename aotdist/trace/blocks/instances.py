@@ -210,6 +210,7 @@ class Blocks:
             consumers=consumers,
             saves=saves,
             likenesses=likenesses,
+            parameters={number: dict(vars(one)["_parameters"]) for number, one in kind.modules.items()},
         )
 
     def _instance(self, candidate: _Candidate, kind: Kind, path: str) -> Any:

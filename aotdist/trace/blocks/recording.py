@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -183,6 +184,7 @@ class Recorded:
         consumers: the autograd nodes that send them: node, position among what it sends, and the tensor.
         saves: whether autograd saved tensors.
         likenesses: what its values are like, by identity; those of its backwards are added.
+        parameters: what each module had as its parameters: under FSDP2, other tensors than between calls.
     """
 
     path: str
@@ -197,6 +199,20 @@ class Recorded:
     consumers: tuple[tuple[Any, int, int], ...]
     saves: bool
     likenesses: dict[int, Likeness]
+    parameters: Mapping[int, Mapping[str, torch.Tensor | None]]
+
+    @contextmanager
+    def having_its_parameters(self) -> Generator[None]:
+        """Inside, its modules have the parameters that they had: a checkpoint in it computes with these."""
+        held = {number: vars(module)["_parameters"] for number, module in self.kind.modules.items()}
+        before = {number: dict(named) for number, named in held.items()}
+        for number, named in self.parameters.items():
+            held[number].update(named)
+        try:
+            yield
+        finally:
+            for number, named in before.items():
+                held[number].update(named)
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that it returned."""
