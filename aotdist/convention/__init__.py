@@ -56,9 +56,8 @@ sizes can be symbols, that none depends on data. One that contradicts this is ma
 what it showed.
 
 Functionalisation writes through `as_strided` only if no other view precedes it, so `as_strided`, and `unfold`
-with gaps, are made from the tensor that owns the memory (`trace/strided.py`). If the program reads around an
-input in its storage, and something is written, it is traced again over a span of the whole storage, which
-counts as written.
+with gaps, are made from the tensor that owns the memory (`trace/strided.py`). A program that reads around an
+input in its storage, and writes it, is refused.
 
 The relative layout of inputs in memory, not their addresses, is part of the signature: other layouts take
 other artifacts.

@@ -110,7 +110,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
     for idx, one in row.enumerate():
         _refuse_write(one, reshaped=metadata.is_reshaped(idx))
     _refuse_uncounted(context)
-    writes, rewinds = forward_writes(row, outputs, metadata, storages, recorder.strided)
+    writes, rewinds = forward_writes(row, outputs, metadata, storages)
     node_outs = Row[NodeOutIdx, NodeOut](
         NodeOut(
             slot,

@@ -210,15 +210,6 @@ def _stays_inside(change: Change, stand_in: StandIn) -> bool:
     return change.op is torch.ops.aten.resize_.default and all(memory_of(a) == memory_of(b) for a, b in pairs)
 
 
-def written_around(stand_in: StandIn, how: str = "with history") -> UnsupportedProgram:
-    """An error for a write to an input and around it, which is one of what the input is a view of."""
-    return UnsupportedProgram(
-        f"`{stand_in.slot}` is written {how}, and so is memory around it",
-        stage="joint",
-        fix="pass the tensor that shows all of that memory, and take the view inside",
-    )
-
-
 def _without_repeated(history: Any | None, changes: Sequence[Change]) -> Any | None:
     """A history without the nodes of the last of these changes, which come again where those are repeated."""
     for change in reversed(changes):

@@ -69,7 +69,6 @@ class StandIn:
             if the program moves it to other memory.
         derived: whether it is a base without history, or a view of another stand-in: writes to it, and
             gradients for it, are those of the other inputs.
-        whole: whether it is a span of a whole storage, of which more may be written than any input shows.
         spans: the spans that its plain tensors lie in, together with others.
         base: which stand-in it is a view of, if it is made as one.
         version: the version counter of `tensor` before the program ran.
@@ -84,7 +83,6 @@ class StandIn:
     opened: Opened
     plains: tuple[FunctionalTensor, ...]
     derived: bool = False
-    whole: bool = False
     spans: frozenset[PrimalIdx] = frozenset()
     base: PrimalIdx | None = None
     version: int = 0
@@ -191,7 +189,7 @@ class Inputs:
         functionals = self._through_spans(at, functionals, example)
         stand_in = self._of_its_own(slot, example, recipe, functionals, fakes)
         spans = frozenset(span for (primal, _), (span, _) in self._aliases.items() if primal == at)
-        return replace(stand_in, derived=is_span, whole=self._bases.is_whole(at), spans=spans)
+        return replace(stand_in, derived=is_span, spans=spans)
 
     def _note_storages(self, at: PrimalIdx, stand_in: StandIn) -> None:
         """Note which storages hold more than the input, and which are an input's."""
@@ -200,7 +198,7 @@ class Inputs:
             if not is_symbolic(tuple(real.shape)) and real.untyped_storage().nbytes() > real.nbytes:
                 self._recorder.lies_in_more(plain)
             if is_own:
-                self._recorder.strided.note_input(plain, stand_in.example, real)
+                self._recorder.strided.note_input(plain)
 
     def _fake(self, leaf: Plain, plain: torch.Tensor) -> torch.Tensor:
         if is_symbolic(leaf):
@@ -240,8 +238,7 @@ class Inputs:
                 span, member = place
                 (memory,) = self._stand_ins[span].plains
                 part = part_of(memory, member.dtype, member.size, member.stride, member.offset)
-                offset, is_whole = int(real.storage_offset()), self._bases.is_whole(span)
-                self._recorder.strided.lies_in(memory, part, offset, is_whole=is_whole)
+                self._recorder.strided.lies_in(memory, part, int(real.storage_offset()))
                 found.append(part)
         return found
 
