@@ -12,7 +12,7 @@ import aotdist
 from aotdist.errors import UnsupportedProgram
 from tests.semantics.makers import leaf, non_leaf, plain, two, two_non_leaf
 from tests.semantics.meshes import sharded
-from tests.semantics.observation import Scene, play, same_as_eager, same_as_eager_or_refused
+from tests.semantics.observation import Scene, play, same_as_eager
 
 
 def quietly(op: Callable[..., Any], *args: Any) -> Any:
