@@ -121,25 +121,6 @@ class ViewLog:
         do()
         self.note_change(tensor, size, op, args, {}, bumps=0, former=former, edge=edge)
 
-    def resize_storage(
-        self, tensor: torch.Tensor, op: Callable[..., Any], num_bytes: int, refill: torch.Tensor | None
-    ) -> None:
-        """Note that the storage of a tensor was resized; `refill` is another name of what it holds now."""
-        if refill is not None:
-            self.views.forget(refill)
-        former = self._name(tensor)
-        self._note(
-            Change(
-                tensor=tensor,
-                serial=self.views.next_serial(),
-                size=tensor.size(),
-                op=op,
-                args=(num_bytes,),
-                former=former,
-                grown=refill,
-            )
-        )
-
     def changes_history(self, tensor: torch.Tensor, op: Callable[..., Any], *args: Any) -> None:
         """Call `op(tensor, *args)`, which changes its history, and note it."""
         before = tensor.requires_grad, history_of(tensor) is None

@@ -72,7 +72,6 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "set_memory": changes.set_memory,
     "give_history": changes.give_history,
     "release_history": changes.release_history,
-    "resize_storage": changes.resize_storage,
     "detach_": torch.Tensor.detach_,
     "retain_grad": torch.Tensor.retain_grad,
     "requires_grad_": torch.Tensor.requires_grad_,

@@ -20,14 +20,12 @@ from aotdist.trace.metadata import Metadata, detached_and_written
 from aotdist.trace.outputs import NodeOutputs
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.stand_ins import StandIn
-from aotdist.trace.storages import Storages
 
 
 def forward_writes(
     row: Row[PrimalIdx, StandIn],
     outputs: NodeOutputs,
     metadata: Metadata,
-    storages: Storages,
 ) -> tuple[Row[PrimalIdx, InputFact], tuple[tuple[PrimalIdx, int], ...]]:
     """What the forward did to each input; the new values become node outputs, those with history first.
 
@@ -41,8 +39,7 @@ def forward_writes(
         Untouched(metadata.bumps(stand_in, written=False), stand_in.bumps_inside()) for stand_in in row
     ]
     repeated = metadata.repeated_bumps(row) + outputs.bumps
-    # Where there is no room for an input, before or after, nothing is written; see `Change.grown`.
-    written = [(idx, s) for idx, s in _written_by_name(row, metadata) if all(map(storages.holds, s.plains))]
+    written = _written_by_name(row, metadata)
     for differentiable in (True, False):
         for idx, stand_in in written:
             # A leaf written under `no_grad` still requires grad, but its new value has no history.
@@ -114,7 +111,6 @@ def backward_writes(
     row: Row[PrimalIdx, StandIn],
     before: Sequence[tuple[tuple[int, ...], int]],
     metadata: Metadata,
-    storages: Storages,
 ) -> tuple[dict[PrimalIdx, int], list[Result]]:
     """Inputs that the backward wrote, and how often; their new values."""
     writes: dict[PrimalIdx, int] = {}
@@ -124,8 +120,6 @@ def backward_writes(
     for idx, stand_in in row.enumerate():
         counts, (counted, bumps) = stand_in.writes(), padded[idx]
         if stand_in.derived or counts == (counted or (0,) * len(counts)):
-            continue
-        if not all(map(storages.has_room, stand_in.plains)):
             continue
         writes[idx] = stand_in.bumps() - bumps
         plains = metadata.plains_as_before(idx, stand_in)

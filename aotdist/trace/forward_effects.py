@@ -98,19 +98,18 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
         outs: what it returned.
         lifting: the mode that it ran in.
     """
-    recorder, inputs, log, storages = context.recorder, context.inputs, context.log, context.storages
-    passing = storages.passing()
-    metadata = Metadata.of(inputs, log, passing)
+    recorder, inputs, log = context.recorder, context.inputs, context.log
+    metadata = Metadata.of(inputs, log)
     _mark_reshaped(context, metadata)
     spent = released_results(outs, inputs, log) if lifting.ran_backward else {}
-    outputs = classify(outs, inputs, log, metadata.written, passing, spent)
+    outputs = classify(outs, inputs, log, metadata.written, spent)
     numbers = _tell_numbers(context, outputs)
     row = inputs.row()
     context.refuse_accumulation()
     for idx, one in row.enumerate():
         _refuse_write(one, reshaped=metadata.is_reshaped(idx))
     _refuse_uncounted(context)
-    writes, rewinds = forward_writes(row, outputs, metadata, storages)
+    writes, rewinds = forward_writes(row, outputs, metadata)
     node_outs = Row[NodeOutIdx, NodeOut](
         NodeOut(
             slot,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,8 @@ class Metadata:
     switched_on: tuple[PrimalIdx, ...]
 
     @classmethod
-    def of(cls, inputs: Inputs, log: ViewLog, passing: Container[int]) -> Metadata:
-        """What was done to `inputs`, but for changes that leave nothing behind.
+    def of(cls, inputs: Inputs, log: ViewLog) -> Metadata:
+        """What was done to `inputs`.
 
         Raises:
             UnsupportedProgram: an input that shares memory with others was given other memory, or the
@@ -69,8 +69,7 @@ class Metadata:
             if is_view and change.is_unseen(change.tensor.size()):
                 raise reshaped_unseen(f"of `{row[idx].slot}`, which is a view, eager makes another history")
             changes[idx].append(change)
-            if number not in passing:
-                written.append(number)
+            written.append(number)
         return cls(changes, frozenset(written), switched_on)
 
     def is_reshaped(self, idx: PrimalIdx) -> bool:
