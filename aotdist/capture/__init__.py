@@ -57,8 +57,8 @@ each time a program goes wrong. Some hold only where results are to have eager's
 formula of a loss by data, or by whether a tensor is a plain one (`trace/operators/formulas.py`). What needs
 data is an operator that decides when it runs.
 
-**Results.** A result in an object that is not a pytree is created anew at every call (`capture/objects.py`),
-as in eager.
+**Results.** A result in an object that is not a pytree is created anew at every call, as in eager
+(`capture/instances.py`).
 
 **Objects among the arguments** are of two kinds (`capture/instances.py`):
 

@@ -28,13 +28,13 @@ from aotdist.capture.draws import no_python_random, none_advanced
 from aotdist.capture.effects import Assign, Delete, Effect, EffectLog, Print, TensorResult, Tree
 from aotdist.capture.environment import Reached
 from aotdist.capture.in_backward import InBackward
+from aotdist.capture.instances import MadeObject, taken_apart
 from aotdist.capture.leaked_tensors import no_results_kept, refuse_carried
 from aotdist.capture.modules import (
     attribute_tensors,
     following_modules,
     swapped,
 )
-from aotdist.capture.objects import MadeObject, taken_apart
 from aotdist.capture.prints import Prints
 from aotdist.capture.results import (
     hand_over_attributes,
