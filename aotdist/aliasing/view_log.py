@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -45,18 +45,6 @@ class Uncounted:
     is_recorded: bool
 
 
-class Storages(Protocol):
-    """What is known of the storages of traced tensors."""
-
-    def part(self, storage: Any, dtype: torch.dtype, *where: Any, **more: Any) -> torch.Tensor:
-        """A tensor that lies in a storage as `set_` says."""
-        ...
-
-    def follow(self, view: torch.Tensor, base: torch.Tensor) -> bool:
-        """Move a view to the memory that its base has grown to; False if that is not possible."""
-        ...
-
-
 class ViewLog:
     """The chains of views, and in-place changes; `root` follows a chain."""
 
@@ -64,7 +52,10 @@ class ViewLog:
         self.views = Views()
         self.changes: list[Change] = []
         self.uncounted: list[Uncounted] = []
-        self.storages: Storages | None = None
+        self.part: Callable[..., torch.Tensor] | None = None
+        """Gives a tensor that lies in a storage as `set_` says, if a trace knows storages."""
+        self.follow: Callable[[torch.Tensor, torch.Tensor], bool] = lambda view, base: False
+        """Moves a view to the memory that its base has grown to; False if that is not possible."""
         self._outgrown: dict[int, torch.Tensor] = {}
         self._moved: dict[int, torch.Tensor] = {}
         self._parted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -162,16 +153,13 @@ class ViewLog:
             raise grows_as_a_view()
         if grown is not None and not stays:
             views = [e.view for e in self.views if self.views.is_view_of(e.view, tensor)]
-            self._outgrown |= {id(view): view for view in views if not self._follow(view, tensor)}
+            self._outgrown |= {id(view): view for view in views if not self.follow(view, tensor)}
         return change
 
     def _note(self, change: Change) -> None:
         self.changes.append(change)
         if change.moves() and change.tensor in self.views:
             self._moved[id(change.tensor)] = change.tensor
-
-    def _follow(self, view: torch.Tensor, base: torch.Tensor) -> bool:
-        return self.storages is not None and self.storages.follow(view, base)
 
     def _name(self, tensor: torch.Tensor) -> torch.Tensor:
         """Another name for a tensor of the program's, of which the log knows nothing."""

@@ -256,9 +256,9 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         return base
 
     def _in_storage(self, *where: Any, **more: Any) -> torch.Tensor:
-        assert self.log.storages is not None, "a trace has them"
+        assert self.log.part is not None, "a trace has storages"
         with self, torch.no_grad(), torch_functions_off():
-            return self.log.storages.part(*where, **more)
+            return self.log.part(*where, **more)
 
 
 def another_name_from_below(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,7 +29,7 @@ class Storages:
     def __init__(self, inputs: Inputs, log: ViewLog, strided: Strided) -> None:
         self._inputs, self._log, self._strided = inputs, log, strided
         self._looked_at: set[int] = set()
-        log.storages = self
+        log.part, log.follow = self.part, self.follow
 
     def of(self, tensor: FunctionalTensor) -> TracedStorage:
         """What the program is given for the storage of a tensor."""
