@@ -102,9 +102,23 @@ class Likeness:
             return FakeTensor(mode, meta, self.device)
 
 
+def may_be_made_anew(mode: FakeTensorMode) -> bool:
+    """Whether a mode's fakes are no more than their sizes and the like: no real tensors go along."""
+    return mode.cache_enabled and not (mode.cache_crosscheck_enabled or mode.propagate_real_tensors)
+
+
 def functional(fake: torch.Tensor) -> FunctionalTensor:
     """A functional tensor around `fake`: writes to it are recorded, and never reach `fake`."""
     return FunctionalTensor.to_functional(fake)
+
+
+def functional_results(mode: FunctionalTensorMode, result: Any) -> Any:
+    """A functional operator's result, a fake or several, each in a functional tensor."""
+    if isinstance(result, torch.Tensor):
+        return FunctionalTensor(torch._to_functional_tensor(result), mode)
+    if isinstance(result, (list, tuple)):
+        return type(result)([functional_results(mode, one) for one in result])
+    return result
 
 
 def functional_of_one(

@@ -132,6 +132,12 @@ def can_decompose(op: OpOverload) -> bool:
 
 
 @functools.cache
+def is_functional(op: OpOverload) -> bool:
+    """Whether functionalisation takes an operator of PyTorch's as it is: it has no rule for it."""
+    return _is_pure(op) and not (_has_functional_rule(op) or op.is_view)
+
+
+@functools.cache
 def is_of_one_tensor(op: OpOverload) -> bool:
     """Whether functionalisation has a rule for an operator that takes one tensor, and that first.
 

@@ -71,6 +71,11 @@ def node_here(tensor: torch.Tensor) -> torch.fx.Node:
     return node
 
 
+def is_recording(mode: ProxyTorchDispatchMode) -> bool:
+    """Whether a proxy mode records what happens now beneath functionalisation."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is mode
+
+
 _PROXY_MODE_OPTIONS = inspect.signature(ProxyTorchDispatchMode).parameters
 
 

@@ -19,6 +19,7 @@ from aotdist.torch_seam.functional import (
     FunctionalTensorMode,
     functional,
     functional_of_one,
+    functional_results,
     functional_storage_id,
     functional_value,
     is_functional_base,
@@ -33,6 +34,7 @@ from aotdist.torch_seam.operators import (
     broken_up,
     handle_in_mode,
     has_effects,
+    is_functional,
     is_left_whole_in_inference,
     is_of_one_tensor,
     is_operator,
@@ -89,6 +91,8 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
         """Called with every tensor before an operator writes it."""
         self.num_writes = 0
         """How many tensors operators have written."""
+        self.recorded_again: Callable[..., Any] | None = None
+        """Records an operator with fakes for arguments whose result is known, or gives `NotImplemented`."""
 
     def remember(self, tensor: FunctionalTensor) -> FunctionalTensor:
         """Let `tensor` keep its layout through all writes, if it owns its memory and is not contiguous.
@@ -156,6 +160,14 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
             self._remember_viewed(args[0])
         return self.remember(result) if isinstance(result, FunctionalTensor) else result
 
+    def _again(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run an operator with which PyTorch's mode would do nothing, where its result is known."""
+        if self.recorded_again is None or not is_functional(func):
+            return NotImplemented
+        named = {name: _with_fakes(value) for name, value in kwargs.items()}
+        result = self.recorded_again(func, _with_fakes(args), named)
+        return result if result is NotImplemented else functional_results(self, result)
+
     def _tell_of_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.on_write is not None and is_operator(func):
             for tensor in written_by(func, args, kwargs):
@@ -213,7 +225,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
         if rows := corrections.of("operator", func):
             with self:
                 return corrections.corrected(rows, func, args, kwargs)
-        return NotImplemented
+        return self._again(func, args, kwargs)
 
     def _for_its_effect(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that prints or raises: the graph has it as it is, in order, and nothing drops it.
@@ -253,6 +265,13 @@ def _make_views_again(given: Any) -> None:
         for one in pytree.tree_leaves(given):
             if isinstance(one, FunctionalTensor):
                 functional_value(one)
+
+
+def _with_fakes(given: Any) -> Any:
+    """An argument of an operator, or several, with fakes in the place of functional tensors."""
+    if isinstance(given, FunctionalTensor):
+        return functional_value(given)
+    return tuple([_with_fakes(one) for one in given]) if isinstance(given, (list, tuple)) else given
 
 
 def computed_elsewhere(tensor: torch.Tensor) -> UnsupportedProgram:

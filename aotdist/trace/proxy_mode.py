@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -44,12 +44,14 @@ from aotdist.torch_seam.operators import (
 from aotdist.torch_seam.proxies import (
     ProxyTorchDispatchMode,
     decomposition_option,
+    is_recording,
     node_of,
     track,
     track_number,
 )
 from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, has_floats
 from aotdist.torch_seam.trees import pytree
+from aotdist.trace.known_results import KnownResults
 from aotdist.trace.numbers.data_guards import DataGuards, NeedsSizes, NotKnown, result_of
 from aotdist.trace.numbers.scalars import Scalars, current_scalars, needs_value
 from aotdist.trace.numbers.unbacked import Unbacked
@@ -104,6 +106,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
     Attributes:
         draws: gives a draw that is repeated (in a checkpoint) the result of the first.
         data_guards: answers conditions on data that exists before a call.
+        known_results: what results were like.
     """
 
     supports_higher_order_operators = True
@@ -125,6 +128,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
         self._stamp = tracer.stamp
         self.draws = Draws()
         self.data_guards = DataGuards()
+        self.known_results = KnownResults(fake_mode)
         self._stream = stream
         self._size = size
         self._unbacked = unbacked
@@ -255,6 +259,25 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
                 return self._record(func, args, kwargs, node_args, node_kwargs)
         return self._dispatch_generally(func, types, args, kwargs)
 
+    def record_again(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operator whose result for such arguments is known; `NotImplemented` where it is not."""
+        if self._unbacked is not None or current_scalars() is not None or not is_recording(self):
+            return NotImplemented
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            return NotImplemented
+        key = self.known_results.key(func, args, kwargs)
+        if (
+            not self.known_results.knows(key)
+            or not self._is_recorded_directly(func)
+            or corrections.of("node", func)
+        ):
+            return NotImplemented
+        try:
+            node_args, node_kwargs = self._node_arguments(args, kwargs)
+        except _NeedsGeneralMode:
+            return NotImplemented
+        return self._record(func, args, kwargs, node_args, node_kwargs, key)
+
     def _dispatch_generally(
         self, func: OpOverload, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
@@ -324,8 +347,14 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
         kwargs: dict[str, Any],
         node_args: tuple[Any, ...],
         node_kwargs: dict[str, Any],
+        key: Hashable | None = None,
     ) -> Any:
-        result = corrections.fake_result(func, args, kwargs, on_gpu=self._on_gpu)
+        result = self.known_results.result(
+            key or self.known_results.key(func, args, kwargs),
+            args,
+            kwargs,
+            lambda: corrections.fake_result(func, args, kwargs, on_gpu=self._on_gpu),
+        )
         if func is _ZEROS_WITHOUT_MEMORY and self._decompositions:  # compilers read memory
             node = self._create(_ZEROS, node_args, node_kwargs)
             self._bind(result, node)  # pyright: ignore[reportArgumentType]  # zeros are one tensor

@@ -147,6 +147,7 @@ class Recorder:
             refuses_data=within is not None and within.of_data,
         )
         self.draws, self.data_guards = self._proxy_mode.draws, self._proxy_mode.data_guards
+        self._functionalisation.recorded_again = self._proxy_mode.record_again
         self._rng: list[torch.fx.Node] = []
         self._arguments: dict[Slot, torch.fx.Node] = {}
         self._first: torch.fx.GraphModule | None = None
@@ -481,6 +482,7 @@ class Recorder:
         """
         for symbol in symbols:
             self.size(symbol)
+        self._proxy_mode.known_results.forget_fakes()
         graph, now = self.tracer.graph, dict[torch.fx.Node, torch.fx.Node]()
         if self._goes_on:
             graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
