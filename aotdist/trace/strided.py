@@ -9,6 +9,7 @@ as nothing is written.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,6 +35,15 @@ from aotdist.trace.failures import refusal
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _AS_STRIDED_ = torch.ops.aten.as_strided_.default
 _UNFOLD = torch.ops.aten.unfold.default
+_IN_PLACE: Mapping[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.t_.default: torch.ops.aten.t.default,
+    torch.ops.aten.transpose_.default: torch.ops.aten.transpose.int,
+    torch.ops.aten.unsqueeze_.default: torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.squeeze_.default: torch.ops.aten.squeeze.default,
+    torch.ops.aten.squeeze_.dim: torch.ops.aten.squeeze.dim,
+    torch.ops.aten.squeeze_.dims: torch.ops.aten.squeeze.dims,
+}
+"""What makes the view that each of these makes in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +66,7 @@ class Strided:
         """By storage: the tensor that all others in it are views of, and at which byte it begins."""
         self._inputs: set[int] = set()
         self._looked_around: set[int] = set()
+        self._not_through_views: set[int] = set()
 
     def lies_in(self, span: FunctionalTensor, part: FunctionalTensor, offset: int) -> None:
         """Note that `part`, which is a view of `span`, stands for a tensor that starts at `offset`.
@@ -83,6 +94,9 @@ class Strided:
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], torch.Tensor] | None:
         """What makes a view; None for views that PyTorch's mode makes right."""
+        if func in _IN_PLACE:
+            view = functools.partial(_IN_PLACE[func], *args, **kwargs)
+            return functools.partial(self._in_place, args[0], view)
         place = _place(func, args, kwargs)
         if place is None:
             return None
@@ -93,16 +107,13 @@ class Strided:
             return None
         if func is _AS_STRIDED and is_functional_base(tensor):
             return None
-        if func is not _AS_STRIDED_:
-            return make
+        return functools.partial(self._in_place, tensor, make) if func is _AS_STRIDED_ else make
 
-        def make_in_place() -> torch.Tensor:
-            # With PyTorch's own operator, no tensor would show all of the memory any more.
-            self.note_owner(tensor)
-            rebind(tensor, make())
-            return tensor
-
-        return make_in_place
+    def _in_place(self, tensor: FunctionalTensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Let `tensor` be a view of what it is; with PyTorch's own operator, none would own the memory."""
+        self.note_owner(tensor)
+        rebind(tensor, make())  # type: ignore[arg-type]
+        return tensor
 
     def resized(
         self, tensor: FunctionalTensor, size: Sequence[int], stride: Sequence[int]
@@ -122,11 +133,13 @@ class Strided:
 
     def _of_base(
         self, func: OpOverload, tensor: FunctionalTensor, place: _Place
-    ) -> Callable[[], FunctionalTensor]:
+    ) -> Callable[[], FunctionalTensor] | None:
         value = functional_value(tensor)
         if place.offset is not None and tensor.storage_offset() != value.storage_offset():
             self.refuse_lost_offset(func, tensor)
         if not shows(value, place.size, place.stride, place.offset):
+            if func is _UNFOLD:
+                return None
             self._look_around(func, tensor)
         return lambda: tensor.as_strided(place.size, place.stride, place.offset)  # type: ignore[return-value]
 
@@ -153,9 +166,11 @@ class Strided:
     def _look_around(self, func: OpOverload, tensor: FunctionalTensor) -> None:
         """Note that a view shows memory which the trace does not have, or cannot write through the view."""
         key = functional_storage_id(tensor)
-        if key in self._inputs and (func is _AS_STRIDED_ or data_writes(tensor)):
-            raise _writes_around(func)
-        self._looked_around.add(key)
+        if key in self._inputs and func is not _UNFOLD:  # which shows nothing around a tensor
+            if func is _AS_STRIDED_ or data_writes(tensor):
+                raise _writes_around(func)
+            self._looked_around.add(key)
+        self._not_through_views.add(key)
 
     def refuse_lost_offset(self, func: OpOverload, tensor: FunctionalTensor) -> None:
         """Raise for a view of a tensor whose offset in its storage was lost by a write."""
@@ -167,18 +182,16 @@ class Strided:
     def refuse_write(self, func: OpOverload, tensor: FunctionalTensor) -> None:
         """Raise for a write to memory of which the program made views that show more than the trace has.
 
-        For an input, any write; for a tensor that the program made, only one through such a view, since it
-        would go to a copy.
+        Also for one that goes through a view, where some views would write to a copy.
         """
         key = functional_storage_id(tensor)
-        if key not in self._looked_around:
-            return
-        if key in self._inputs:
+        if key in self._looked_around:
             raise _writes_around(func)
-        if not is_functional_base(tensor):
+        if key in self._not_through_views and not is_functional_base(tensor):
             raise refusal(
-                f"`{func}` writes memory that `as_strided` shows, and what it was called on does not",
-                "call `as_strided` on a tensor that shows all of that memory",
+                f"`{func}` writes memory that `as_strided` shows, and what it was called on does not; "
+                "`unfold` of a part shows memory like that",
+                "call them on a tensor that owns all of that memory",
             )
 
 
