@@ -122,11 +122,6 @@ def assign_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
     tensor.data = source
 
 
-def set_memory(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Let `tensor` lie where `source` does, without its history."""
-    torch.ops.aten.set_.source_Tensor(tensor, source.detach())
-
-
 def give_history(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Let `tensor` have the history of `value`, whose numbers it holds."""
     put(tensor, None, value, 1)

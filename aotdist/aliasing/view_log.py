@@ -52,8 +52,6 @@ class ViewLog:
         self.views = Views()
         self.changes: list[Change] = []
         self.uncounted: list[Uncounted] = []
-        self.part: Callable[..., torch.Tensor] | None = None
-        """Gives a tensor that lies in a storage as `set_` says, if a trace knows storages."""
         self.follow: Callable[[torch.Tensor, torch.Tensor], bool] = lambda view, base: False
         """Moves a view to the memory that its base has grown to; False if that is not possible."""
         self._outgrown: dict[int, torch.Tensor] = {}

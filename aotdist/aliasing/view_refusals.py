@@ -124,3 +124,13 @@ def keeps_its_history() -> UnsupportedProgram:
 
 def _repeats_memory(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+
+
+def from_storage() -> UnsupportedProgram:
+    """An error for a program that sets a tensor to a storage, of which a trace has none."""
+    return UnsupportedProgram(
+        "a tensor is set to a storage, which has no memory while it is captured",
+        where=Origins().current(),
+        stage="joint",
+        fix="set it to a tensor: `x.set_(y)`",
+    )

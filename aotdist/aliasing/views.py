@@ -13,7 +13,6 @@ from aotdist.facts import DETACH, Around, Inside, ViewStep, data_of
 from aotdist.subclasses.protocol import inner_tensors, is_wrapper, plain_tensors, wrapper_rule
 from aotdist.torch_seam.autograd import has_history_of_its_own, history_of
 from aotdist.torch_seam.functional import memory_of
-from aotdist.torch_seam.tensors import storage_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,13 +205,6 @@ class Views:
         """Whether a tensor has outdated views that require grad."""
         views = [entry.view for entry in self._entries.values()]
         return any(v.requires_grad and self.is_view_of(v, base) and self.is_outdated(v) for v in views)
-
-    def base_on(self, storage: int) -> torch.Tensor | None:
-        """The base, itself no view, of views in a storage; None if no views were made there."""
-        for entry in self._entries.values():
-            if entry.base not in self and storage_id(entry.base) == storage:
-                return entry.base
-        return None
 
     def steps_from(self, base: torch.Tensor, view: torch.Tensor) -> tuple[ViewStep, ...]:
         """The steps from `base` to a view; if an input is on the way, from what that is a view of."""

@@ -69,7 +69,6 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "as_written": facts.as_written,
     "resize_as_out": changes.resize_as_out,
     "assign_data": changes.assign_data,
-    "set_memory": changes.set_memory,
     "give_history": changes.give_history,
     "release_history": changes.release_history,
     "detach_": torch.Tensor.detach_,

@@ -51,6 +51,21 @@ def test_a_storage_is_not_resized(program: str) -> None:
     assert x.untyped_storage().nbytes() == FULL and x.sum() == 12
 
 
+SET: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
+    "all of it": lambda x, y: x.set_(y.untyped_storage()),
+    "a part of it": lambda x, y: x.set_(y.untyped_storage(), 2, (2,), (2,)),
+    "a part of a tensor's": lambda x, y: x.set_(y, 1, (2, 2), (2, 1)),
+}
+
+
+@pytest.mark.parametrize("program", SET)
+def test_a_tensor_is_not_set_to_a_storage(program: str) -> None:
+    x, y = torch.ones(3, 4), torch.zeros(3, 4)
+    with pytest.raises(UnsupportedProgram, match="set to a storage"):
+        aotdist.compile(SET[program], backend="fx")(x, y)
+    assert x.sum() == 12
+
+
 def test_behind_dynamo_neither() -> None:
     """Dynamo makes an operator of a resize."""
 
