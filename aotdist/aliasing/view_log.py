@@ -52,8 +52,6 @@ class ViewLog:
         self.views = Views()
         self.changes: list[Change] = []
         self.uncounted: list[Uncounted] = []
-        self.follow: Callable[[torch.Tensor, torch.Tensor], bool] = lambda view, base: False
-        """Moves a view to the memory that its base has grown to; False if that is not possible."""
         self._outgrown: dict[int, torch.Tensor] = {}
         self._moved: dict[int, torch.Tensor] = {}
         self._parted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -150,8 +148,8 @@ class ViewLog:
         if grown is not None and size.numel() and tensor in self.views and not stays:
             raise grows_as_a_view()
         if grown is not None and not stays:
-            views = [e.view for e in self.views if self.views.is_view_of(e.view, tensor)]
-            self._outgrown |= {id(view): view for view in views if not self.follow(view, tensor)}
+            views = (entry.view for entry in self.views)
+            self._outgrown |= {id(view): view for view in views if self.views.is_view_of(view, tensor)}
         return change
 
     def _note(self, change: Change) -> None:

@@ -11,7 +11,6 @@ from typing import Any, NoReturn
 
 import torch
 
-from aotdist.aliasing.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import PrimalIdx
 from aotdist.subclasses.protocol import plain_tensors
@@ -19,16 +18,14 @@ from aotdist.torch_seam.functional import FunctionalTensor, functional_storage_i
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.trace.failures import refusal
 from aotdist.trace.stand_ins import Inputs
-from aotdist.trace.strided import Strided
 
 
 class Storages:
     """The storages that a program looked at."""
 
-    def __init__(self, inputs: Inputs, log: ViewLog, strided: Strided) -> None:
-        self._inputs, self._strided = inputs, strided
+    def __init__(self, inputs: Inputs) -> None:
+        self._inputs = inputs
         self._looked_at: set[int] = set()
-        log.follow = self.follow
 
     def of(self, tensor: FunctionalTensor) -> TracedStorage:
         """What the program is given for the storage of a tensor."""
@@ -48,12 +45,6 @@ class Storages:
             for leaf, plain in enumerate(stand_in.plains):
                 if functional_storage_id(plain) in self._looked_at:
                     yield idx, leaf
-
-    def follow(self, view: torch.Tensor, base: torch.Tensor) -> bool:
-        """Move a view to the memory that its base has grown to; False if that is not possible."""
-        pairs = list(zip(plain_tensors(view), plain_tensors(base), strict=False))
-        plain = all(isinstance(tensor, FunctionalTensor) for pair in pairs for tensor in pair)
-        return plain and all(self._strided.follow(*pair) for pair in pairs)  # type: ignore[arg-type]
 
     def _real_bytes(self, key: int) -> int | None:
         for stand_in in self._inputs.row():

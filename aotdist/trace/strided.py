@@ -121,16 +121,6 @@ class Strided:
         """What makes `tensor` in another size, at the offset that it has; None if there is no room for it."""
         return None if is_functional_base(tensor) else self._part(tensor, _Place(size, stride))
 
-    def follow(self, view: FunctionalTensor, base: FunctionalTensor) -> bool:
-        """Move `view` to the memory that its base has now; False if that is not possible."""
-        memory, _ = self._owners.get(functional_storage_id(base), (None, 0))
-        if memory is None or memory.dtype not in (view.dtype, torch.uint8):
-            return False
-        offset = int(view.storage_offset()) * view.element_size() // memory.element_size()
-        with self._mode:
-            rebind(view, part_of(memory, view.dtype, view.size(), view.stride(), offset))
-        return True
-
     def _of_base(
         self, func: OpOverload, tensor: FunctionalTensor, place: _Place
     ) -> Callable[[], FunctionalTensor] | None:

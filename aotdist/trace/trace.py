@@ -110,7 +110,7 @@ def trace(
         inputs=inputs,
         stand_in=stand_in,
         view_mode=ViewMode(log),
-        storages=Storages(inputs, log, recorder.strided),
+        storages=Storages(inputs),
     )
     with ExitStack() as stack:
         stack.enter_context(class_functions_off())
