@@ -75,7 +75,7 @@ WRITES: dict[str, Program] = {
     "a slice assigned": lambda x: (x.__setitem__((slice(1, None), slice(None, None, 2)), 2.5), x * 2)[1],
     "a slice by its own": lambda x: (x.__setitem__(0, x[1] * 1), x * 2)[1],
     "a diagonal": lambda x: (x.diagonal().fill_(3.0), x * 1)[1],
-    "as_strided": lambda x: (x.as_strided((2,), (1,), 1).mul_(2), x * 1)[1],
+    "as_strided": lambda x: (x.as_strided((2,), (1,), x.storage_offset() + 1).mul_(2), x * 1)[1],
     "unfold": lambda x: x.unfold(1, 2, 2).mul_(3),
     "select": lambda x: (x.select(1, 2).mul_(3), x.movedim(0, 1).mul_(3)),
     "copy_": lambda x: (x.copy_(x * 2), x.sin())[1],

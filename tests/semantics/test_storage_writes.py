@@ -141,7 +141,8 @@ ONE: dict[str, Callable[[torch.Tensor], Any]] = {
 REFUSALS = (
     "it grows into memory around it",
     "is given as `out=` of an operator",
-    "of which the program holds a part only",
+    "whose base grew in place",
+    "meets memory around it that only `as_strided` shows",
     "in another size than its gradient",
     "before a write that takes part in the backward",
 )
