@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +17,6 @@ from aotdist.aliasing.naming import another_name
 from aotdist.aliasing.view_refusals import (
     detached_since,
     grows_as_a_view,
-    keeps_its_history,
     outgrown,
     reshaped_since,
 )
@@ -30,28 +29,12 @@ from aotdist.torch_seam.functional import memory_of
 _GROWING = frozenset[Any]({torch.ops.aten.resize_.default, resize_as_out})
 
 
-@dataclass(frozen=True, slots=True)
-class Uncounted:
-    """A write that autograd's version counter does not count, so that older views keep their history.
-
-    Args:
-        tensor: what was written.
-        serial: when, as one of the log's serial numbers.
-        is_recorded: whether the write may have given it a history.
-    """
-
-    tensor: torch.Tensor
-    serial: int
-    is_recorded: bool
-
-
 class ViewLog:
     """The chains of views, and in-place changes; `root` follows a chain."""
 
     def __init__(self) -> None:
         self.views = Views()
         self.changes: list[Change] = []
-        self.uncounted: list[Uncounted] = []
         self._outgrown: dict[int, torch.Tensor] = {}
         self._moved: dict[int, torch.Tensor] = {}
         self._parted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -78,8 +61,6 @@ class ViewLog:
             found = found.passing(entry.base if through_node else None)
             if id(found.base) in self._outgrown or id(entry.base) in self._moved:
                 raise outgrown()
-            if entry.shares_history() and self._is_recorded_since(entry):
-                raise keeps_its_history()
             found = replace(found, base=entry.base, steps=(*entry.steps, *found.steps))
             entry = None if id(found.base) in known else self.views.get(found.base)
         return found
@@ -197,15 +178,6 @@ class ViewLog:
 
     def _changes_since_made(self, view: torch.Tensor, base: torch.Tensor) -> list[Change]:
         return [change for change in self.changes_of(base) if change.serial > self.views.made(view)]
-
-    def _is_recorded_since(self, entry: ViewEntry) -> bool:
-        """Whether the base of a view got another history after the view was made, unnoticed by autograd."""
-        return any(
-            write.is_recorded
-            and write.serial > entry.made
-            and self.views.is_or_shows(write.tensor, entry.base)
-            for write in self.uncounted
-        )
 
 
 def edge_of_leaf(tensor: torch.Tensor) -> GradientEdge | None:

@@ -18,12 +18,13 @@ from torch.overrides import enable_reentrant_dispatch
 from aotdist.aliasing.metadata import INVERSES, Change, make_again, resize_as_out
 from aotdist.aliasing.naming import another_name
 from aotdist.aliasing.version import all_uncounted, bump, rewind, written_uncounted
-from aotdist.aliasing.view_log import Uncounted, ViewLog, edge_of_leaf, is_recorded
+from aotdist.aliasing.view_log import ViewLog, edge_of_leaf, is_recorded
 from aotdist.aliasing.view_refusals import (
     from_storage,
     refuse_looking_around,
     refuse_overlapping_write,
     refuse_resized_inside,
+    uncounted_with_history,
 )
 from aotdist.aliasing.views import Opened, ViewEntry, lies_in
 from aotdist.facts import DETACH, ViewStep, data_of
@@ -122,9 +123,8 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         if results:
             return self._log_outs(func, args, kwargs, results)
         uncounted = written_uncounted(args)
-        if uncounted:
-            serial, records = self.log.views.next_serial(), is_recorded((*args, *kwargs.values()))
-            self.log.uncounted += [Uncounted(target, serial, records) for target in targets]
+        if uncounted and is_recorded((*args, *kwargs.values())):
+            raise uncounted_with_history(func)
         with all_uncounted(uncounted):
             return func(*args, **kwargs)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from aotdist.facts import DETACH, Around, Inside, ViewStep, data_of
+from aotdist.facts import Around, Inside, ViewStep
 from aotdist.subclasses.protocol import inner_tensors, is_wrapper, plain_tensors, wrapper_rule
 from aotdist.torch_seam.autograd import has_history_of_its_own, history_of
 from aotdist.torch_seam.functional import memory_of
@@ -38,10 +38,6 @@ class ViewEntry:
     def is_outdated(self) -> bool:
         """Whether the base was written since."""
         return self.version is not None and self.base._version > self.version
-
-    def shares_history(self) -> bool:
-        """Whether the view has the history of its base."""
-        return all(step.grad and step.op not in (DETACH, data_of) for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True)

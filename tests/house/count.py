@@ -40,9 +40,9 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (58_448, 42_000),
-    "lines of its core": (33_296, 23_500),
-    "classes of its core": (303, 200),
+    "lines of aotdist/": (58_398, 42_000),
+    "lines of its core": (33_246, 23_500),
+    "classes of its core": (302, 200),
     "files of aotdist/": (295, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),
