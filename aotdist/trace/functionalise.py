@@ -251,7 +251,9 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
             if isinstance(tensor, FunctionalTensor) and (storage := functional_storage_id(tensor)):
                 self.strided.refuse_write(func, tensor)
                 owner = self._laid_out.get(storage, tensor)
-                if is_functional_base(owner):
+                # One that was transposed in place is a view of what it was, which nobody holds.
+                is_own_view = owner is not tensor and owner.elem is tensor.elem
+                if is_own_view or is_functional_base(owner):
                     yield owner
 
 

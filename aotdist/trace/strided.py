@@ -18,6 +18,7 @@ import torch
 
 from aotdist.aliasing.memory import extent, shows
 from aotdist.errors import UnsupportedProgram
+from aotdist.sizes import is_symbolic
 from aotdist.torch_seam.functional import (
     FunctionalTensor,
     FunctionalTensorMode,
@@ -94,7 +95,7 @@ class Strided:
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], torch.Tensor] | None:
         """What makes a view; None for views that PyTorch's mode makes right."""
-        if func in _IN_PLACE:
+        if func in _IN_PLACE and not is_symbolic((tuple(args[0].size()), args[0].stride())):  # see `rebind`
             view = functools.partial(_IN_PLACE[func], *args, **kwargs)
             return functools.partial(self._in_place, args[0], view)
         place = _place(func, args, kwargs)

@@ -40,8 +40,8 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (58_398, 42_000),
-    "lines of its core": (33_246, 23_500),
+    "lines of aotdist/": (58_404, 42_000),
+    "lines of its core": (33_249, 23_500),
     "classes of its core": (302, 200),
     "files of aotdist/": (295, 235),
     "import floors": (15, 15),
