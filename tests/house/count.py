@@ -40,10 +40,10 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (58_404, 42_000),
+    "lines of aotdist/": (58_331, 42_000),
     "lines of its core": (33_249, 23_500),
     "classes of its core": (302, 200),
-    "files of aotdist/": (295, 235),
+    "files of aotdist/": (294, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),
     "most fields of a class": (14, 14),
