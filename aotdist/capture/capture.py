@@ -264,8 +264,10 @@ def _run(
         refuse_carried(error, assignments.existing)
         raise
     outs = list(leaves)
-    left = functools.partial(_without_history, inputs=inputs) if detaches else lambda leaf: leaf
-    trees = [(place, Tree.of(value).map(left)) for place, value in assigned]
+    trees = [(place, Tree.of(value)) for place, value in assigned]
+    if detaches:
+        detached = functools.partial(_without_history, inputs=inputs)
+        trees = [(place, tree.map(detached)) for place, tree in trees]
     effects = [*(Assign(place, Tree.of(value)) for place, value in constants), *map(Delete, deleted)]
     log = _log(outs, trees, [*replaced.values(), *changes.checks.outs], printed, effects)
     checks, counted = tuple(changes.checks.made), tuple(changes.given.counted)

@@ -40,8 +40,8 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (58_331, 42_000),
-    "lines of its core": (33_249, 23_500),
+    "lines of aotdist/": (58_333, 42_000),
+    "lines of its core": (33_251, 23_500),
     "classes of its core": (302, 200),
     "files of aotdist/": (294, 235),
     "import floors": (15, 15),
