@@ -40,7 +40,6 @@ from aotdist.trace.blocks.backwards import comes_of_instances
 from aotdist.trace.context import TraceOptions
 from aotdist.trace.failures import asks_for_data, is_of_the_program
 from aotdist.trace.recorder import Recorder
-from aotdist.trace.strided import LooksAround
 from aotdist.trace.trace import Traced, trace
 
 _Inputs: TypeAlias = tuple[Row[DistinctIdx, Slot], Row[DistinctIdx, torch.Tensor]]
@@ -54,8 +53,7 @@ class Assumptions:
         symbolic: sizes can be symbols, where they are asked for. Many of PyTorch's operators (linear algebra,
             Fourier transforms, losses) take none.
         bases: which of the inputs share memory, one of them written.
-        writes: what traces showed of writes, by which bases are planned: which inputs are written, and around
-            which of them the program reaches in their storage (`as_strided`).
+        writes: what traces showed of writes, by which bases are planned.
         inputs: the distinct inputs, with the closed-over tensors that a trace met.
         of_data: why sizes and numbers may depend on data: what refused them; None while none do.
         failure: why sizes are numbers though symbols were asked for, if a trace with symbols failed.
@@ -69,17 +67,6 @@ class Assumptions:
     of_data: UnsupportedProgram | None = None
     failure: Exception | None = None
     instances: bool = True
-
-    def around(self, job: Job, inputs: _Inputs, example: torch.Tensor, slot: Slot) -> Assumptions:
-        """With a program that reaches memory around `example`, an input that may be a new one."""
-        slots, examples = inputs
-        at = next((idx for idx, each in examples.enumerate() if each is example), None)
-        if at is None:
-            at, inputs = DistinctIdx(len(examples)), (Row([*slots, slot]), Row([*examples, example]))
-        writes = self.writes.and_around(at)
-        return replace(
-            self, inputs=inputs, writes=writes, bases=plan_bases(Program(job.call.run, *inputs), writes)
-        )
 
     def after(self, job: Job, traced: Traced) -> Assumptions:
         """With the inputs and writes that a trace showed; another one is needed if the bases are others."""
@@ -348,9 +335,6 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
                     instantiate=job.settings.instantiate and assumed.instances,
                 )
                 traced = trace(program, recorder, options, name_closed_over=captured.name_closed_over)
-            except LooksAround as found:
-                inputs, slot = (distinct.ins, distinct.examples), captured.name_closed_over(found.example)
-                raise _Contradicted(assumed.around(job, inputs, found.example, slot)) from None
             except Exception as error:
                 instead = assumed.without(error, has_symbols=bool(dims or counts))
                 if instead is not None:

@@ -404,8 +404,6 @@ class BackwardFacts:
         grads: for each input, the recipe of its gradient, or None when it gets none.
         writes: inputs that it wrote, and by how much their version counters increase.
         result_writes: the same for tensors that the program made, and that the node returns.
-        storages: plain tensors beneath inputs, by position, whose storage has another size after it, and the
-            bytes of that.
         waypoints: tensors in the caller's hands that gradients of results pass, in the order in which the
             program made them.
         levels: for each node output, one more than the position of the last waypoint that its gradient
@@ -422,7 +420,6 @@ class BackwardFacts:
     grads: Row[PrimalIdx, Recipe | None]
     writes: Mapping[PrimalIdx, int] = field(default_factory=dict)
     result_writes: Mapping[NodeOutIdx, int] = field(default_factory=dict)
-    storages: tuple[tuple[PrimalIdx, int, int], ...] = ()
     waypoints: tuple[ObservedGrad, ...] = ()
     levels: Row[NodeOutIdx, int] = field(default_factory=Row[NodeOutIdx, int])
     once: bool = False

@@ -61,20 +61,6 @@ def another_storage(x, y):
     return z, row
 
 
-def freed_after_use(x, shard, w):
-    x.untyped_storage().resize_(4 * shard.numel())
-    x.copy_(shard)
-    y = x * w
-    x.untyped_storage().resize_(0)
-    return y
-
-
-def freed_and_used() -> tuple[torch.Tensor, ...]:
-    x = torch.zeros(4)
-    x.untyped_storage().resize_(0)
-    return x, torch.ones(4), torch.ones(4)
-
-
 def aliased_outputs(x):
     y = x * 2
     row, rest = y.split([1, 2])
@@ -191,13 +177,6 @@ SECTIONS = (
         "order: a view shows what its base was when the view was made.",
         another_storage,
         lambda: (torch.ones(2, 2), torch.ones(2, 2)),
-    ),
-    Section(
-        "Storage that is freed and reallocated",
-        "In the graph there is nothing to free; outside, the storage has the size that it has in eager. Its "
-        "contents in between are not a result.",
-        freed_after_use,
-        freed_and_used,
     ),
     Section(
         "Outputs that alias",

@@ -13,9 +13,8 @@ from aotdist.errors import BadSettings
 from aotdist.launch.checkpoints.manifest import CHECKPOINTS_FOLDER, TextFacts
 from aotdist.launch.checkpoints.resume import resume
 from aotdist.launch.checkpoints.saver import Saver
-from aotdist.launch.compiling import compile_model
+from aotdist.launch.compiling import compile_model, convert_model
 from aotdist.launch.config import JobOptions
-from aotdist.launch.conversion import convert_model
 from aotdist.launch.data import ByteStream, Corpus, Windows, load_corpus
 from aotdist.launch.going_on import batch_ranks, other_ranks, run_before, with_same_batch
 from aotdist.launch.lease import Lease, unwritable

@@ -1,7 +1,7 @@
 """In-place changes that a traced program makes to a tensor's metadata, rather than to its data.
 
-To its sizes and strides (`t_`, `resize_`), to its storage (`set_`, `.data =`, `out=` of another size), to the
-size of that storage, or to its history (`detach_`, `requires_grad_`).
+To its sizes and strides (`t_`, `resize_`), to its storage (`set_`, `.data =`, `out=` of another size), or to
+its history (`detach_`, `requires_grad_`).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Change:
     edge: GradientEdge | None = None
 
     def moves(self) -> bool:
-        """Whether the tensor may lie in another storage now, or in one of another size."""
+        """Whether the tensor may lie in another storage now, or elsewhere in its own."""
         return self.op not in INVERSES and self.op not in _IN_PLACE
 
     def reshapes(self) -> bool:
@@ -122,11 +122,6 @@ def assign_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
     tensor.data = source
 
 
-def set_memory(tensor: torch.Tensor, source: torch.Tensor) -> None:
-    """Let `tensor` lie where `source` does, without its history."""
-    torch.ops.aten.set_.source_Tensor(tensor, source.detach())
-
-
 def give_history(tensor: torch.Tensor, value: torch.Tensor) -> None:
     """Let `tensor` have the history of `value`, whose numbers it holds."""
     put(tensor, None, value, 1)
@@ -135,11 +130,6 @@ def give_history(tensor: torch.Tensor, value: torch.Tensor) -> None:
 def release_history(tensor: torch.Tensor, reason: str) -> None:
     """Let `tensor` have a history whose backward raises, and says `reason`."""
     put(tensor, None, failing_in_backward(tensor, reason), 0)
-
-
-def resize_storage(tensor: torch.Tensor, num_bytes: int) -> None:
-    """Let the storage of `tensor` be `num_bytes` long."""
-    tensor.untyped_storage().resize_(num_bytes)
 
 
 def make_again(view: torch.Tensor, changed: torch.Tensor, steps: Sequence[ViewStep]) -> None:

@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -17,7 +17,6 @@ from aotdist.aliasing.naming import another_name
 from aotdist.aliasing.view_refusals import (
     detached_since,
     grows_as_a_view,
-    keeps_its_history,
     outgrown,
     reshaped_since,
 )
@@ -30,41 +29,12 @@ from aotdist.torch_seam.functional import memory_of
 _GROWING = frozenset[Any]({torch.ops.aten.resize_.default, resize_as_out})
 
 
-@dataclass(frozen=True, slots=True)
-class Uncounted:
-    """A write that autograd's version counter does not count, so that older views keep their history.
-
-    Args:
-        tensor: what was written.
-        serial: when, as one of the log's serial numbers.
-        is_recorded: whether the write may have given it a history.
-    """
-
-    tensor: torch.Tensor
-    serial: int
-    is_recorded: bool
-
-
-class Storages(Protocol):
-    """What is known of the storages of traced tensors."""
-
-    def part(self, storage: Any, dtype: torch.dtype, *where: Any, **more: Any) -> torch.Tensor:
-        """A tensor that lies in a storage as `set_` says."""
-        ...
-
-    def follow(self, view: torch.Tensor, base: torch.Tensor) -> bool:
-        """Move a view to the memory that its base has grown to; False if that is not possible."""
-        ...
-
-
 class ViewLog:
     """The chains of views, and in-place changes; `root` follows a chain."""
 
     def __init__(self) -> None:
         self.views = Views()
         self.changes: list[Change] = []
-        self.uncounted: list[Uncounted] = []
-        self.storages: Storages | None = None
         self._outgrown: dict[int, torch.Tensor] = {}
         self._moved: dict[int, torch.Tensor] = {}
         self._parted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
@@ -91,8 +61,6 @@ class ViewLog:
             found = found.passing(entry.base if through_node else None)
             if id(found.base) in self._outgrown or id(entry.base) in self._moved:
                 raise outgrown()
-            if entry.shares_history() and self._is_recorded_since(entry):
-                raise keeps_its_history()
             found = replace(found, base=entry.base, steps=(*entry.steps, *found.steps))
             entry = None if id(found.base) in known else self.views.get(found.base)
         return found
@@ -120,25 +88,6 @@ class ViewLog:
         edge = edge_of_leaf(tensor) if is_other else None
         do()
         self.note_change(tensor, size, op, args, {}, bumps=0, former=former, edge=edge)
-
-    def resize_storage(
-        self, tensor: torch.Tensor, op: Callable[..., Any], num_bytes: int, refill: torch.Tensor | None
-    ) -> None:
-        """Note that the storage of a tensor was resized; `refill` is another name of what it holds now."""
-        if refill is not None:
-            self.views.forget(refill)
-        former = self._name(tensor)
-        self._note(
-            Change(
-                tensor=tensor,
-                serial=self.views.next_serial(),
-                size=tensor.size(),
-                op=op,
-                args=(num_bytes,),
-                former=former,
-                grown=refill,
-            )
-        )
 
     def changes_history(self, tensor: torch.Tensor, op: Callable[..., Any], *args: Any) -> None:
         """Call `op(tensor, *args)`, which changes its history, and note it."""
@@ -180,17 +129,14 @@ class ViewLog:
         if grown is not None and size.numel() and tensor in self.views and not stays:
             raise grows_as_a_view()
         if grown is not None and not stays:
-            views = [e.view for e in self.views if self.views.is_view_of(e.view, tensor)]
-            self._outgrown |= {id(view): view for view in views if not self._follow(view, tensor)}
+            views = (entry.view for entry in self.views)
+            self._outgrown |= {id(view): view for view in views if self.views.is_view_of(view, tensor)}
         return change
 
     def _note(self, change: Change) -> None:
         self.changes.append(change)
         if change.moves() and change.tensor in self.views:
             self._moved[id(change.tensor)] = change.tensor
-
-    def _follow(self, view: torch.Tensor, base: torch.Tensor) -> bool:
-        return self.storages is not None and self.storages.follow(view, base)
 
     def _name(self, tensor: torch.Tensor) -> torch.Tensor:
         """Another name for a tensor of the program's, of which the log knows nothing."""
@@ -232,15 +178,6 @@ class ViewLog:
 
     def _changes_since_made(self, view: torch.Tensor, base: torch.Tensor) -> list[Change]:
         return [change for change in self.changes_of(base) if change.serial > self.views.made(view)]
-
-    def _is_recorded_since(self, entry: ViewEntry) -> bool:
-        """Whether the base of a view got another history after the view was made, unnoticed by autograd."""
-        return any(
-            write.is_recorded
-            and write.serial > entry.made
-            and self.views.is_or_shows(write.tensor, entry.base)
-            for write in self.uncounted
-        )
 
 
 def edge_of_leaf(tensor: torch.Tensor) -> GradientEdge | None:

@@ -15,14 +15,16 @@ from typing import Any
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
-from aotdist.aliasing.metadata import INVERSES, Change, make_again, resize_as_out, set_memory
+from aotdist.aliasing.metadata import INVERSES, Change, make_again, resize_as_out
 from aotdist.aliasing.naming import another_name
 from aotdist.aliasing.version import all_uncounted, bump, rewind, written_uncounted
-from aotdist.aliasing.view_log import Uncounted, ViewLog, edge_of_leaf, is_recorded
+from aotdist.aliasing.view_log import ViewLog, edge_of_leaf, is_recorded
 from aotdist.aliasing.view_refusals import (
+    from_storage,
     refuse_looking_around,
     refuse_overlapping_write,
     refuse_resized_inside,
+    uncounted_with_history,
 )
 from aotdist.aliasing.views import Opened, ViewEntry, lies_in
 from aotdist.facts import DETACH, ViewStep, data_of
@@ -121,9 +123,8 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         if results:
             return self._log_outs(func, args, kwargs, results)
         uncounted = written_uncounted(args)
-        if uncounted:
-            serial, records = self.log.views.next_serial(), is_recorded((*args, *kwargs.values()))
-            self.log.uncounted += [Uncounted(target, serial, records) for target in targets]
+        if uncounted and is_recorded((*args, *kwargs.values())):
+            raise uncounted_with_history(func)
         with all_uncounted(uncounted):
             return func(*args, **kwargs)
 
@@ -160,20 +161,19 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
 
     def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Log `view.t_()`: the view is one step further from its base then, and views of it are not."""
-        op, do = func, func
+        op: Any = func
         if func is _AS_STRIDED_:
             refuse_looking_around(self.log.views, args[0], *args[1:], **kwargs)
         if func in _FROM_STORAGES:
-            args = (args[0], self._in_storage(args[1], args[0].dtype, *args[2:], **kwargs))
-            op, do, kwargs = set_memory, _SET, {}
+            raise from_storage()
         changed, *rest = args
         size, stride = changed.size(), changed.stride()
         former = None if func in INVERSES else another_name_from_below(changed)
         edge = None
-        if do in _SETS:
+        if func in _SETS:
             with enable_reentrant_dispatch():
                 edge = edge_of_leaf(changed)
-        result = do(*args, **kwargs)
+        result = func(*args, **kwargs)
         if func in _RESIZES:
             if changed.size() == size and changed.stride() == stride:
                 return result
@@ -254,11 +254,6 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         for change in reversed(self.log.changes_of(base)):
             base = change.before(base) if change.serial > serial else base
         return base
-
-    def _in_storage(self, *where: Any, **more: Any) -> torch.Tensor:
-        assert self.log.storages is not None, "a trace has them"
-        with self, torch.no_grad(), torch_functions_off():
-            return self.log.storages.part(*where, **more)
 
 
 def another_name_from_below(tensor: torch.Tensor) -> torch.Tensor:

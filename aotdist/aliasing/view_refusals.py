@@ -112,15 +112,26 @@ def outgrown() -> UnsupportedProgram:
     )
 
 
-def keeps_its_history() -> UnsupportedProgram:
-    """An error for a view whose base was written where autograd did not count it."""
+def uncounted_with_history(func: OpOverload) -> UnsupportedProgram:
+    """An error for a write with history that autograd does not count, so that older views keep theirs."""
     return UnsupportedProgram(
-        "an operator of lists with wrappers writes a tensor after a view of it was made: in eager the view "
-        "keeps the gradient that it had before",
+        f"`{func}` writes a list with wrappers while autograd records: in eager, views from before keep the "
+        "gradients that they had",
+        where=Origins().current(),
         stage="joint",
-        fix="write it by itself (`x.mul_(2)` for `torch._foreach_mul_([x], 2)`), or make the view afterwards",
+        fix="write each by itself (`x.mul_(2)` for `torch._foreach_mul_([x], 2)`), or under `no_grad`",
     )
 
 
 def _repeats_memory(tensor: torch.Tensor) -> bool:
     return any(stride == 0 and size > 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+
+
+def from_storage() -> UnsupportedProgram:
+    """An error for a program that sets a tensor to a storage, of which a trace has none."""
+    return UnsupportedProgram(
+        "a tensor is set to a storage, which has no memory while it is captured",
+        where=Origins().current(),
+        stage="joint",
+        fix="set it to a tensor: `x.set_(y)`",
+    )

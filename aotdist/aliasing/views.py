@@ -9,11 +9,10 @@ from typing import Any
 
 import torch
 
-from aotdist.facts import DETACH, Around, Inside, ViewStep, data_of
+from aotdist.facts import Around, Inside, ViewStep
 from aotdist.subclasses.protocol import inner_tensors, is_wrapper, plain_tensors, wrapper_rule
 from aotdist.torch_seam.autograd import has_history_of_its_own, history_of
 from aotdist.torch_seam.functional import memory_of
-from aotdist.torch_seam.tensors import storage_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +38,6 @@ class ViewEntry:
     def is_outdated(self) -> bool:
         """Whether the base was written since."""
         return self.version is not None and self.base._version > self.version
-
-    def shares_history(self) -> bool:
-        """Whether the view has the history of its base."""
-        return all(step.grad and step.op not in (DETACH, data_of) for step in self.steps)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,13 +201,6 @@ class Views:
         """Whether a tensor has outdated views that require grad."""
         views = [entry.view for entry in self._entries.values()]
         return any(v.requires_grad and self.is_view_of(v, base) and self.is_outdated(v) for v in views)
-
-    def base_on(self, storage: int) -> torch.Tensor | None:
-        """The base, itself no view, of views in a storage; None if no views were made there."""
-        for entry in self._entries.values():
-            if entry.base not in self and storage_id(entry.base) == storage:
-                return entry.base
-        return None
 
     def steps_from(self, base: torch.Tensor, view: torch.Tensor) -> tuple[ViewStep, ...]:
         """The steps from `base` to a view; if an input is on the way, from what that is a view of."""

@@ -1,7 +1,7 @@
 """Lists, dictionaries and objects among the arguments, which a program may change at every call.
 
 A trace is given copies made of stand-ins; their changes are repeated on the caller's at every call. Objects
-that the program makes and puts into them are made anew at every call (`aotdist.capture.objects`).
+that the program makes and puts into them are made anew at every call (`aotdist.capture.instances`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from aotdist.capture.constants import is_constant, is_leaf, is_same, is_unreadable
-from aotdist.capture.instances import ArgumentObject, is_instance, items_of, slots_of
-from aotdist.capture.objects import MadeObject, taken_apart
+from aotdist.capture.instances import ArgumentObject, MadeObject, is_instance, items_of, slots_of, taken_apart
 from aotdist.capture.source import ABSENT, Given, Source
 from aotdist.capture.watched import Watched
 from aotdist.errors import UnsupportedProgram

@@ -28,13 +28,13 @@ from aotdist.capture.draws import no_python_random, none_advanced
 from aotdist.capture.effects import Assign, Delete, Effect, EffectLog, Print, TensorResult, Tree
 from aotdist.capture.environment import Reached
 from aotdist.capture.in_backward import InBackward
+from aotdist.capture.instances import MadeObject, taken_apart
 from aotdist.capture.leaked_tensors import no_results_kept, refuse_carried
 from aotdist.capture.modules import (
     attribute_tensors,
     following_modules,
     swapped,
 )
-from aotdist.capture.objects import MadeObject, taken_apart
 from aotdist.capture.prints import Prints
 from aotdist.capture.results import (
     hand_over_attributes,
@@ -200,7 +200,7 @@ def _call(
         no_python_random(reached.python_generators),
         none_advanced((*reached.opaque, *reached.assignable.owners)),
     ):
-        found = _run(run, changes, assignments, reached, inputs, examples)
+        outs, how = _run(run, changes, assignments, reached, inputs, examples, detaches=not keeps_history)
     if settings.report_side_effects:
         for path in assignments.side_effects():
             warnings.warn(
@@ -213,69 +213,9 @@ def _call(
             "read it outside of the compiled function",
             stacklevel=2,
         )
-    outs, log = _outputs(found, changes.checks, inputs, detaches=not keeps_history)
     outs, shown = with_attributes(outs, inputs, environment.reached, assignments.existing)
-    how = Returned(
-        spec=found.spec,
-        log=log,
-        replaced=tuple(found.replaced),
-        shown=tuple(shown),
-        checks=tuple(changes.checks.made),
-        shares=any(isinstance(out, MadeObject) for out in outs),
-        counted=tuple(changes.given.counted),
-    )
-    return [*outs, how]
-
-
-def _outputs(
-    found: _Found, checks: Checks, inputs: Sequence[torch.Tensor], *, detaches: bool
-) -> tuple[list[Any], EffectLog]:
-    """All outputs of the program, and its effects, in which results stand for outputs.
-
-    Args:
-        found: what the user's code did.
-        checks: what it checked.
-        inputs: the stand-ins.
-        detaches: whether what it assigned has no history: its backward has run already.
-    """
-    outs = list(found.leaves)
-
-    def output(leaf: Any) -> TensorResult:
-        outs.append(leaf)
-        return TensorResult(len(outs) - 1)
-
-    def assigned(leaf: Any) -> TensorResult:
-        return output(_without_history(leaf, inputs) if detaches else leaf)
-
-    effects: list[Effect] = [Assign(place, Tree.of(value).map(assigned)) for place, value in found.assigned]
-    effects += [Assign(place, Tree.of(value)) for place, value in found.constants]
-    effects += map(Delete, found.deleted)
-    outs += [*found.replaced.values(), *checks.outs]
-    printed = [replace(each, given=each.given.map(output)) for each in found.printed]
-    return outs, EffectLog((*printed, *effects))
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What the user's code did; the places that it assigned hold again what they held before.
-
-    Args:
-        leaves: the leaves of what it returned.
-        spec: the structure of that.
-        assigned: places that were assigned tensors, or containers of tensors, and these.
-        constants: places that were assigned constants, or containers of constants, and these.
-        deleted: places that were deleted.
-        replaced: tensors that were put inside of wrappers: see `replaced_inside`.
-        printed: what it printed.
-    """
-
-    leaves: Sequence[Any]
-    spec: pytree.TreeSpec
-    assigned: Sequence[tuple[Source, Any]]
-    constants: Sequence[tuple[Source, Any]]
-    deleted: Sequence[Source]
-    replaced: Mapping[tuple[int, str], torch.Tensor]
-    printed: Sequence[Print]
+    shares = any(isinstance(out, MadeObject) for out in outs)
+    return [*outs, replace(how, shown=tuple(shown), shares=shares)]
 
 
 def _run(
@@ -285,8 +225,12 @@ def _run(
     reached: Reached,
     inputs: Sequence[torch.Tensor],
     examples: Sequence[torch.Tensor],
-) -> _Found:
-    """Run the user's code on stand-ins.
+    *,
+    detaches: bool,
+) -> tuple[list[Any], Returned]:
+    """Run the user's code on stand-ins; its outputs, but for attributes of these, and how to put them back.
+
+    The places that it assigned hold again what they held before.
 
     Args:
         run: the code.
@@ -295,6 +239,7 @@ def _run(
         reached: what it reaches besides modules.
         inputs: the stand-ins.
         examples: what they stand for.
+        detaches: whether what it assigned has no history: its backward has run already.
     """
     inside, prints = inside_wrappers(inputs), Prints(assignments.existing)
     changes.in_backward.watch_forward = functools.partial(changed_outside_of_modules, reached)
@@ -310,20 +255,50 @@ def _run(
         assigned = assignments.collect(changes.given.positions)
         constants, gone = assignments.collect_constants()
         changes.in_backward.forward_left([*assigned, *constants, *((place, ABSENT) for place in gone)])
-        return _Found(
-            leaves=leaves,
-            spec=spec,
-            assigned=[*assigned, *changes.given.assigned(made)],
-            constants=constants,
-            deleted=[*changes.given.deleted(), *gone],
-            replaced=replaced_inside(inputs, inside),
-            printed=prints.noted(),
-        )
+        replaced = replaced_inside(inputs, inside)
+        assigned += changes.given.assigned(made)
+        deleted, printed = [*changes.given.deleted(), *gone], prints.noted()
     except BaseException as error:
         prints.fail(error)
         assignments.roll_back()
         refuse_carried(error, assignments.existing)
         raise
+    outs = list(leaves)
+    trees = [(place, Tree.of(value)) for place, value in assigned]
+    if detaches:
+        detached = functools.partial(_without_history, inputs=inputs)
+        trees = [(place, tree.map(detached)) for place, tree in trees]
+    effects = [*(Assign(place, Tree.of(value)) for place, value in constants), *map(Delete, deleted)]
+    log = _log(outs, trees, [*replaced.values(), *changes.checks.outs], printed, effects)
+    checks, counted = tuple(changes.checks.made), tuple(changes.given.counted)
+    return outs, Returned(spec, log, tuple(replaced), checks=checks, counted=counted)
+
+
+def _log(
+    outs: list[Any],
+    assigned: Iterable[tuple[Source, Tree]],
+    more: Iterable[torch.Tensor],
+    printed: Iterable[Print],
+    effects: Iterable[Effect],
+) -> EffectLog:
+    """What a program does in Python; the results in it become outputs.
+
+    Args:
+        outs: the outputs, to which these are added.
+        assigned: places that were assigned results, or containers of results, and these.
+        more: other outputs, between those that are assigned and those that are printed.
+        printed: what it printed.
+        effects: in which no results are.
+    """
+
+    def output(leaf: Any) -> TensorResult:
+        outs.append(leaf)
+        return TensorResult(len(outs) - 1)
+
+    assigns = [Assign(place, tree.map(output)) for place, tree in assigned]
+    outs += more
+    prints = [replace(each, given=each.given.map(output)) for each in printed]
+    return EffectLog((*prints, *assigns, *effects))
 
 
 def _without_history(value: Any, inputs: Sequence[torch.Tensor]) -> Any:

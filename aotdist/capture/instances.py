@@ -1,16 +1,21 @@
-"""Objects that no pytree takes apart, among the arguments: a key-value cache, a batch that is a dataclass.
+"""Objects that no pytree takes apart: a key-value cache, a batch that is a dataclass.
 
-What an object holds (attributes, slots, the items of a subclass of `list` or `dict`) is part of a call as the
-items of a dictionary are: tensors are inputs, constants belong to the signature. The trace is given another
-object of the same class, whose `__init__` does not run, filled with stand-ins; what the program changes in it
-is changed in the caller's object at every call (`aotdist.capture.argument_mutation`).
+Among the arguments, what an object holds (attributes, slots, the items of a subclass of `list` or `dict`) is
+part of a call as the items of a dictionary are: tensors are inputs, constants belong to the signature. The
+trace is given another object of the same class, whose `__init__` does not run, filled with stand-ins; what
+the program changes in it is changed in the caller's object at every call
+(`aotdist.capture.argument_mutation`).
+
+In what a program returns, eager makes such an object anew at every call. So an object that holds tensors of
+the program (a module that it makes, for example) is taken apart: its attributes become results, and every
+call puts an object of the same class together from these. One without such tensors stays that of the capture.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, MappingView
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,9 +25,11 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
-from aotdist.capture.constants import is_constant, is_unreadable
-from aotdist.capture.leaked_tensors import attributes_of
-from aotdist.torch_seam.trees import pytree
+from aotdist.capture.constants import is_constant, is_leaf, is_unreadable
+from aotdist.capture.leaked_tensors import attributes_of, hides_traced, refusal
+from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam.symbols import SYMBOLIC
+from aotdist.torch_seam.trees import pytree, tree_children
 
 HAVE_TURNS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
 """Objects on which a training step acts: that one, whatever another has in its attributes."""
@@ -129,3 +136,162 @@ def fill_instance(made: Any, attributes: dict[str, Any], items: list[Any] | dict
 
 def _is_slot(cls: type, name: str) -> bool:
     return any(isinstance(vars(base).get(name), types.MemberDescriptorType) for base in cls.__mro__)
+
+
+# What a program returns.
+
+_CALLED = (types.FunctionType, types.MethodType, functools.partial)
+_WHOLE = (
+    torch.Tensor,
+    type,
+    types.FunctionType,
+    types.MethodType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+)
+"""Kinds of objects with attributes that are never taken apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """An object's class, attributes, items and number, in the first of its places."""
+
+    cls: type
+    attributes: dict[str, Any]
+    items: Any
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class MadeObject:
+    """A further place of an object that the program makes, which is put together at its first place."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Members:
+    """A set of an object that is taken apart, in its place in a pytree: pytrees take sets for leaves."""
+
+    values: list[Any]
+
+
+def _flatten(parts: _Parts) -> tuple[list[Any], tuple[type, tuple[str, ...], int]]:
+    return [parts.items, *parts.attributes.values()], (parts.cls, tuple(parts.attributes), parts.number)
+
+
+def _put_together(values: Any, context: tuple[type, tuple[str, ...], int]) -> Any:
+    cls, names, _ = context
+    made = make_instance(cls)
+    items, *attributes = values
+    fill_instance(made, dict(zip(names, attributes, strict=True)), items)
+    return made
+
+
+pytree.register_pytree_node(_Parts, _flatten, _put_together)
+pytree.register_pytree_node(_Members, lambda members: (members.values, None), lambda values, _: set(values))
+
+
+def number_of(spec: pytree.TreeSpec) -> int | None:
+    """The number of the object whose parts `spec` describes, if it does."""
+    return spec.context[-1] if spec.type is _Parts else None
+
+
+def holds_objects(spec: pytree.TreeSpec) -> bool:
+    """Whether there are parts of objects in `spec`."""
+    return number_of(spec) is not None or any(map(holds_objects, tree_children(spec)))
+
+
+def taken_apart(
+    result: Any,
+    existing: Collection[int],
+    made: dict[int, int],
+    given: Mapping[int, int],
+    *,
+    anew: bool = False,
+) -> Any:
+    """`result` as a pytree whose leaves are all the tensors of the program in it.
+
+    Args:
+        result: what a program returned, or a part of that.
+        existing: identities of objects that were there before the call; they stay themselves.
+        made: numbers of those that were taken apart so far, by identity; more are added.
+        given: positions of the objects that the call is given, by identity; these stay the caller's.
+        anew: whether objects without tensors of the program are made anew at each call, too.
+
+    Raises:
+        UnsupportedProgram: tensors are held in a way that cannot be repeated.
+    """
+    leaves, spec = pytree.tree_flatten(result, is_leaf=is_leaf)
+    if all(is_constant(leaf) or isinstance(leaf, torch.Tensor) for leaf in leaves):
+        return result
+    apart = _Apart(existing, made, given, anew=anew)
+    return pytree.tree_unflatten([apart.leaf(leaf) for leaf in leaves], spec)
+
+
+class _Apart:
+    """Takes apart the objects that one call makes."""
+
+    def __init__(
+        self, existing: Collection[int], made: dict[int, int], given: Mapping[int, int], *, anew: bool
+    ) -> None:
+        self._existing = existing
+        self._given = given
+        self._anew = anew
+        self._made = made
+        self._entered: set[int] = set()
+
+    def leaf(self, value: Any) -> Any:
+        """What stands for a leaf of a result: its parts, a reference to an object, or the value itself."""
+        if (position := self._given.get(id(value))) is not None:
+            return ArgumentObject(position)
+        if (number := self._made.get(id(value))) is not None:
+            if id(value) in self._entered:
+                raise _refused(type(value), "itself among them", "return the tensors themselves")
+            return MadeObject(number)
+        if id(value) not in self._existing:
+            _refuse_deferred(value, self._existing)
+        if not _may_be_taken_apart(value) or id(value) in self._existing:
+            return value
+        if not (self._anew and is_instance(value)) and not hides_traced(value, self._existing):
+            return value
+        cls = type(value)
+        if not is_instance(value) and not isinstance(value, nn.Module):
+            raise _refused(cls, "which cannot be made anew", "return the tensors themselves")
+        number = self._made[id(value)] = len(self._made)
+        self._entered.add(id(value))
+        attributes, items = state_of(value)
+        parts = {name: self._part(part) for name, part in attributes.items()}
+        apart = _Parts(cls, parts, self._part(items), number)
+        self._entered.remove(id(value))
+        return apart
+
+    def _part(self, value: Any) -> Any:
+        if type(value) is set and id(value) not in self._existing:
+            return _Members([self._part(item) for item in value])
+        return pytree.tree_map(self.leaf, value, is_leaf=is_leaf)
+
+
+def _refuse_deferred(value: Any, existing: Collection[int]) -> None:
+    """Refuse results that compute, or show, tensors of the program after the call (iterators, functions)."""
+    kind = type(value).__name__
+    if isinstance(value, (Iterator, MappingView)) and type(value).__module__ in ("builtins", "itertools"):
+        raise UnsupportedProgram(
+            f"the program returns a {kind}, which is no value that can be returned again at each call",
+            stage="capture",
+            fix="return a list, a tuple or a dictionary",
+        )
+    if isinstance(value, _CALLED) and hides_traced(value, existing):
+        raise UnsupportedProgram(
+            f"the program returns a {kind} that holds tensors which it computes",
+            stage="capture",
+            fix="return the tensors themselves, and make the function outside",
+        )
+
+
+def _refused(cls: type, how: str, way_out: str) -> UnsupportedProgram:
+    return refusal(f"the program makes a {cls.__name__} that holds tensors which it computes, {how}", way_out)
+
+
+def _may_be_taken_apart(value: Any) -> bool:
+    return not (is_constant(value) or isinstance(value, (*_WHOLE, *SYMBOLIC)))

@@ -23,13 +23,13 @@ from weakref import WeakValueDictionary
 import torch
 
 from aotdist.codegen.contract import BoxedCall, Emission, Emitted, Recordings
-from aotdist.codegen.cuda_capture import CudaGraphCapture, GraphCapture
+from aotdist.codegen.cuda_capture import CudaGraphCapture
 from aotdist.codegen.recordable import recorded_device
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph
 from aotdist.torch_seam.tensors import StorageWeakRef, another_storage, copy_each
 
-CAPTURE: GraphCapture = CudaGraphCapture()
+CAPTURE = CudaGraphCapture()
 """Tests put one here that needs no GPU."""
 
 _MOST_RECORDINGS = 3
@@ -187,7 +187,7 @@ class GraphedCall:
     saved_ins: frozenset[int]
     leaving: frozenset[int]
     most: int
-    capture: GraphCapture
+    capture: CudaGraphCapture
     is_settled: Callable[[Sequence[Any]], bool] | None = None
     signatures: dict[Hashable, _Signature] = field(default_factory=dict[Hashable, _Signature])
     replays: Counter[Hashable] = field(default_factory=Counter[Hashable])

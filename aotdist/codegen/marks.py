@@ -1,7 +1,7 @@
 """Marks in a trace of PyTorch's profiler: which graph runs, and which module an operator belongs to.
 
 Nothing is marked, and no other code runs, while nobody profiles; but what runs a graph also says more of a
-bad index than the kernel that meets it (`bad_indices.py`).
+bad index than the kernel that meets it.
 """
 
 from __future__ import annotations

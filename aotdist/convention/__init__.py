@@ -45,7 +45,7 @@ another, the program is traced again over a base, of one of two kinds (`conventi
 - a *view base*, if the write has history: then autograd must know that one input is a view of another. The
   base need not be an argument: two slices of one tensor, both written with history, are traced over that
   tensor, and so is a slice whose strides do not place it in its base (of a wrapper, say). Views of another
-  kind than their base (`z.real`, conjugates) are made again without `as_strided` (`trace/views_again.py`).
+  kind than their base (`z.real`, conjugates) are refused.
 
 A view base may lie in a span: the span describes what memory is shared, the view base what autograd sees,
 which after `x.detach()` is less. `convention/needed_bases.py` plans both from the writes of a trace. A base
@@ -56,9 +56,8 @@ sizes can be symbols, that none depends on data. One that contradicts this is ma
 what it showed.
 
 Functionalisation writes through `as_strided` only if no other view precedes it, so `as_strided`, and `unfold`
-with gaps, are made from the tensor that owns the memory (`trace/strided.py`). If the program reads around an
-input in its storage, and something is written, it is traced again over a span of the whole storage, which
-counts as written.
+with gaps, are made from the tensor that owns the memory (`trace/strided.py`). A program that reads around an
+input in its storage, and writes it, is refused.
 
 The relative layout of inputs in memory, not their addresses, is part of the signature: other layouts take
 other artifacts.

@@ -71,13 +71,11 @@ class Span:
         members: the plain tensors that lie in it; the first tells where it is.
         numel: its length in elements.
         dtype: that of the members; bytes, where they differ.
-        whole: whether it is the whole storage: the program reaches memory around its members, and writes.
     """
 
     members: tuple[Member, ...]
     numel: int
     dtype: torch.dtype
-    whole: bool = False
 
     def of(self, distinct: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The span of these inputs; None if they lie otherwise."""
@@ -166,11 +164,6 @@ class BasePlan:
     def is_span(self, at: PrimalIdx) -> bool:
         """Whether a primal is a span."""
         return at < len(self.bases) and isinstance(self.bases[at], Span)
-
-    def is_whole(self, at: PrimalIdx) -> bool:
-        """Whether a primal is a span of all its storage."""
-        base = self.bases[at] if at < len(self.bases) else None
-        return isinstance(base, Span) and base.whole
 
     def aliases(self) -> Mapping[tuple[PrimalIdx, int], tuple[PrimalIdx, Member]]:
         """For each plain tensor that lies in a span, by primal and leaf: which span, and where in it."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 
@@ -20,7 +20,6 @@ from aotdist.facts import Facts
 from aotdist.program import DistinctIdx, PrimalIdx, Program, Row
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import creation_meta
-from aotdist.torch_seam.tensors import storage_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +29,10 @@ class Writes:
     Args:
         written: inputs that are written, in forward or backward.
         with_history: inputs of which a write takes part in the backward.
-        reaching: inputs around which the program reaches in their storage, while something is written.
     """
 
     written: frozenset[DistinctIdx] = frozenset()
     with_history: frozenset[DistinctIdx] = frozenset()
-    reaching: frozenset[DistinctIdx] = frozenset()
 
     def and_of(self, program: Program[DistinctIdx], facts: Facts, plan: BasePlan) -> Writes:
         """These, and those that a trace of `program` over the bases of `plan` showed."""
@@ -48,10 +45,6 @@ class Writes:
             with_history=self.with_history | {idx for idx, primal in at.items() if primal in with_history},
         )
 
-    def and_around(self, idx: DistinctIdx) -> Writes:
-        """These, and that the program reaches memory around an input in its storage."""
-        return replace(self, reaching=self.reaching | {idx})
-
 
 def plan_bases(program: Program[DistinctIdx], writes: Writes) -> BasePlan:
     """The bases that `program` needs, given what traces of it showed; `NO_BASES` if none.
@@ -59,10 +52,9 @@ def plan_bases(program: Program[DistinctIdx], writes: Writes) -> BasePlan:
     Raises:
         UnsupportedProgram: inputs share memory in a way that has no base.
     """
-    known = writes.written | writes.reaching
-    if not known:
+    if not writes.written:
         return NO_BASES
-    groups = [group for group in _groups(program, writes) if any(idx in known for idx, _ in group)]
+    groups = [group for group in _groups(program) if any(idx in writes.written for idx, _ in group)]
     groups += _connected(program, writes)
     bases: list[Base] = []
     for cluster in _clusters(program, groups):
@@ -82,17 +74,14 @@ _Part: TypeAlias = tuple[DistinctIdx, int, bool]
 """A plain tensor, and whether it lies beneath the base of the input rather than the input."""
 
 
-def _groups(program: Program[DistinctIdx], writes: Writes) -> Iterator[_Group]:
+def _groups(program: Program[DistinctIdx]) -> Iterator[_Group]:
     places: list[_Plain] = []
     plains: list[torch.Tensor] = []
     for idx, example in program.examples.enumerate():
         for leaf, plain in enumerate(plain_tensors(example)):
             places.append((idx, leaf))
-            plains.append(_whole(plain) if idx in writes.reaching else plain)
-    groups = overlapping_groups(plains)
-    met = {position for group in groups for position in group}
-    alone = [[k] for k, (idx, _) in enumerate(places) if idx in writes.reaching and k not in met]
-    for positions in (*groups, *alone):
+            plains.append(plain)
+    for positions in overlapping_groups(plains):
         yield [places[position] for position in positions]
 
 
@@ -115,12 +104,6 @@ def _need_base(inputs: Sequence[torch.Tensor]) -> bool:
     return bool(others) or (base is not None and not is_written_alone(first, base))
 
 
-def _whole(plain: torch.Tensor) -> torch.Tensor:
-    """The storage of a plain tensor as bytes."""
-    storage: Any = plain.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=plain.device).set_(storage)
-
-
 def _clusters(program: Program[DistinctIdx], groups: Collection[_Group]) -> list[list[_Group]]:
     """The groups, joined where they have an input, or the base of inputs, in common."""
     found: list[tuple[set[int], list[_Group]]] = []
@@ -139,12 +122,6 @@ class _Cluster:
     def __init__(self, program: Program[DistinctIdx], groups: Sequence[_Group], writes: Writes) -> None:
         self._program, self._groups, self._writes = program, groups, writes
         self._inputs = list(dict.fromkeys(idx for group in groups for idx, _ in group))
-        self._taken_whole = {
-            storage_id(plain_tensors(self._example(idx))[leaf])
-            for group in groups
-            for idx, leaf in group
-            if idx in writes.reaching
-        }
 
     def bases(self) -> list[Base]:
         """The bases to trace the inputs through."""
@@ -156,11 +133,7 @@ class _Cluster:
             met = [other for other in merged if not other.keys().isdisjoint(parts)]
             merged = [other for other in merged if other not in met]
             merged.append({part: None for some in (*met, parts) for part in some})
-        spanned = [list(parts) for parts in merged if len(parts) > 1 or self._is_taken_whole(list(parts))]
-        return [*map(self._span, spanned), *view_bases]
-
-    def _is_taken_whole(self, parts: Sequence[_Part]) -> bool:
-        return any(storage_id(self._plain(part)) in self._taken_whole for part in parts)
+        return [*(self._span(list(parts)) for parts in merged if len(parts) > 1), *view_bases]
 
     def _view_bases(self) -> Iterator[ViewBase]:
         """Bases of inputs that autograd knows as views of one tensor, if one is written with history."""
@@ -201,8 +174,7 @@ class _Cluster:
 
     def _span(self, parts: Sequence[_Part]) -> Span:
         plains = [self._plain(part) for part in parts]
-        whole = self._is_taken_whole(parts)
-        start, num_bytes = span([_whole(plains[0])] if whole else plains)
+        start, num_bytes = span(plains)
         if any(len(plain_tensors(self._example(idx))) > 1 for idx, _, _ in parts):
             # A class may compare where its parts begin (`TwoTensor` does): others of them keep their offsets.
             start, num_bytes = 0, start + num_bytes
@@ -222,7 +194,7 @@ class _Cluster:
             )
             for (idx, leaf, of_base), plain in zip(parts, plains, strict=True)
         )
-        return Span(tuple(members), num_bytes // dtype.itemsize, dtype, whole)
+        return Span(tuple(members), num_bytes // dtype.itemsize, dtype)
 
     def _in_whole_elements(self, parts: Sequence[_Part], start: int, num_bytes: int) -> int:
         """`num_bytes`, rounded up to whole elements of each dtype."""

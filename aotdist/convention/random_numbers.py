@@ -82,11 +82,6 @@ def _normal_sized(
     return s.normal(size, _floating(dtype)) * std + mean
 
 
-@_rule(_ATEN.log_normal.default)
-def _log_normal(s: Stream, x: torch.Tensor, mean: float = 1.0, std: float = 2.0) -> torch.Tensor:
-    return _normal(s, x, mean, std).exp()
-
-
 # --- yes or no --------------------------------------------------------------------------------------
 
 
@@ -145,23 +140,6 @@ def _randint_like_from(
     return _integers(s, x.size(), low, high, dtype or x.dtype)
 
 
-@_rule(_ATEN.random.default)
-def _random(s: Stream, x: torch.Tensor) -> torch.Tensor:
-    """All integers from 0 on that the dtype holds, up to 62 bits of them."""
-    high = 2 ** MANTISSA[x.dtype] + 1 if x.is_floating_point() else torch.iinfo(x.dtype).max
-    return _integers(s, x.size(), 0, min(high, 2**62), x.dtype)
-
-
-@_rule(getattr(_ATEN.random, "from"))
-def _random_from(s: Stream, x: torch.Tensor, low: int, high: int) -> torch.Tensor:
-    return _integers(s, x.size(), low, high, x.dtype)
-
-
-@_rule(_ATEN.random.to)
-def _random_to(s: Stream, x: torch.Tensor, high: int) -> torch.Tensor:
-    return _integers(s, x.size(), 0, high, x.dtype)
-
-
 @_rule(_ATEN.randperm.default)
 def _randperm(s: Stream, n: int, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
     return s.long_words((n,)).argsort().to(dtype or torch.int64)
@@ -173,16 +151,6 @@ def _randperm(s: Stream, n: int, *, dtype: torch.dtype | None = None, **_: Any) 
 @_rule(_ATEN.exponential.default)
 def _exponential(s: Stream, x: torch.Tensor, rate: float = 1.0) -> torch.Tensor:
     return -torch.log1p(-s.uniform(x.size(), x.dtype)) / rate
-
-
-@_rule(_ATEN.geometric.default)
-def _geometric(s: Stream, x: torch.Tensor, p: float) -> torch.Tensor:
-    return (_exponential(s, x) / -math.log1p(-p)).ceil().clamp(min=1)
-
-
-@_rule(_ATEN.cauchy.default)
-def _cauchy(s: Stream, x: torch.Tensor, median: float = 0.0, width: float = 1.0) -> torch.Tensor:
-    return median + width * torch.tan(math.pi * (s.uniform(x.size(), x.dtype) - 0.5))
 
 
 @_rule(_ATEN.multinomial.default)

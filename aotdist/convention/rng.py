@@ -1,10 +1,10 @@
 """Random operators as functions of a seed and an offset, which come last among the plain inputs.
 
-A program that draws from a hidden generator is lowered to one that draws from Philox (`philox.py`): it gives
-the same numbers whenever it is given the same seed and offset, so a backward may draw again what the forward
-drew. The numbers are not eager's: PyTorch's generator on the CPU is no function of a counter. At run time
-each call takes its seed from the user's generator, so `torch.manual_seed` decides all numbers as ever; the
-generator advances by that one number a call.
+A program that draws from a hidden generator is lowered to one that draws from Philox (`random_numbers.py`).
+It gives the same numbers whenever it is given the same seed and offset, so a backward may draw again what
+the forward drew. The numbers are not eager's: PyTorch's generator on the CPU is no function of a counter. At
+run time each call takes its seed from the user's generator, so `torch.manual_seed` decides all numbers as
+ever; the generator advances by that one number a call.
 """
 
 from __future__ import annotations

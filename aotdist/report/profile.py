@@ -32,9 +32,11 @@ from aotdist.report.lanes import (
     busy_seconds,
     exposed_percent,
     lanes_of,
+    minus,
     seconds_exposed,
+    stretches,
+    total,
 )
-from aotdist.report.spans import minus, stretches, total
 from aotdist.torch_seam.profiling import is_profiling, quiet_kineto
 
 _MOST_ROWS = 8

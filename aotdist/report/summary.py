@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
@@ -98,7 +97,7 @@ class ArtifactSummary:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that a compiled callable can tell about itself; `print` it, or `show` it.
+    """Everything that a compiled callable can tell about itself; to be printed.
 
     Args:
         artifacts: what was compiled.
@@ -113,15 +112,6 @@ class Report:
 
     def __repr__(self) -> str:
         return render(self)  # what a prompt shows
-
-    def show(self) -> None:
-        """Print it: as tables in a terminal where `rich` is installed (extra `train`), else as text."""
-        if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-            from aotdist.report.table import show_in_terminal
-
-            show_in_terminal(self)
-        else:
-            print(render(self))
 
 
 def report_of(artifacts: Sequence[Artifact]) -> Report:

@@ -16,10 +16,10 @@ _MOST_NAMES = 8
 
 def render(report: Report) -> str:
     """The whole report, one paragraph an artifact."""
-    return "\n\n".join([*map(_artifact, report.artifacts), *others(report)])
+    return "\n\n".join([*map(_artifact, report.artifacts), *_others(report)])
 
 
-def others(report: Report) -> list[str]:
+def _others(report: Report) -> list[str]:
     """What there is to say beside artifacts: why calls run as they were written, or that there are none."""
     if report.as_written:
         return [f"run as they were written: {reason}" for reason in report.as_written]
@@ -30,15 +30,15 @@ def _artifact(summary: ArtifactSummary) -> str:
     lines = [f"{summary.name} · {summary.kind} · {summary.backend}"]
     for graph in summary.graphs:
         count = f"{graph.num_operations:>7,} operations"
-        lines.append(f"  {graph.name:<10}{count}  {collectives_text(graph)}".rstrip())
-        lines += [f"    {line}" for line in kernel_lines(graph)]
-    lines += [f"  {name}: {text}" for name, text in named_facts(summary)]
+        lines.append(f"  {graph.name:<10}{count}  {_collectives(graph)}".rstrip())
+        lines += [f"    {line}" for line in _kernels(graph)]
+    lines += [f"  {name}: {text}" for name, text in _facts(summary)]
     stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in summary.seconds.items())
     lines.append(f"  seconds: {stages}, total {sum(summary.seconds.values()):.2f}")
     return "\n".join(lines)
 
 
-def named_facts(summary: ArtifactSummary) -> Iterator[tuple[str, str]]:
+def _facts(summary: ArtifactSummary) -> Iterator[tuple[str, str]]:
     """What there is to say of an artifact beside its graphs and stages, by name."""
     if summary.kind == "training":
         yield "saved for backward", format_bytes(summary.saved_bytes)
@@ -58,14 +58,14 @@ def named_facts(summary: ArtifactSummary) -> Iterator[tuple[str, str]]:
         yield "writes", _some(summary.written)
     for conversion, paths in summary.converted.items():
         yield conversion, ", ".join(paths)
-    yield "memory", memory_text(summary.memory)
+    yield "memory", _memory(summary.memory)
     passes = [record for record in summary.passes if record.nodes_before != record.nodes_after]
     if passes:
         changes = (f"{r.stage} {r.name} {r.nodes_before:,} -> {r.nodes_after:,} nodes" for r in passes)
         yield "passes", ", ".join(changes)
 
 
-def memory_text(memory: Memory) -> str:
+def _memory(memory: Memory) -> str:
     """What an artifact keeps on the host: `48.1 KiB of graphs, 90.2 KiB of code`."""
     parts = {"graphs": memory.graphs, "code": memory.code, "constants": memory.constants}
     text = ", ".join(f"{format_bytes(count)} of {name}" for name, count in parts.items() if count)
@@ -78,7 +78,7 @@ def _some(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_MOST_NAMES])}{more}"
 
 
-def collectives_text(graph: GraphSummary) -> str:
+def _collectives(graph: GraphSummary) -> str:
     """How many collectives there are of each kind, and their bytes; empty if there are none."""
     if not graph.collectives:
         return ""
@@ -89,7 +89,7 @@ def collectives_text(graph: GraphSummary) -> str:
     return ", ".join(f"{count} {op} ({format_bytes(sizes[op])})" for op, count in counts.items())
 
 
-def kernel_lines(graph: GraphSummary) -> Iterator[str]:
+def _kernels(graph: GraphSummary) -> Iterator[str]:
     """What became of a graph that is recorded, or that kernels of our own compute."""
     yield from _recordings(graph)
     yield from _fusion(graph)

@@ -13,7 +13,6 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from aotdist.aliasing.metadata import resize_storage
 from aotdist.aliasing.version import bump
 from aotdist.capture.effects import NOTHING, EffectLog
 from aotdist.capture.in_backward import InBackward
@@ -227,7 +226,7 @@ class Backward:
         return specialize_sizes(ctx, self.plan)
 
     def _write(self, ctx: Any, results: Iterator[torch.Tensor | None], chosen: ChoicePlan | None) -> None:
-        """Resize the storages that the backward resizes, then write what it writes.
+        """Write what the backward writes.
 
         Args:
             ctx: the node's context.
@@ -236,8 +235,6 @@ class Backward:
                 what the whole backward does.
         """
         late = self.plan.backward_writes
-        for plain, (_, num_bytes) in zip(ctx.resized if late.storages else (), late.storages, strict=True):
-            resize_storage(plain, num_bytes)
         if chosen is None:
             writes = tuple(enumerate(late.bumps))
             wrappers = tuple((k, n) for k, (_, n) in enumerate((*late.wrappers, *late.outs)))

@@ -72,7 +72,6 @@ def make_node(
             ctx.written = [plains[idx] for idx in late.plains] + [values[k].detach() for k in late.results]
             ctx.bumped = [primals[idx] for idx, _ in late.wrappers]
             ctx.bumped += [counter_of(outs[idx]) for idx, _ in late.outs]
-            ctx.resized = [plains[idx] for idx, _ in late.storages]
             ctx.mark_non_differentiable(
                 *(outs[idx] for idx, out in plan.outs.enumerate() if not out.differentiable)
             )

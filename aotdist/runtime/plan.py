@@ -73,7 +73,6 @@ class BackwardWrites:
         bumps: for each of `plains`, then of `results`, how many writes to count.
         wrappers: wrappers around plain inputs, and number of writes to count.
         outs: wrappers around results, likewise.
-        storages: plain inputs whose storage is resized, and to how many bytes.
         read: arguments of the backward graph, after the tangents, that are inputs or results as they are
             when it runs: for each, its position in `plains`, or behind these in `results`.
         once: see `BackwardFacts.once`.
@@ -84,7 +83,6 @@ class BackwardWrites:
     bumps: tuple[int, ...]
     wrappers: tuple[tuple[PrimalIdx, int], ...]
     outs: tuple[tuple[NodeOutIdx, int], ...]
-    storages: tuple[tuple[PlainIdx, int], ...]
     read: Mapping[Slot, int]
     once: bool
 
@@ -291,7 +289,6 @@ def _backward_writes(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> B
         ),
         wrappers=tuple(wrapped.items()),
         outs=tuple(outs.items()),
-        storages=tuple((plains[idx][leaf], num_bytes) for idx, leaf, num_bytes in backward.storages),
         read={slot: names.index(slot) for slot in split.backward.ins if slot.role == "buffer"},
         once=backward.once,
     )

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aotdist.aliasing.metadata import resize_storage
 from aotdist.aliasing.version import bump, version_of
 from aotdist.capture.effects import EffectLog
 from aotdist.codegen.contract import BoxedCall
@@ -236,8 +235,6 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
         if late.wrappers or late.outs:
             made = [f"{printer.bind('counter_of', counter_of)}(o{idx})" for idx, _ in late.outs]
             printer.line(f"ctx.bumped = {sequence([*(names[idx] for idx, _ in late.wrappers), *made])}")
-        if late.storages:
-            printer.line(f"ctx.resized = {sequence([plains[idx] for idx, _ in late.storages])}")
         printer.line("ctx.set_materialize_grads(False)")
         _print_noted(printer, names, plan.saved.wrappers)
         constant = [f"o{idx}" for idx, out in plan.outs.enumerate() if not out.differentiable]
@@ -351,9 +348,6 @@ def _print_gradients(
         return  # another way was taken
     grads = [recipe for recipe in plan.grads if recipe is not None]
     count = sum(1 for recipe in grads for _ in leaves(recipe))
-    for offset, (_, num_bytes) in enumerate(plan.backward_writes.storages):
-        resize = printer.bind("resize_storage", resize_storage)
-        printer.line(f"{resize}(ctx.resized[{offset}], {num_bytes})")
     for offset, bumps in enumerate(plan.backward_writes.bumps):
         printer.line(_write(printer, f"ctx.written[{offset}]", f"results[{count + offset}]", bumps))
     wrapped = (*plan.backward_writes.wrappers, *plan.backward_writes.outs)

@@ -23,7 +23,7 @@ from aotdist.capture.effects import (
     TensorResult,
     expect,
 )
-from aotdist.capture.objects import MadeObject
+from aotdist.capture.instances import MadeObject
 from aotdist.capture.results import Shown, show_as
 from aotdist.capture.source import Held, Source
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, function_view, viewer

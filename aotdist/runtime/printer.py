@@ -14,8 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from aotdist.capture.arguments import Numbers
-from aotdist.capture.instances import ArgumentObject
-from aotdist.capture.objects import holds_objects, number_of
+from aotdist.capture.instances import ArgumentObject, holds_objects, number_of
 from aotdist.capture.source import Argument, Given, Held
 from aotdist.codegen.python_source import Bindings, identifier, load_function
 from aotdist.errors import InternalError

@@ -211,7 +211,10 @@ def second_shell(tensor: FunctionalTensor) -> FunctionalTensor:
 
 
 def rebind(tensor: FunctionalTensor, other: FunctionalTensor) -> None:
-    """Let `tensor` have the memory, sizes and strides of `other`; its history and version counter stay."""
+    """Let `tensor` have the memory, sizes and strides of `other`; its history and version counter stay.
+
+    PyTorch's `set_` of these takes no symbols for sizes.
+    """
     tensor.elem = other.elem
     with torch_functions_off(), no_dispatch():
         if tensor.dtype != other.dtype:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from aotdist.aliasing.metadata import Change, resize_storage
+from aotdist.aliasing.metadata import Change
 from aotdist.capture.in_backward import InBackward
 from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
@@ -107,7 +107,7 @@ class BackwardTrace:
         """Run it, and read off what it did."""
         context, recorder, forward, backward = self._context, self._recorder, self._forward, self._backward
         metadata, tensors = forward.metadata, forward.outputs.tensors
-        sizes, num_changes = context.storages.sizes(), len(context.log.changes)
+        num_changes = len(context.log.changes)
         counters = [one.counts() for one in self._inputs.row()]
         counted = counts_of_results(tensors, self._inputs.row())
         sums = LayoutSums()
@@ -119,15 +119,14 @@ class BackwardTrace:
         refuse_unfit(row, whole.grads, metadata.is_reshaped)
         grads = grad_results(recorder, row.map(lambda one: one.slot), whole.grads)
         grads += self._waypoints.results(recorder)
-        writes, written = backward_writes(recorder, row, counters, metadata, context.storages)
+        writes, written = backward_writes(recorder, row, counters, metadata)
         made, made_results = result_writes(
             recorder, forward.node_outs, tensors, counted, counts_of_results(tensors, row)
         )
         written += made_results + kept_results(recorder, whole.kept)
         _refuse_replaced_inputs(recorder, self._inputs, self._in_python.replaced)
-        storages = tuple(context.storages.resized_since(sizes))
         once = is_read_again(self._written_of_nobody(writers), grads + written)
-        cannot_repeat = bool(made or once or (writes and (self._forward_end is None or storages)))
+        cannot_repeat = bool(made or once or (writes and self._forward_end is None))
         choices = [] if cannot_repeat else self._to_trace_alone(whole, writes, writers)
         runs, chosen, of_choices = self._trace_alone(choices, writes)
         if self._in_python.whole and self._may_run_later and not (runs or writes or made):
@@ -142,7 +141,6 @@ class BackwardTrace:
             ),
             writes=writes,
             result_writes=made,
-            storages=storages,
             waypoints=self._waypoints.facts(),
             levels=self._waypoints.levels(len(forward.node_outs)),
             once=once,
@@ -205,14 +203,14 @@ class BackwardTrace:
         runs: dict[Chosen, Computed] = {}
         found: list[Choice] = []
         results: list[Result] = []
-        recorder, inputs, storages = self._recorder, self._inputs, self._context.storages
+        recorder, inputs = self._recorder, self._inputs
         for chosen in choices:
             if writes and self._forward_end is not None:
                 self._forward_end.restore(inputs.row())
             counters = [one.counts() for one in inputs.row()]
             runs[chosen] = some = self._backward.run(chosen, retain_graph=True)
             row, metadata = inputs.row(), self._forward.metadata
-            some_writes, written = backward_writes(recorder, row, counters, metadata, storages)
+            some_writes, written = backward_writes(recorder, row, counters, metadata)
             for idx in some_writes:
                 if idx not in writes:
                     raise written_without_others(row[idx].slot)
@@ -263,7 +261,7 @@ def _refuse_replaced_inputs(
 def _refuse_changes(inputs: Inputs, changes: Sequence[Change]) -> None:
     for change in changes:
         idx = inputs.index_of(change.tensor)
-        if idx is not None and change.reshapes() and change.op is not resize_storage:
+        if idx is not None and change.reshapes():
             raise refuse(inputs.row()[idx], "by the backward")
 
 

@@ -10,7 +10,7 @@ import itertools
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.fx import GraphModule, Node
@@ -35,22 +35,6 @@ if TYPE_CHECKING:
 _COLLECTIVES = "_c10d_functional"
 
 
-class Trace(Protocol):
-    """`aotdist.trace.trace.trace`, which traces bodies too."""
-
-    def __call__(
-        self,
-        program: Program[PrimalIdx],
-        recorder: Recorder,
-        options: TraceOptions,
-        *,
-        name_closed_over: Callable[[torch.Tensor], Slot],
-        outer: Callable[[torch.Tensor], torch.Tensor],
-    ) -> Traced:
-        """Trace `program`; `outer` gives the stand-in of a real tensor in the program around it."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Enclosing:
     """The program that hands a body to an operator.
@@ -59,13 +43,13 @@ class Enclosing:
         recorder: records that program.
         stand_in: gives the stand-in for a real tensor there.
         name_of: gives the name of one of its inputs, or None for any other tensor.
-        trace: traces bodies.
+        trace: `aotdist.trace.trace.trace`, which traces bodies too.
     """
 
     recorder: Recorder
     stand_in: Callable[[torch.Tensor], torch.Tensor]
     name_of: Callable[[torch.Tensor], str | None]
-    trace: Trace
+    trace: Callable[..., Traced]
 
 
 @dataclass(frozen=True, slots=True)

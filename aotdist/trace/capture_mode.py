@@ -31,7 +31,7 @@ from aotdist.trace.numbers import python_numbers
 from aotdist.trace.operators import corrections
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.stand_ins import Inputs
-from aotdist.trace.storages import Storages
+from aotdist.trace.storages import Storages, refuse_resize
 
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
@@ -212,7 +212,7 @@ class CaptureMode(TorchFunctionMode):
 
     def _resize_storage(self, variable: torch.Tensor, new_size: int) -> None:
         """What Dynamo makes of `x.untyped_storage().resize_(n)`; it names its arguments so."""
-        self._storage(variable).resize_(new_size)
+        raise refuse_resize()
 
     def _assign_data(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         def assign() -> None:

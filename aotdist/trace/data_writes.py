@@ -16,20 +16,16 @@ from aotdist.torch_seam.autograd import is_leaf_with_grad
 from aotdist.torch_seam.functional import FunctionalTensor, data_writes, functional_storage_id
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.trace.backward import Result
-from aotdist.trace.metadata import Metadata, detached_and_written, written_around
+from aotdist.trace.metadata import Metadata, detached_and_written
 from aotdist.trace.outputs import NodeOutputs
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.stand_ins import StandIn
-from aotdist.trace.storages import Storages
-from aotdist.trace.strided import Strided
 
 
 def forward_writes(
     row: Row[PrimalIdx, StandIn],
     outputs: NodeOutputs,
     metadata: Metadata,
-    storages: Storages,
-    strided: Strided,
 ) -> tuple[Row[PrimalIdx, InputFact], tuple[tuple[PrimalIdx, int], ...]]:
     """What the forward did to each input; the new values become node outputs, those with history first.
 
@@ -43,11 +39,7 @@ def forward_writes(
         Untouched(metadata.bumps(stand_in, written=False), stand_in.bumps_inside()) for stand_in in row
     ]
     repeated = metadata.repeated_bumps(row) + outputs.bumps
-    # Where there is no room for an input, before or after, nothing is written; see `Change.grown`.
-    written = [(idx, s) for idx, s in _written_by_name(row, metadata) if all(map(storages.holds, s.plains))]
-    for idx, stand_in in written:
-        if _is_written_around(stand_in, strided, history=metadata.has_new_history(idx, stand_in)):
-            raise written_around(stand_in)
+    written = _written_by_name(row, metadata)
     for differentiable in (True, False):
         for idx, stand_in in written:
             # A leaf written under `no_grad` still requires grad, but its new value has no history.
@@ -64,17 +56,6 @@ def forward_writes(
     return Row(facts), tuple(sorted((idx, count) for idx, count in repeated.items() if count))
 
 
-def _is_written_around(stand_in: StandIn, strided: Strided, *, history: bool) -> bool:
-    """Whether a write to an input, with history or not, changes what autograd knows of memory around it.
-
-    A view of before, of more than the input, is one of what the input is a view of from then on.
-    """
-    requires_grad = stand_in.example.requires_grad
-    if not history and not requires_grad:
-        return False
-    return any(strided.looks_around(plain, history=not history) for plain in stand_in.plains)
-
-
 def _written_by_name(row: Row[PrimalIdx, StandIn], metadata: Metadata) -> list[tuple[PrimalIdx, StandIn]]:
     """The inputs to copy new values into.
 
@@ -86,7 +67,7 @@ def _written_by_name(row: Row[PrimalIdx, StandIn], metadata: Metadata) -> list[t
     written = [
         (idx, s)
         for idx, s in row.enumerate()
-        if (s.whole or not s.derived) and (any(s.writes()) or _is_written_as_a_copy(idx, s, metadata))
+        if not s.derived and (any(s.writes()) or _is_written_as_a_copy(idx, s, metadata))
     ]
     named: dict[int, list[torch.Tensor]] = defaultdict(list)
     for plain in (plain for _, s in written if s.bumps() for plain in plain_tensors(s.example)):
@@ -94,7 +75,7 @@ def _written_by_name(row: Row[PrimalIdx, StandIn], metadata: Metadata) -> list[t
     once: dict[int, list[torch.Tensor]] = defaultdict(list)
     for plain in (plain for _, s in written for plain in plain_tensors(s.example) if not may_repeat(plain)):
         once[storage_id(plain)].append(plain)
-    return [(idx, s) for idx, s in written if s.whole or s.bumps() or not _has_another_name(s, named, once)]
+    return [(idx, s) for idx, s in written if s.bumps() or not _has_another_name(s, named, once)]
 
 
 def _is_written_as_a_copy(idx: PrimalIdx, stand_in: StandIn, metadata: Metadata) -> bool:
@@ -130,7 +111,6 @@ def backward_writes(
     row: Row[PrimalIdx, StandIn],
     before: Sequence[tuple[tuple[int, ...], int]],
     metadata: Metadata,
-    storages: Storages,
 ) -> tuple[dict[PrimalIdx, int], list[Result]]:
     """Inputs that the backward wrote, and how often; their new values."""
     writes: dict[PrimalIdx, int] = {}
@@ -139,11 +119,7 @@ def backward_writes(
     padded = [*before, *[((), 0)] * (len(row) - len(before))]
     for idx, stand_in in row.enumerate():
         counts, (counted, bumps) = stand_in.writes(), padded[idx]
-        if stand_in.whole and counts != counted:
-            raise written_around(stand_in, "by the backward")
         if stand_in.derived or counts == (counted or (0,) * len(counts)):
-            continue
-        if not all(map(storages.has_room, stand_in.plains)):
             continue
         writes[idx] = stand_in.bumps() - bumps
         plains = metadata.plains_as_before(idx, stand_in)

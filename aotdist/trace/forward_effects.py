@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from aotdist.aliasing.metadata import INVERSES
-from aotdist.aliasing.naming import NAMED
 from aotdist.aliasing.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
@@ -27,7 +26,7 @@ from aotdist.facts import (
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.sizes import NumberStep, numbers_of_data
 from aotdist.subclasses.protocol import leaves, recipe_of, refuse_unknown_subclass, same_layout
-from aotdist.torch_seam.autograd import history_of, is_leaf_with_grad, nodes_behind
+from aotdist.torch_seam.autograd import is_leaf_with_grad, nodes_behind
 from aotdist.torch_seam.functional import data_writes, functional_value, metadata_written, storage_changes
 from aotdist.trace.backward import End, Result, requires_grad_by_itself, value_results
 from aotdist.trace.capture_mode import CaptureMode
@@ -98,19 +97,17 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
         outs: what it returned.
         lifting: the mode that it ran in.
     """
-    recorder, inputs, log, storages = context.recorder, context.inputs, context.log, context.storages
-    passing = storages.passing()
-    metadata = Metadata.of(inputs, log, passing)
+    recorder, inputs, log = context.recorder, context.inputs, context.log
+    metadata = Metadata.of(inputs, log)
     _mark_reshaped(context, metadata)
     spent = released_results(outs, inputs, log) if lifting.ran_backward else {}
-    outputs = classify(outs, inputs, log, metadata.written, passing, spent)
+    outputs = classify(outs, inputs, log, metadata.written, spent)
     numbers = _tell_numbers(context, outputs)
     row = inputs.row()
     context.refuse_accumulation()
     for idx, one in row.enumerate():
         _refuse_write(one, reshaped=metadata.is_reshaped(idx))
-    _refuse_uncounted(context)
-    writes, rewinds = forward_writes(row, outputs, metadata, storages, recorder.strided)
+    writes, rewinds = forward_writes(row, outputs, metadata)
     node_outs = Row[NodeOutIdx, NodeOut](
         NodeOut(
             slot,
@@ -179,23 +176,6 @@ def _mark_reshaped(context: TraceContext, metadata: Metadata) -> None:
         stand_in = context.inputs.row()[idx]
         for inner, _ in leaves(stand_in.recipe):
             context.recorder.placeholder(Slot("primal", stand_in.slot.path, inner)).meta["reshaped"] = True
-
-
-def _refuse_uncounted(context: TraceContext) -> None:
-    """Refuse writes of views that autograd does not count, so that these keep their history in eager."""
-    log, inputs = context.log, context.inputs
-    for idx, tensor in inputs.views():
-        history = history_of(tensor)
-        if history is None or history.name() == NAMED:
-            continue
-        if any(log.views.is_or_shows(write.tensor, tensor) for write in log.uncounted):
-            raise UnsupportedProgram(
-                f"`{inputs.row()[idx].slot}` is a view that an operator of lists with wrappers writes: in "
-                "eager what it is a view of gets a history, and it keeps its own",
-                stage="joint",
-                fix="write it by itself (`x.mul_(2)` for `torch._foreach_mul_([x], 2)`), or take the view "
-                "inside",
-            )
 
 
 def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,8 +39,8 @@ class Metadata:
     switched_on: tuple[PrimalIdx, ...]
 
     @classmethod
-    def of(cls, inputs: Inputs, log: ViewLog, passing: Container[int]) -> Metadata:
-        """What was done to `inputs`, but for changes that leave nothing behind.
+    def of(cls, inputs: Inputs, log: ViewLog) -> Metadata:
+        """What was done to `inputs`.
 
         Raises:
             UnsupportedProgram: an input that shares memory with others was given other memory, or the
@@ -69,8 +69,7 @@ class Metadata:
             if is_view and change.is_unseen(change.tensor.size()):
                 raise reshaped_unseen(f"of `{row[idx].slot}`, which is a view, eager makes another history")
             changes[idx].append(change)
-            if number not in passing:
-                written.append(number)
+            written.append(number)
         return cls(changes, frozenset(written), switched_on)
 
     def is_reshaped(self, idx: PrimalIdx) -> bool:
@@ -208,15 +207,6 @@ def _stays_inside(change: Change, stand_in: StandIn) -> bool:
         return True
     pairs = zip(plain_tensors(change.tensor), stand_in.plains, strict=False)
     return change.op is torch.ops.aten.resize_.default and all(memory_of(a) == memory_of(b) for a, b in pairs)
-
-
-def written_around(stand_in: StandIn, how: str = "with history") -> UnsupportedProgram:
-    """An error for a write to an input and around it, which is one of what the input is a view of."""
-    return UnsupportedProgram(
-        f"`{stand_in.slot}` is written {how}, and so is memory around it",
-        stage="joint",
-        fix="pass the tensor that shows all of that memory, and take the view inside",
-    )
 
 
 def _without_repeated(history: Any | None, changes: Sequence[Change]) -> Any | None:

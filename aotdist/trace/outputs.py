@@ -93,7 +93,6 @@ def classify(
     inputs: Inputs,
     log: ViewLog,
     written: Container[int],
-    passing: Container[int],
     spent: Container[int],
 ) -> NodeOutputs:
     """The fact of every output, and the tensors that the node must return for them.
@@ -103,10 +102,9 @@ def classify(
         inputs: the stand-ins that it was given.
         log: the views that the program made, and its writes of metadata.
         written: numbers of the writes of metadata that are repeated on inputs outside.
-        passing: numbers of those that leave nothing behind.
         spent: identities of results whose saved tensors autograd has freed, so that they have no backward.
     """
-    return _Classifier(outs, inputs, log, written, passing, spent).classified()
+    return _Classifier(outs, inputs, log, written, spent).classified()
 
 
 _LATER = 1 << 62
@@ -120,11 +118,10 @@ class _Classifier:
         inputs: Inputs,
         log: ViewLog,
         written: Container[int],
-        passing: Container[int],
         spent: Container[int],
     ) -> None:
-        self._outs, self._inputs, self._log, self._written = outs, inputs, log, written
-        self._passing, self._spent = passing, spent
+        self._outs, self._inputs, self._log = outs, inputs, log
+        self._written, self._spent = written, spent
         self._node = NodeOutputs()
         look_inside(log, outs, [stand_in.opened for stand_in in inputs.row()])
         self._first: dict[int, OutIdx] = {}
@@ -167,15 +164,11 @@ class _Classifier:
         before = len(self._replayed)
         for tensor, time in self._seen_outside():
             root = self._log.root(tensor, self._first)
-            steps, changes = root.all_steps(), self._lasting_changes_of(root.base)
+            steps, changes = root.all_steps(), self._log.changes_of(root.base)
             seen = steps[0].serial if steps else time
             if any(change.moves() or change.serial > seen for change in changes):
                 self._replayed.add(id(root.base))
         return len(self._replayed) > before
-
-    def _lasting_changes_of(self, tensor: torch.Tensor) -> list[Change]:
-        changes = enumerate(self._log.changes)
-        return [c for number, c in changes if c.tensor is tensor and number not in self._passing]
 
     def _seen_outside(self) -> list[tuple[torch.Tensor, int]]:
         """Tensors that are looked at outside, and when."""
@@ -189,8 +182,6 @@ class _Classifier:
         key = id(change.tensor)
         if self._inputs.index_of(change.tensor) is not None:
             return number in self._written
-        if number in self._passing:
-            return False
         if change.op is torch.Tensor.requires_grad_ and key in self._own_leaves:
             return True
         return key in self._replayed or (key in self._first and change.moves())

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from aotdist.aliasing.naming import with_history_of
+from aotdist.aliasing.overwrite import kind_of
 from aotdist.aliasing.version import version_of
 from aotdist.aliasing.views import Opened
 from aotdist.capture.source import UNNAMED
@@ -43,16 +44,17 @@ from aotdist.torch_seam.functional import (
     data_writes,
     functional_value,
     given_attributes,
+    made_again,
     part_of,
     second_shell,
 )
 from aotdist.torch_seam.modes import class_functions_off
+from aotdist.torch_seam.symbols import hint
 from aotdist.torch_seam.tensors import as_parameter, is_unheard, set_versions
 from aotdist.torch_seam.transforms import beneath_transforms
 from aotdist.trace.classes import show_as_example
 from aotdist.trace.numbers.symbols import Symbols
 from aotdist.trace.recorder import Recorder
-from aotdist.trace.views_again import is_reshaped, view_again
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,6 @@ class StandIn:
             if the program moves it to other memory.
         derived: whether it is a base without history, or a view of another stand-in: writes to it, and
             gradients for it, are those of the other inputs.
-        whole: whether it is a span of a whole storage, of which more may be written than any input shows.
         spans: the spans that its plain tensors lie in, together with others.
         base: which stand-in it is a view of, if it is made as one.
         version: the version counter of `tensor` before the program ran.
@@ -84,7 +85,6 @@ class StandIn:
     opened: Opened
     plains: tuple[FunctionalTensor, ...]
     derived: bool = False
-    whole: bool = False
     spans: frozenset[PrimalIdx] = frozenset()
     base: PrimalIdx | None = None
     version: int = 0
@@ -191,7 +191,7 @@ class Inputs:
         functionals = self._through_spans(at, functionals, example)
         stand_in = self._of_its_own(slot, example, recipe, functionals, fakes)
         spans = frozenset(span for (primal, _), (span, _) in self._aliases.items() if primal == at)
-        return replace(stand_in, derived=is_span, whole=self._bases.is_whole(at), spans=spans)
+        return replace(stand_in, derived=is_span, spans=spans)
 
     def _note_storages(self, at: PrimalIdx, stand_in: StandIn) -> None:
         """Note which storages hold more than the input, and which are an input's."""
@@ -200,7 +200,7 @@ class Inputs:
             if not is_symbolic(tuple(real.shape)) and real.untyped_storage().nbytes() > real.nbytes:
                 self._recorder.lies_in_more(plain)
             if is_own:
-                self._recorder.strided.note_input(plain, stand_in.example, real)
+                self._recorder.strided.note_input(plain)
 
     def _fake(self, leaf: Plain, plain: torch.Tensor) -> torch.Tensor:
         if is_symbolic(leaf):
@@ -240,17 +240,16 @@ class Inputs:
                 span, member = place
                 (memory,) = self._stand_ins[span].plains
                 part = part_of(memory, member.dtype, member.size, member.stride, member.offset)
-                offset, is_whole = int(real.storage_offset()), self._bases.is_whole(span)
-                self._recorder.strided.lies_in(memory, part, offset, is_whole=is_whole)
+                self._recorder.strided.lies_in(memory, part, int(real.storage_offset()))
                 found.append(part)
         return found
 
     def _view_again(self, slot: Slot, example: torch.Tensor, recipe: Recipe, base: StandIn) -> StandIn:
-        with torch.enable_grad():
-            view = view_again(example, base.tensor)
-        if view is None:
+        if not is_wrapper(example) and kind_of(example) != kind_of(base.example):
             raise _refuse_kind(example, slot)
-        if is_wrapper(example) and is_reshaped(example, view):
+        with torch.enable_grad():
+            view = made_again(example, base.tensor)
+        if is_wrapper(example) and _shape_of(view) != _shape_of(example):
             raise _refuse_reshaped(example, slot)
         set_creation_meta(view, creation_meta(example))
         plains = tuple(second_shell(plain) for plain in plain_tensors(view))  # type: ignore[arg-type]
@@ -282,7 +281,7 @@ class Inputs:
     def made_again(self) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
         """The stand-ins that are views of another one to autograd, each with what makes it."""
         for stand_in in (one for one in self._stand_ins if one.base is not None):
-            yield stand_in.tensor, functools.partial(_again, stand_in.example)
+            yield stand_in.tensor, functools.partial(made_again, stand_in.example)
 
     def index_of(self, tensor: torch.Tensor) -> PrimalIdx | None:
         """Which input the traced `tensor` is, if it is one."""
@@ -322,11 +321,15 @@ def _counted_from_here(stand_in: StandIn) -> StandIn:
     return replace(stand_in, version=version, versions=tuple(versions), met=stand_in.values())
 
 
-def _again(example: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
-    """The view of the stand-in `base` that an input is, where there is a way to make it."""
-    view = view_again(example, base)
-    assert view is not None, "it has been made before"
-    return view
+def _shape_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
+    """Sizes, and strides of dimensions with several elements, as numbers.
+
+    A wrapper that was reshaped in place is made again as the view that it was before (torch 2.13).
+    """
+    sizes = map(hint, tensor.size())
+    return [
+        (size, hint(stride) if size > 1 else 0) for size, stride in zip(sizes, tensor.stride(), strict=True)
+    ]
 
 
 _CURRENT: ContextVar[Inputs] = ContextVar("aotdist_inputs")
@@ -347,8 +350,8 @@ def _mode_of(example: torch.Tensor) -> AbstractContextManager[Any]:
 def _refuse_kind(example: torch.Tensor, slot: Slot) -> UnsupportedProgram:
     assert example._base is not None, "a view"
     return UnsupportedProgram(
-        f"`{slot.path}` is a view of a {example._base.dtype} tensor, as {example.dtype}, that is no choice "
-        "of its rows, columns and so on; it, or another view of that tensor, is written with history",
+        f"`{slot.path}` is a view of a {example._base.dtype} tensor, as {example.dtype} or conjugated; it, "
+        "or another view of that tensor, is written with history",
         stage="joint",
         fix=f"pass what `{slot.path}` is a view of, and take the view inside of the function",
     )

@@ -4,18 +4,21 @@ Functionalisation writes through `as_strided` only if no other view precedes it,
 each element is shown once. So both are made as `as_strided` of the tensor that owns the memory.
 
 A trace has only that part of an input's storage which the input shows. A program may read around it as long
-as nothing is written; otherwise it is traced again over a base, the whole storage.
+as nothing is written.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from aotdist.aliasing.memory import extent, shows
+from aotdist.errors import UnsupportedProgram
+from aotdist.sizes import is_symbolic
 from aotdist.torch_seam.functional import (
     FunctionalTensor,
     FunctionalTensorMode,
@@ -28,26 +31,20 @@ from aotdist.torch_seam.functional import (
     second_shell,
 )
 from aotdist.torch_seam.operators import OpOverload
-from aotdist.torch_seam.undo import PassesPrograms
 from aotdist.trace.failures import refusal
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
 _AS_STRIDED_ = torch.ops.aten.as_strided_.default
 _UNFOLD = torch.ops.aten.unfold.default
-
-
-class LooksAround(PassesPrograms):
-    """The program reaches memory around an input, and writes: the whole storage has to be its base.
-
-    Not an `Exception`: it ends the trace, whatever the program catches.
-
-    Args:
-        example: the input.
-    """
-
-    def __init__(self, example: torch.Tensor) -> None:
-        super().__init__()
-        self.example = example
+_IN_PLACE: Mapping[Any, Callable[..., torch.Tensor]] = {
+    torch.ops.aten.t_.default: torch.ops.aten.t.default,
+    torch.ops.aten.transpose_.default: torch.ops.aten.transpose.int,
+    torch.ops.aten.unsqueeze_.default: torch.ops.aten.unsqueeze.default,
+    torch.ops.aten.squeeze_.default: torch.ops.aten.squeeze.default,
+    torch.ops.aten.squeeze_.dim: torch.ops.aten.squeeze.dim,
+    torch.ops.aten.squeeze_.dims: torch.ops.aten.squeeze.dims,
+}
+"""What makes the view that each of these makes in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +52,6 @@ class _Place:
     size: Sequence[int]
     stride: Sequence[int]
     offset: int | None = None
-    is_inside: bool = False
-    """Whether all that it shows the tensor that it is called on shows, too, gaps or not."""
 
 
 class Strided:
@@ -70,42 +65,24 @@ class Strided:
         self._mode = mode
         self._owners: dict[int, tuple[FunctionalTensor, int]] = {}
         """By storage: the tensor that all others in it are views of, and at which byte it begins."""
-        self._inputs: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        self._whole: set[int] = set()
+        self._inputs: set[int] = set()
         self._looked_around: set[int] = set()
-        self._made_around: dict[int, bool] = {}
+        self._not_through_views: set[int] = set()
 
-    def lies_in(self, span: FunctionalTensor, part: FunctionalTensor, offset: int, *, is_whole: bool) -> None:
+    def lies_in(self, span: FunctionalTensor, part: FunctionalTensor, offset: int) -> None:
         """Note that `part`, which is a view of `span`, stands for a tensor that starts at `offset`.
 
         Args:
             span: the memory that inputs share.
             part: an input in it.
             offset: where the input starts in its storage, in elements.
-            is_whole: whether the span is the whole storage.
         """
-        key = functional_storage_id(span)
-        self._owners[key] = span, (offset - int(part.storage_offset())) * part.element_size()
-        if is_whole:
-            self._whole.add(key)
+        start = (offset - int(part.storage_offset())) * part.element_size()
+        self._owners[functional_storage_id(span)] = span, start
 
-    def note_input(self, plain: FunctionalTensor, example: torch.Tensor, real: torch.Tensor) -> None:
-        """Note that a plain tensor stands for `real`, which is one of those beneath the input `example`."""
-        self._inputs[functional_storage_id(plain)] = example, real
-
-    def forget_inputs(self) -> None:
-        """Drop the references to the call's tensors."""
-        self._inputs.clear()
-
-    def looks_around(self, plain: FunctionalTensor, *, history: bool) -> bool:
-        """Whether views were made that show more than an input does.
-
-        Args:
-            plain: a plain tensor of the input.
-            history: leave out those that were made under `no_grad`.
-        """
-        key = functional_storage_id(plain)
-        return self._made_around.get(key, False) if history else key in self._made_around
+    def note_input(self, plain: FunctionalTensor) -> None:
+        """Note that a plain tensor stands for one beneath an input, whose storage may be larger."""
+        self._inputs.add(functional_storage_id(plain))
 
     def note_owner(self, tensor: FunctionalTensor) -> None:
         """Note that a tensor of which a view is made owns its memory, if it does."""
@@ -118,6 +95,9 @@ class Strided:
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Callable[[], torch.Tensor] | None:
         """What makes a view; None for views that PyTorch's mode makes right."""
+        if func in _IN_PLACE and not is_symbolic((tuple(args[0].size()), args[0].stride())):  # see `rebind`
+            view = functools.partial(_IN_PLACE[func], *args, **kwargs)
+            return functools.partial(self._in_place, args[0], view)
         place = _place(func, args, kwargs)
         if place is None:
             return None
@@ -128,44 +108,29 @@ class Strided:
             return None
         if func is _AS_STRIDED and is_functional_base(tensor):
             return None
-        if func is not _AS_STRIDED_:
-            return make
+        return functools.partial(self._in_place, tensor, make) if func is _AS_STRIDED_ else make
 
-        def make_in_place() -> torch.Tensor:
-            # With PyTorch's own operator, no tensor would show all of the memory any more.
-            self.note_owner(tensor)
-            rebind(tensor, make())
-            return tensor
-
-        return make_in_place
+    def _in_place(self, tensor: FunctionalTensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Let `tensor` be a view of what it is; with PyTorch's own operator, none would own the memory."""
+        self.note_owner(tensor)
+        rebind(tensor, make())  # type: ignore[arg-type]
+        return tensor
 
     def resized(
         self, tensor: FunctionalTensor, size: Sequence[int], stride: Sequence[int]
     ) -> Callable[[], FunctionalTensor] | None:
         """What makes `tensor` in another size, at the offset that it has; None if there is no room for it."""
-        part = None if is_functional_base(tensor) else self._part(tensor, _Place(size, stride))
-        key = functional_storage_id(tensor)
-        if part is None and key in self._inputs and key not in self._whole:
-            raise LooksAround(self._inputs[key][0])
-        return part
-
-    def follow(self, view: FunctionalTensor, base: FunctionalTensor) -> bool:
-        """Move `view` to the memory that its base has now; False if that is not possible."""
-        memory, _ = self._owners.get(functional_storage_id(base), (None, 0))
-        if memory is None or memory.dtype not in (view.dtype, torch.uint8):
-            return False
-        offset = int(view.storage_offset()) * view.element_size() // memory.element_size()
-        with self._mode:
-            rebind(view, part_of(memory, view.dtype, view.size(), view.stride(), offset))
-        return True
+        return None if is_functional_base(tensor) else self._part(tensor, _Place(size, stride))
 
     def _of_base(
         self, func: OpOverload, tensor: FunctionalTensor, place: _Place
-    ) -> Callable[[], FunctionalTensor]:
+    ) -> Callable[[], FunctionalTensor] | None:
         value = functional_value(tensor)
         if place.offset is not None and tensor.storage_offset() != value.storage_offset():
             self.refuse_lost_offset(func, tensor)
         if not shows(value, place.size, place.stride, place.offset):
+            if func is _UNFOLD:
+                return None
             self._look_around(func, tensor)
         return lambda: tensor.as_strided(place.size, place.stride, place.offset)  # type: ignore[return-value]
 
@@ -186,42 +151,20 @@ class Strided:
         last = first + _extent(place) * count
         if first < 0 or last > memory.numel() * memory.element_size():
             return None
-        self._note_around(tensor, replace(place, offset=(first + start) // count))
         offset = first // memory.element_size()
         return lambda: part_of(memory, tensor.dtype, place.size, place.stride, offset)
-
-    def _note_around(self, tensor: FunctionalTensor, place: _Place) -> None:
-        key = functional_storage_id(tensor)
-        if place.is_inside or key not in self._whole:
-            return
-        if not shows(self._inputs[key][1], place.size, place.stride, place.offset):
-            self._made_around[key] = torch.is_grad_enabled() or self._made_around.get(key, False)
 
     def _look_around(self, func: OpOverload, tensor: FunctionalTensor) -> None:
         """Note that a view shows memory which the trace does not have, or cannot write through the view."""
         key = functional_storage_id(tensor)
-        if key in self._inputs and (func is _AS_STRIDED_ or key in self._whole or data_writes(tensor)):
-            self._take_whole(func, tensor)
-        self._looked_around.add(key)
-
-    def _take_whole(self, func: OpOverload, tensor: FunctionalTensor) -> None:
-        key = functional_storage_id(tensor)
-        if key in self._whole:
-            memory, _ = self._owners[key]
-            if memory.dtype not in (tensor.dtype, torch.uint8):
-                raise refusal(
-                    f"`{func}` shows memory of an input as another dtype than it has",
-                    "use it before the view",
-                )
-            raise refusal(
-                f"`{func}` reaches beyond the storage of an input, in eager too", "stay inside of it"
-            )
-        raise LooksAround(self._inputs[key][0])
+        if key in self._inputs and func is not _UNFOLD:  # which shows nothing around a tensor
+            if func is _AS_STRIDED_ or data_writes(tensor):
+                raise _writes_around(func)
+            self._looked_around.add(key)
+        self._not_through_views.add(key)
 
     def refuse_lost_offset(self, func: OpOverload, tensor: FunctionalTensor) -> None:
         """Raise for a view of a tensor whose offset in its storage was lost by a write."""
-        if functional_storage_id(tensor) in self._inputs:
-            self._take_whole(func, tensor)
         raise refusal(
             f"`{func}` is called on a part of a storage that was written before",
             "use `select`, `diagonal` or slices, which count from the tensor",
@@ -230,19 +173,24 @@ class Strided:
     def refuse_write(self, func: OpOverload, tensor: FunctionalTensor) -> None:
         """Raise for a write to memory of which the program made views that show more than the trace has.
 
-        For an input, any write; for a tensor that the program made, only one through such a view, since it
-        would go to a copy.
+        Also for one that goes through a view, where some views would write to a copy.
         """
         key = functional_storage_id(tensor)
-        if key not in self._looked_around:
-            return
-        if key in self._inputs:
-            self._take_whole(func, tensor)
-        if not is_functional_base(tensor):
+        if key in self._looked_around:
+            raise _writes_around(func)
+        if key in self._not_through_views and not is_functional_base(tensor):
             raise refusal(
-                f"`{func}` writes memory that `as_strided` shows, and what it was called on does not",
-                "call `as_strided` on a tensor that shows all of that memory",
+                f"`{func}` writes memory that `as_strided` shows, and what it was called on does not; "
+                "`unfold` of a part shows memory like that",
+                "call them on a tensor that owns all of that memory",
             )
+
+
+def _writes_around(func: OpOverload) -> UnsupportedProgram:
+    return refusal(
+        f"the program writes an input, and meets memory around it that only `as_strided` shows (at `{func}`)",
+        "pass the tensor that shows all of that memory, and take the view inside",
+    )
 
 
 def _place(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Place | None:
@@ -262,7 +210,7 @@ def _unfolded(tensor: torch.Tensor, dimension: int, size: int, step: int) -> _Pl
     sizes, strides = [*tensor.size(), size], [*tensor.stride(), tensor.stride(dim)]
     sizes[dim] = (sizes[dim] - size) // step + 1
     strides[dim] *= step
-    return _Place(sizes, strides, is_inside=True)
+    return _Place(sizes, strides)
 
 
 def _extent(place: _Place) -> int:

@@ -110,7 +110,7 @@ def trace(
         inputs=inputs,
         stand_in=stand_in,
         view_mode=ViewMode(log),
-        storages=Storages(inputs, log, recorder.strided),
+        storages=Storages(inputs),
     )
     with ExitStack() as stack:
         stack.enter_context(class_functions_off())
@@ -142,11 +142,10 @@ def _later_backwards(
     backward: BackwardEffects,
 ) -> LaterBackwards | None:
     """What traces other backwards later, where that may be: not if the backward writes."""
-    options, recorder = context.options, context.recorder
+    options = context.options
     writes = backward.facts.writes or backward.facts.result_writes
     if writes or not (options.cuts and options.may_run_later):
         return None
-    recorder.strided.forget_inputs()
     context.inputs.forget_attributes()
     return LaterBackwards(
         backward=backward.runs,

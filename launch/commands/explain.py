@@ -1,4 +1,4 @@
-"""`aotdist explain`: what compiling a model comes to, as text, tables or a page; nothing runs."""
+"""`aotdist explain`: what compiling a model comes to, as text or a page; nothing runs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def _run(options: argparse.Namespace) -> None:
     make = maker_named(options.model)
     with torch.no_grad() if options.inference else nullcontext():
         by_rank = compiled_ahead(make, **ahead(options))
-    report_of(by_rank[0]).show()
+    print(report_of(by_rank[0]))
     if options.html is not None:
         write_page(options.html, by_rank)
         print(f"{options.html}: open it in a browser")

@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from aotdist.codegen.cuda_capture import CudaGraphCapture
 
-class Rerun:
+
+class Rerun(CudaGraphCapture):
     """Stands in for CUDA graphs on the CPU.
 
     Args:

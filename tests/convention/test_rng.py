@@ -1,7 +1,5 @@
 """Philox against published numbers, and random operators as functions of a seed and an offset."""
 
-import math
-
 import pytest
 import torch
 
@@ -75,7 +73,6 @@ EXPECTATIONS: dict[OpOverload, tuple[tuple, float]] = {
     ATEN.normal.float_Tensor: ((1.0, half), 1.0),
     ATEN.normal.Tensor_Tensor: ((half, half), 0.5),
     ATEN.normal.float_float: ((1.0, 0.5, [200, 200]), 1.0),
-    ATEN.log_normal.default: ((x(), 0.0, 0.5), math.exp(0.125)),
     ATEN.bernoulli.default: ((half * 0.5,), 0.25),
     ATEN.bernoulli.p: ((x(), 0.75), 0.75),
     ATEN.bernoulli.Tensor: ((x(), half), 0.5),
@@ -84,17 +81,13 @@ EXPECTATIONS: dict[OpOverload, tuple[tuple, float]] = {
     ATEN.randint.low: ((-5, 6, [200, 200]), 0.0),
     ATEN.randint_like.default: ((x(), 11), 5.0),
     ATEN.randint_like.low_dtype: ((x(), 5, 16), 10.0),
-    ATEN.random.default: ((x().bool().to(torch.int8),), 63.0),
-    getattr(ATEN.random, "from"): ((x(), -5, 6), 0.0),
-    ATEN.random.to: ((x(), 11), 5.0),
     ATEN.randperm.default: ((20001,), 10000.0),
     ATEN.exponential.default: ((x(), 2.0), 0.5),
-    ATEN.geometric.default: ((x(), 0.25), 4.0),
     ATEN.multinomial.default: ((torch.tensor([[1.0, 1.0, 2.0]] * 20_000), 1), 1.25),
 }
 
 
-@pytest.mark.parametrize("op", [op for op in RULES if op is not ATEN.cauchy.default], ids=str)
+@pytest.mark.parametrize("op", list(RULES), ids=str)
 def test_each_operator_has_its_distribution(op):
     args, mean = EXPECTATIONS[op]
     like = op(*args)
@@ -120,13 +113,9 @@ def test_draws_without_replacement_and_by_weight():
     assert permutation.sort().values.tolist() == list(range(99))
 
 
-def test_the_median_of_cauchy():
-    drawn = functional_draw(ATEN.cauchy.default, (x(), 2.0, 0.5), {}, stream(), x())
-    assert abs(drawn.median() - 2) < 0.02
-
-
 def test_what_is_not_known_is_refused():
-    with pytest.raises(UnsupportedProgram, match="poisson.* is not known as a function of seed and offset"):
-        functional_draw(ATEN.poisson.default, (half,), {}, stream(), half)
+    for name in ("poisson", "log_normal", "geometric", "cauchy", "random"):
+        with pytest.raises(UnsupportedProgram, match=rf"{name}.* is not known as a function of seed"):
+            functional_draw(getattr(ATEN, name).default, (half,), {}, stream(), half)
     with pytest.raises(UnsupportedProgram, match="draws from a generator of its own"):
         functional_draw(ATEN.rand_like.default, (half,), {"generator": torch.Generator()}, stream(), half)

@@ -40,14 +40,14 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (59_196, 42_000),
-    "lines of its core": (33_998, 23_500),
-    "classes of its core": (310, 200),
-    "files of aotdist/": (300, 235),
+    "lines of aotdist/": (58_333, 42_000),
+    "lines of its core": (33_251, 23_500),
+    "classes of its core": (302, 200),
+    "files of aotdist/": (294, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),
     "most fields of a class": (14, 14),
-    "functions over 60 lines": (3, 4),
+    "functions over 60 lines": (2, 4),
     "files over 400 lines": (8, 8),
     "modules in circles of imports": (0, 0),
 }

@@ -206,3 +206,13 @@ def programs_on(page: Path) -> list[dict[str, Any]]:
     data = re.search(r'id="data">(.*)</script>', page.read_text())
     assert data
     return json.loads(data[1])
+
+
+def test_a_report_is_printed_as_text() -> None:
+    norm = aotdist.compile(torch.nn.BatchNorm1d(3), backend="fx")
+    assert str(aotdist.explain(norm)) == "nothing compiled yet: call it once"
+    norm(torch.randn(4, 3)).sum().backward()
+    report = aotdist.explain(norm)
+    assert repr(report) == str(report)
+    for part in ("BatchNorm1d · training · fx", "joint", "backward", "trace", "total", "running_mean"):
+        assert part in str(report)

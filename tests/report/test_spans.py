@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aotdist.report.spans import Span, Stretches, minus, outermost, stretches, total, union, within
+from aotdist.report.lanes import Span, Stretches, minus, outermost, stretches, total, union, within
 
 pairs = st.tuples(st.integers(0, 30), st.integers(0, 6))
 sets = st.lists(pairs.map(lambda pair: (float(pair[0]), float(sum(pair)))), max_size=6)

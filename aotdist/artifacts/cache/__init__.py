@@ -4,9 +4,9 @@ What is kept is what a compiler made of one graph, under a key that is made of t
 in every process; so an entry that is found was made of exactly the graph that was traced. In the order in
 which it happens:
 
-- `key.py`, `environment.py`: all that an entry depends on, as one hash;
-- `folder.py`: entries on disk, checked before anything of them is used;
-- `turns.py`: of all processes that look for an entry in vain, one makes it;
+- `key.py`: all that an entry depends on, as one hash;
+- `folder.py`: entries on disk, checked before anything of them is used; of all processes that look for one in
+  vain, one makes it;
 - `backend.py`: a backend that looks before it compiles.
 
 Capture and trace run in every process; the compiler's output for a graph is kept (`cache/`). The alternative,

@@ -63,7 +63,7 @@ CORRECTIONS: tuple[Correction, ...] = (
         "formulas by data",
         "function",
         formulas.INSTEAD,
-        "gradients are computed by formulas that ask for no data, and that round otherwise",
+        "a loss is computed by a formula that asks for no data, and that rounds otherwise",
         of_bits=True,
     ),
     Correction(

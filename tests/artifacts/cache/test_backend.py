@@ -11,9 +11,8 @@ import torch
 import aotdist
 from aotdist import api
 from aotdist.artifacts.cache.backend import CachingBackend, caching
-from aotdist.artifacts.cache.environment import own_files, process, refuse_foreign_lowerings
 from aotdist.artifacts.cache.folder import Entry
-from aotdist.artifacts.cache.key import WrittenGraph
+from aotdist.artifacts.cache.key import WrittenGraph, own_files, process, refuse_foreign_lowerings
 from aotdist.codegen.backend import resolve
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.dynamo.backend import backend

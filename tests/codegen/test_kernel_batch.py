@@ -6,8 +6,14 @@ from typing import Any
 import pytest
 import torch
 
-from aotdist.codegen.cpp_units import CppKernel, entry_name, unit_source
-from aotdist.codegen.kernel_batch import KERNELS_PER_UNIT, KernelBatch, PendingKernel
+from aotdist.codegen.kernel_batch import (
+    KERNELS_PER_UNIT,
+    CppKernel,
+    KernelBatch,
+    PendingKernel,
+    entry_name,
+    unit_source,
+)
 from aotdist.torch_seam.inductor import compile_threads
 
 pytestmark = pytest.mark.usefixtures("inductor_cache")
