@@ -223,11 +223,7 @@ class Scalars:
         return holds
 
     def symbol_of(self, number: Any) -> Any:
-        """What stands outside of the graph for a number that the program has kept: it is read there.
-
-        Raises:
-            UnsupportedProgram: the program still runs, and something needs its value.
-        """
+        """What stands outside of the graph for a number that the program has kept; while it runs, nothing."""
         if not self.is_over:
             raise number.refusal()
         with self.followed():
