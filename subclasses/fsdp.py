@@ -42,7 +42,8 @@ that reduces takes it along, also for a parameter that it does not use, and `aft
 With `set_requires_all_reduce(False)` a unit's shards are summed in FSDP2's own buffer, of which each
 parameter has a part; the step that sums over replicas takes them along and leaves -0.0, which adds nothing:
 the buffer stays, so that what a parameter has from earlier steps waits for its next gradient.
-Whether gradients are reduced is read when forward is called.
+Whether gradients are reduced is read when forward is called; by a step with several backwards, at each: what
+the first ones leave whole is kept in the trace, for the last one to reduce.
 
 What is refused, by name and before anything is changed, stands in `fsdp_refusals`.
 """

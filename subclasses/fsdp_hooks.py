@@ -176,6 +176,7 @@ class Capture:
         self._forward_root: UnitHooks | None = None
         self._taken: set[tuple[ShardedParam, str]] = set()
         self._accumulates: dict[ShardedParam, bool] = {}
+        self._whole: dict[ShardedParam, torch.Tensor] = {}
         self.is_open = False
 
     def enter(self, unit: UnitHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -197,19 +198,26 @@ class Capture:
         self._forward_root = None
         return self._reach_accumulated(output)
 
-    def check_switch(self, param: ShardedParam) -> None:
+    def accumulates(self, param: ShardedParam) -> bool:
         """See `Reductions`: accumulators are made, and found, before a call that begins so."""
-        if param.accumulates != self._accumulates[param]:
-            raise UnsupportedProgram(
-                f"`set_requires_gradient_sync` is called for the FSDP unit `{param.unit}` in the program",
-                stage="joint",
-                fix="leave that out, and each backward in the program reduces; or call it before the program "
-                "runs, and compile the model alone",
-            )
+        if self._accumulates[param] and not param.accumulates:
+            raise _switched(param, "begins without")
+        return self._accumulates[param]
+
+    def keep_whole(self, param: ShardedParam, grad: torch.Tensor) -> None:
+        """See `Reductions`."""
+        self._whole[param] = grad
 
     def take_accumulated(self, param: ShardedParam) -> torch.Tensor | None:
         """See `Reductions`."""
-        return param.accumulated if self._is_first(param, "accumulated") else None
+        is_first = self._is_first(param, "accumulated")
+        return self._whole.pop(param, param.accumulated if is_first else None)
+
+    def _check_end(self) -> None:
+        """Refuse a program that leaves it to the next call to reduce, and did not find it so."""
+        for param, accumulates in self._accumulates.items():
+            if param.accumulates != accumulates or param in self._whole:
+                raise _switched(param, "ends without")
 
     def take_partial(self, param: ShardedParam) -> torch.Tensor | None:
         """See `Reductions`."""
@@ -240,6 +248,7 @@ class Capture:
             self.is_open = True
             try:
                 yield
+                self._check_end()
             finally:
                 self.is_open = False
 
@@ -247,7 +256,8 @@ class Capture:
         """Let backward reduce what earlier steps accumulated, also where this forward used no parameter."""
         if not torch.is_grad_enabled():
             return output
-        owed = [unit.leaf(param) for unit in self._units for param in unit.params if _is_owed(param)]
+        params = [(unit, param) for unit in self._units for param in unit.params if not param.accumulates]
+        owed = [unit.leaf(p) for unit, p in params if p.accumulated is not None or p in self._whole]
 
         def reach(tensor: torch.Tensor) -> torch.Tensor:
             if not owed or not tensor.requires_grad:
@@ -297,8 +307,13 @@ def _handles(state: Any) -> Iterator[Any]:
         yield from getattr(handle, "handles", (handle,))
 
 
-def _is_owed(param: ShardedParam) -> bool:
-    return not param.accumulates and param.accumulated is not None
+def _switched(param: ShardedParam, when: str) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"`set_requires_gradient_sync` is called in a program that {when} synchronisation of the FSDP unit "
+        f"`{param.unit}`",
+        stage="joint",
+        fix="let the last backward in the program reduce, or call it before the program runs",
+    )
 
 
 def _registered(param: ShardedParam) -> Any:

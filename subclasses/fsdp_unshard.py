@@ -142,8 +142,12 @@ class Reductions(Protocol):
 
     annotate: Annotate
 
-    def check_switch(self, param: ShardedParam) -> None:
-        """Refuse a program that switches `set_requires_gradient_sync` itself."""
+    def accumulates(self, param: ShardedParam) -> bool:
+        """Whether the program only adds to the accumulator that the call found."""
+        ...
+
+    def keep_whole(self, param: ShardedParam, grad: torch.Tensor) -> None:
+        """Keep an unreduced gradient for a later backward of the program."""
         ...
 
     def take_accumulated(self, param: ShardedParam) -> torch.Tensor | None:
@@ -247,16 +251,20 @@ def _remember(ctx: Any, param: ShardedParam, capture: Reductions) -> None:
 
 
 def _sharded_grad(grad: torch.Tensor | None, param: ShardedParam, capture: Reductions) -> torch.Tensor | None:
-    capture.check_switch(param)
-    if param.accumulates:
+    if capture.accumulates(param):
         _accumulate(grad, param)
+        return None
+    if grad is None and param.accumulates:
         return None
     accumulated = capture.take_accumulated(param)
     total = grad if accumulated is None else _sum(accumulated, grad)
     if total is None:
         return None
-    local = param.record._get_grad_inner_tensor(total)
-    reduced = reduce(local, param, capture)
+    reduced = None
+    if param.accumulates:
+        capture.keep_whole(param, total.to(param.record.reduce_dtype or total.dtype))
+    else:
+        reduced = reduce(param.record._get_grad_inner_tensor(total), param, capture)
     if accumulated is not None:
         accumulated.fill_(-0.0)  # it is reduced once, also where another forward took it along
     return None if reduced is None else make_dtensor(reduced, param.record._sharding_spec)

@@ -53,6 +53,7 @@ from aotdist.torch_seam.control_flow import said_to_be_compiling
 from aotdist.torch_seam.modes import class_functions_on
 from aotdist.torch_seam.modules import recurrent_layers_referring_to
 from aotdist.torch_seam.own_attributes import own_attributes
+from aotdist.torch_seam.symbols import SYMBOLIC, as_pytorchs
 from aotdist.torch_seam.tensors import marked_dims
 from aotdist.torch_seam.trees import pytree
 
@@ -254,6 +255,8 @@ def _run(
         leaves, spec = pytree.tree_flatten(apart, is_leaf=is_leaf)
         assigned = assignments.collect(changes.given.positions)
         constants, gone = assignments.collect_constants()
+        # Numbers of a step that are kept are read off tensors, while it is traced.
+        constants = [(place, Tree.of(value).map(_as_symbol).value()) for place, value in constants]
         changes.in_backward.forward_left([*assigned, *constants, *((place, ABSENT) for place in gone)])
         replaced = replaced_inside(inputs, inside)
         assigned += changes.given.assigned(made)
@@ -299,6 +302,10 @@ def _log(
     outs += more
     prints = [replace(each, given=each.given.map(output)) for each in printed]
     return EffectLog((*prints, *assigns, *effects))
+
+
+def _as_symbol(leaf: Any) -> Any:
+    return as_pytorchs(leaf) if isinstance(leaf, SYMBOLIC) else leaf
 
 
 def _without_history(value: Any, inputs: Sequence[torch.Tensor]) -> Any:

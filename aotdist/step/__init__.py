@@ -10,8 +10,9 @@ at the end. So a step is an inference program that writes its inputs, and nothin
 
 Hooks of all optimizers say which of them step (`step/turns.py`). What they hold is passed in at each call, by
 name, as it is then (`step/held.py`); what a step assigns anew is returned as results (`step/done.py`).
-Scalers become operators that select; schedules step when the call has run. State that does not exist cannot
-be named: a step that creates some runs as it was written, and so does the first, which shows who steps.
+Scalers become operators that select; schedules step when the call has run, and where a step reads what they
+leave, copies of them do so before. State that does not exist cannot be named: a step that creates some runs
+as it was written, and so does the first, which shows who steps.
 
 Optimizers compute in Python what they then pass to operators, on numbers that they read off tensors. Those
 numbers are nodes that call the same Python functions (`trace/numbers/scalars.py`): float64 tensors would

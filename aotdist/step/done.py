@@ -10,11 +10,22 @@ import torch
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.step.held import HeldItem, HeldState
+from aotdist.torch_seam.symbols import number_kind
 from aotdist.torch_seam.trees import pytree
-from aotdist.trace.numbers.scalars import TracedNumber
+from aotdist.torch_seam.undo import PassesPrograms
+from aotdist.trace.numbers.scalars import DTYPES, TracedNumber
 
-DTYPES: Mapping[type, torch.dtype] = {float: torch.float64, int: torch.int64}
-"""The dtypes of tensors that carry Python's numbers without a loss."""
+
+class Varies(PassesPrograms):
+    """A hyperparameter is assigned that a program is specialised on so far.
+
+    Args:
+        key: its name.
+    """
+
+    def __init__(self, key: Any) -> None:
+        super().__init__()
+        self.key = key
 
 
 @dataclass(slots=True)
@@ -70,6 +81,7 @@ class Done:
 
         Raises:
             UnsupportedProgram: it is of another kind than what was there.
+            Varies: it is a hyperparameter that programs are specialised on.
         """
         tensors = {(id(place.owner), place.key): at for at, place in enumerate(held.tensors)}
         numbers = {(id(place.owner), place.key): at for at, place in enumerate(held.numbers)}
@@ -82,6 +94,12 @@ class Done:
             elif here in numbers and _kinds(value) == _kinds(place.value):
                 if value is not put[numbers[here]]:
                     self.numbers[numbers[here]] = _as_tensors(value)
+            elif (
+                here not in numbers
+                and set(kinds := _kinds(value)) <= DTYPES.keys()
+                and kinds == _kinds(place.value)
+            ):
+                raise Varies(place.key)
             else:
                 raise _other_kind(place, value)
 
@@ -116,7 +134,8 @@ def _parts(value: Any) -> Sequence[Any]:
 
 
 def _kinds(value: Any) -> list[type]:
-    return [part.kind if isinstance(part, TracedNumber) else type(part) for part in _parts(value)]
+    kinds = (part.kind if isinstance(part, TracedNumber) else number_kind(part) for part in _parts(value))
+    return [kind or type(part) for kind, part in zip(kinds, _parts(value), strict=True)]
 
 
 def _as_tensors(value: Any) -> list[torch.Tensor]:

@@ -16,14 +16,15 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DataGuard
 from aotdist.step.accumulation import Accumulation
 from aotdist.step.attributes import methods_of, unchanged
-from aotdist.step.done import DTYPES, Done
-from aotdist.step.held import HeldState
-from aotdist.step.turns import Later, MakesState, Turns
+from aotdist.step.done import Done
+from aotdist.step.held import HeldItem, HeldState
+from aotdist.step.turns import Later, MakesState, Turns, steps_ahead
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.optimizers import note_step, optimizer_hooks, scaler_rules, scaler_state
+from aotdist.torch_seam.patches import formulas_under_modes
 from aotdist.torch_seam.proxies import node_here
 from aotdist.torch_seam.symbols import SYMBOLIC, hint
-from aotdist.trace.numbers.scalars import KNOWN, Scalars
+from aotdist.trace.numbers.scalars import DTYPES, KNOWN, Scalars
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,19 +33,26 @@ class Now:
 
     Args:
         held: what the optimizers hold.
+        asked: of which schedules how many steps are done ahead, for the program to read what they leave.
     """
 
     held: HeldState
+    asked: Mapping[Any, int]
+    ahead: Mapping[tuple[int, int], Sequence[HeldItem]] = field(init=False)
     numbers: Mapping[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ahead", steps_ahead(self.asked, self.held))
+        ahead = [place for places in self.ahead.values() for place in places]
         names = [
-            (f"{place.path}.{at}", n) for place in self.held.numbers for at, n in enumerate(place.numbers())
+            (f"{place.path}.{at}", n)
+            for place in (*self.held.numbers, *ahead)
+            for at, n in enumerate(place.numbers())
         ]
         object.__setattr__(self, "numbers", {name: _tensor_of(n) for name, n in names})
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that the optimizers hold."""
+        """Everything that the optimizers hold, and that schedules will leave."""
         return {**{place.path: place.value for place in self.held.tensors}, **self.numbers}
 
     def known_before(self) -> dict[str, torch.Tensor]:
@@ -72,6 +80,11 @@ class _Choice:
         numbers = [arguments.get(key) for key in self.given]
         are_numbers = all(type(number) in DTYPES for number in numbers)
         return are_numbers and self.guard.is_same(*held, *map(_tensor_of, numbers))
+
+
+def _read(place: HeldItem, given: Mapping[str, torch.Tensor]) -> list[Any]:
+    """The numbers of a place, read off what the program is given."""
+    return [given[f"{place.path}.{at}"].item() for at in range(len(place.numbers()))]
 
 
 def _tensor_of(number: Any) -> torch.Tensor:
@@ -147,6 +160,7 @@ class StepProgram:
         Raises:
             AsWritten: the step was refused; nothing has been done.
             MakesState: an optimizer makes state, or is not known; likewise.
+            ReadsAhead: it reads what a schedule leaves; likewise.
         """
         self._now, self._asked = now, None
         try:
@@ -174,11 +188,19 @@ class StepProgram:
         known = [*((given[name], real) for name, real in now.known_before().items()), *numbers.values()]
         scalars = Scalars(known, node_here)
         accumulation = Accumulation()
-        turns = Turns(self._optimizers, scalars, functools.partial(_written_by, held=held))
         done = Done(trace=len(self._traces))
-        with held.put_back(), accumulation.running(), self._unchanged(held), scalars.followed():
+        with (
+            held.put_back(),
+            accumulation.running(),
+            self._unchanged(held),
+            scalars.followed(),
+            formulas_under_modes(),
+        ):
             for place in held.numbers:
-                place.put(*(given[f"{place.path}.{at}"].item() for at in range(len(place.numbers()))))
+                place.put(*_read(place, given))
+            ahead = {
+                step: [(place, _read(place, given)) for place in places] for step, places in now.ahead.items()
+            }
             read: dict[int | str, Any] = {key: stand_in.item() for key, (stand_in, _) in numbers.items()}
             for key, number in read.items():
                 number.symbol = args[key] if isinstance(key, int) else kwargs[key]
@@ -186,11 +208,14 @@ class StepProgram:
             kwargs |= {key: number for key, number in read.items() if isinstance(key, str)}
             scalars.reads = False
             put = [place.owner[place.key] for place in held.numbers]
+            written = functools.partial(_written_by, held=held)
+            turns = Turns(self._optimizers, scalars, written, ahead, now.asked)
             with turns.heard():
                 done.give(self._run(*args, **kwargs))
             if held.has_grown():
                 raise MakesState
             done.note(held, {id(place.value): given[place.path] for place in held.tensors}, put)
+        scalars.is_over = True
         if turns.scalers() and (done.tensors or done.numbers):
             names = " or ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in turns.stepped))
             raise UnsupportedProgram(

@@ -8,19 +8,30 @@ and what it wrote is taken back where a gradient had.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import operator
+import types
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.optim import lr_scheduler
 
-from aotdist.errors import UnsupportedProgram
-from aotdist.torch_seam.optimizers import has_scaled, intercept_steps, scaler_rules, scaler_state, takes_scale
+from aotdist.capture.constants import is_constant
+from aotdist.step.held import HeldItem, HeldState
+from aotdist.torch_seam.optimizers import (
+    has_scaled,
+    intercept_schedules,
+    intercept_steps,
+    scaler_rules,
+    scaler_state,
+    takes_scale,
+)
 from aotdist.torch_seam.patches import replaced_here
 from aotdist.torch_seam.trees import pytree
+from aotdist.torch_seam.undo import PassesPrograms
 from aotdist.trace.failures import refusal
 from aotdist.trace.numbers.scalars import Scalars, TracedFloat
 from aotdist.trace.stand_ins import current_inputs
@@ -91,7 +102,7 @@ class Scaling:
         )
 
 
-class MakesState(Exception):
+class MakesState(PassesPrograms):
     """The step runs as it was written: an optimizer or a scaler makes what it keeps.
 
     Args:
@@ -103,29 +114,89 @@ class MakesState(Exception):
         self.optimizer = optimizer
 
 
+class ReadsAhead(PassesPrograms):
+    """The step reads what a schedule's step leaves, which can be known before the call.
+
+    Args:
+        schedule: the schedule.
+        number: which of its steps in the call.
+    """
+
+    def __init__(self, schedule: Any, number: int) -> None:
+        super().__init__()
+        self.schedule, self.number = schedule, number
+
+
 class _Outdated(TracedFloat):
-    """What a schedule will have changed when the call has run: nothing of the trace may read it."""
+    """What a schedule will have changed when the call has run: nothing of the trace may read it.
 
-    def __init__(self) -> None:
-        """It is made by no node."""
+    Args:
+        ahead: raised where it is read, if it can be known before the call.
+    """
 
-    def refusal(self) -> UnsupportedProgram:
-        """The error of who asks for its value."""
-        return refusal(
-            "a learning rate, or the epoch of its schedule, is read after the schedule's step, which is done "
-            "when the compiled step has run",
-            fix="let the schedule step last, once in a call, or outside",
-        )
+    def __init__(self, ahead: ReadsAhead | None) -> None:
+        self._ahead = ahead
 
     @property
     def made_by(self) -> Any:  # type: ignore[override]
         """What reads a number asks for its node."""
-        raise self.refusal()
+        raise self._ahead or refusal(
+            "the epoch of a schedule is read after its step, or a learning rate that depends on what the "
+            "compiled step computes: schedules step when that has run",
+            fix="let the schedule step last, once in a call, or outside",
+        )
+
+    def refusal(self) -> Any:
+        """The error of who asks for its value."""
+        return self.made_by
 
     def __getattr__(self, name: str) -> Any:
         return self.made_by  # of a learning rate that is a tensor
 
     node = scalars = made_by  # type: ignore[assignment]
+
+
+def steps_ahead(schedules: Mapping[Any, int], held: HeldState) -> dict[tuple[int, int], list[HeldItem]]:
+    """What there is after the next steps of schedules, which are done by copies of these.
+
+    Args:
+        schedules: the schedules, with the number of steps.
+        held: what the optimizers hold before.
+
+    Returns:
+        hyperparameters, by the schedule's identity and the number of the step; nothing where a
+        schedule fails, writes a tensor, or changes what a program is specialised on.
+    """
+    found = dict[tuple[int, int], list[HeldItem]]()
+    places = {(id(place.owner), place.key): place for place in held.numbers}
+    for at, (schedule, times) in enumerate(schedules.items()):
+        groups = schedule.optimizer.param_groups
+        optimizer = types.SimpleNamespace(**vars(schedule.optimizer))
+        optimizer.param_groups = [dict(group) for group in groups]
+        copied = _with_optimizer(schedule, optimizer)
+        for number in range(1, times + 1):
+            try:
+                copied.step()
+            except Exception:  # it has come to its end; the step itself will say so
+                break
+            path, items = f"schedules[{at}].{number}", list[HeldItem]()
+            for group, after in zip(groups, optimizer.param_groups, strict=True):
+                for key, value in after.items():
+                    if (place := places.get((id(group), key))) is not None:
+                        items.append(replace(place, path=f"{path}.{place.path}", value=value))
+                    elif isinstance(value, torch.Tensor) or (is_constant(value) and value != group[key]):
+                        return found
+            found[id(schedule), number] = items
+    return found
+
+
+def _with_optimizer(schedule: Any, optimizer: Any) -> Any:
+    """A copy of a schedule, and of those that it consists of, for another optimizer."""
+    copied = copy.copy(schedule)
+    copied.optimizer = optimizer
+    if hasattr(schedule, "_schedulers"):
+        copied._schedulers = [_with_optimizer(one, optimizer) for one in schedule._schedulers]
+    return copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,6 +221,9 @@ class Turns:
         optimizers: those that are known, whose state is handed to the program.
         scalars: the numbers that they hold.
         written: what each optimizer's step may write.
+        ahead: what there is after steps of schedules, as the program sees it, by the schedule's identity and
+            the number of the step.
+        asked: how many steps of which schedules were asked for.
 
     Attributes:
         stepped: the optimizers that stepped, in order.
@@ -161,10 +235,14 @@ class Turns:
         optimizers: Sequence[torch.optim.Optimizer],
         scalars: Scalars,
         written: Callable[[torch.optim.Optimizer], Sequence[torch.Tensor]],
+        ahead: Mapping[tuple[int, int], Sequence[tuple[HeldItem, Sequence[Any]]]],
+        asked: Mapping[Any, int],
     ) -> None:
         self._optimizers = optimizers
         self._scalars = scalars
         self._written = written
+        self._ahead, self._asked = ahead, asked
+        self._rates: dict[int, Any] = {}
         self._scaling: dict[torch.amp.GradScaler, Scaling] = {}
         self._outdated = contextlib.ExitStack()
         self.stepped: list[torch.optim.Optimizer] = []
@@ -174,6 +252,8 @@ class Turns:
     def heard(self) -> Generator[None]:
         """A step runs inside."""
         scaler = torch.amp.GradScaler
+        groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
+        self._rates = {id(group): group["lr"] for group in groups}
         with contextlib.ExitStack() as stack, self._outdated:
             stack.enter_context(intercept_steps(self._before, self._after))
             for name, instead in {
@@ -183,10 +263,15 @@ class Turns:
                 "update": self._update,
             }.items():
                 stack.enter_context(replaced_here(scaler, name, _where_enabled(instead)))
-            for schedule in _SCHEDULES:
-                stack.enter_context(replaced_here(schedule, "step", self._schedule))
+            stack.enter_context(intercept_schedules(self._schedule))
             stack.enter_context(replaced_here(lr_scheduler.LRScheduler, "get_last_lr", self._last_rates))
             yield
+            if self.later and not self._are_by_schedules(groups):
+                raise refusal(
+                    "a learning rate is assigned after a schedule's step, which is done when the compiled "
+                    "step has run",
+                    fix="assign it before, or outside",
+                )
 
     def scalers(self) -> list[torch.amp.GradScaler]:
         """The scalers that have a turn."""
@@ -225,14 +310,24 @@ class Turns:
         self._of(scaler).update()
 
     def _schedule(self, original: Callable[..., None], schedule: Any, *args: Any, **kwargs: Any) -> None:
+        groups = schedule.optimizer.param_groups
+        is_by_schedule = self._are_by_schedules(groups)
         self.later.append(Later(schedule, args, kwargs))
-        changed = [
-            (vars(schedule), "last_epoch"),
-            *((group, "lr") for group in schedule.optimizer.param_groups),
-        ]
-        for owner, key in changed:
-            self._outdated.callback(operator.setitem, owner, key, owner[key])
-            owner[key] = _Outdated()
+        number = sum(later.schedule is schedule for later in self.later)
+        ahead = self._ahead.get((id(schedule), number)) if is_by_schedule else None
+        if ahead is None:
+            can_be_known = is_by_schedule and not (args or kwargs) and self._asked.get(schedule, 0) < number
+            outdated = [_Outdated(ReadsAhead(schedule, number) if can_be_known else None)]
+            ahead = [(HeldItem("lr", group, "lr", None), outdated) for group in groups]
+        epoch = HeldItem("last_epoch", vars(schedule), "last_epoch", None)
+        for place, values in (*ahead, *([(epoch, [_Outdated(None)])] if epoch.key in epoch.owner else [])):
+            self._outdated.callback(operator.setitem, place.owner, place.key, place.owner[place.key])
+            place.put(*values)
+        self._rates |= {id(group): group["lr"] for group in groups}
+
+    def _are_by_schedules(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether nobody but schedules has assigned the rates since the call began, or a schedule's step."""
+        return all(group["lr"] is self._rates.get(id(group)) for group in groups)
 
     def _last_rates(self, original: Callable[..., Any], schedule: lr_scheduler.LRScheduler) -> list[Any]:
         return [group["lr"] for group in schedule.optimizer.param_groups]
@@ -255,12 +350,3 @@ def _refuse_made_inside(optimizer: torch.optim.Optimizer) -> None:
             f"{type(optimizer).__name__} is made inside of a compiled step, and would be made at each call",
             fix="make it once, outside",
         )
-
-
-_SCHEDULES: tuple[Any, ...] = (
-    lr_scheduler.LRScheduler,
-    lr_scheduler.SequentialLR,
-    lr_scheduler.ChainedScheduler,
-    lr_scheduler.ReduceLROnPlateau,
-)
-"""The classes that say what a schedule's step is."""

@@ -15,9 +15,10 @@ from aotdist.compiling import Compiling
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.kinds import Kinds
 from aotdist.step.attributes import Attributes
+from aotdist.step.done import Varies
 from aotdist.step.held import HeldState, held_by, hyperparameters
 from aotdist.step.program import Now, StepProgram
-from aotdist.step.turns import MakesState
+from aotdist.step.turns import MakesState, ReadsAhead
 from aotdist.torch_seam.dynamo import compiled_as_written
 from aotdist.torch_seam.modules import intercept_calls
 from aotdist.torch_seam.optimizers import intercept_steps, optimizer_hooks
@@ -46,6 +47,7 @@ class WholeStep:
         self._attributes: list[Attributes] = []
         self._names: dict[int, str] = {}
         self._modules: list[weakref.ref[nn.Module]] = []
+        self._ahead: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._has_run = False
         self._programs: dict[Any, list[StepProgram]] = {}
 
@@ -54,7 +56,7 @@ class WholeStep:
         if not self._has_run:
             return self.as_written(args, kwargs)
         self._notice_what_varies()
-        now = Now(self._held_now())
+        now = Now(self._held_now(), dict(self._ahead))
         try:
             return self._program(now, args, kwargs)(now, args, kwargs)
         except AsWritten:
@@ -63,7 +65,11 @@ class WholeStep:
             if found.optimizer is None or not found.optimizer.state:
                 return self.as_written(args, kwargs)
             self._know(found.optimizer, hyperparameters([found.optimizer]))
-            return self(args, kwargs)
+        except ReadsAhead as found:
+            self._ahead[found.schedule] = found.number
+        except Varies as found:
+            self._vary({found.key})
+        return self(args, kwargs)
 
     def as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Do a step eagerly, and note which optimizers have their turn, and are there afterwards."""
@@ -128,6 +134,7 @@ class WholeStep:
             tuple(now.held.layout),
             self._attributes_now(now.held),
             tuple(self._params()),
+            tuple(now.ahead),
         )
         programs = self._programs.setdefault(layout, [])
         for program in programs:
@@ -146,8 +153,10 @@ class WholeStep:
         """Hyperparameters that were changed since the last call are inputs from now on."""
         now = hyperparameters(self._optimizers)
         for before, after in zip(self._hyperparameters, now, strict=False):
-            varying = {key for key in before.keys() & after.keys() if before[key] != after[key]}
-            if not varying <= self._varying:
-                self._varying |= varying
-                self._held = None
+            self._vary({key for key in before.keys() & after.keys() if before[key] != after[key]})
         self._hyperparameters = now
+
+    def _vary(self, keys: set[Any]) -> None:
+        if not keys <= self._varying:
+            self._varying |= keys
+            self._held = None

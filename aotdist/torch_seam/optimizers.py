@@ -5,16 +5,27 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
+from torch.optim import lr_scheduler
 from torch.optim.optimizer import (
     _global_optimizer_post_hooks,
     _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
+
+from aotdist.torch_seam.patches import replaced_here
+
+_SCHEDULES: tuple[Any, ...] = (
+    lr_scheduler.LRScheduler,
+    lr_scheduler.SequentialLR,
+    lr_scheduler.ChainedScheduler,
+    lr_scheduler.ReduceLROnPlateau,
+)
+"""The classes that say what a schedule's step is."""
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> tuple[torch.Tensor, torch.Tensor]:
@@ -83,3 +94,16 @@ def intercept_steps(
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def intercept_schedules(step: Callable[..., None]) -> Generator[None]:
+    """In this context and thread, `step` is called instead of the steps of learning-rate schedules.
+
+    Args:
+        step: called with the method, the schedule, and its arguments.
+    """
+    with ExitStack() as stack:
+        for schedule in _SCHEDULES:
+            stack.enter_context(replaced_here(schedule, "step", step))
+        yield

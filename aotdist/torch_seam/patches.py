@@ -7,7 +7,7 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Generic, TypeAlias, TypeVar
 
 import torch
@@ -208,6 +208,24 @@ def _patch_of(owner: Any, name: str) -> Patch[Callable[..., Any]]:
 
     patch = Patch[Callable[..., Any]](f"{owner!r}.{name}", lambda: [(owner, name, here)])
     return patch
+
+
+@contextmanager
+def formulas_under_modes() -> Generator[None]:
+    """Formulas of backwards that start inside run under all torch-function modes of now.
+
+    `torch.autograd.grad` and `backward` are torch functions: each mode is popped for as long as they run.
+    """
+    modes = overrides._get_current_function_mode_stack()
+
+    def run(original: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        with ExitStack() as stack:
+            for mode in modes[torch._C._len_torch_function_stack() :]:
+                stack.enter_context(mode)
+            return original(*args, **kwargs)
+
+    with replaced_here(torch.autograd, "_engine_run_backward", run):
+        yield
 
 
 def intercept_autocast(hear: Callable[[], None]) -> AbstractContextManager[None]:

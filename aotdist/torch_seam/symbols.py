@@ -26,6 +26,11 @@ def number_kind(value: Any) -> type[int] | type[float] | None:
     return float if type(value) in (float, torch.SymFloat) else None
 
 
+def as_pytorchs(number: Any) -> Any:
+    """A symbolic number of a class of its own, as one of PyTorch's."""
+    return next(kind for kind in SYMBOLIC if isinstance(number, kind))(number.node)
+
+
 def shape_env(*, of_data: Callable[[], bool] | None = None) -> ShapeEnv:
     """A `ShapeEnv` that numbers its symbols `s0`, `s1`, ... as they are made; equal sizes do not share one.
 

@@ -20,7 +20,8 @@ from aotdist.facts import Facts, Untouched
 from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import class_functions_off
-from aotdist.torch_seam.patches import intercept_saved_tensor_hooks
+from aotdist.torch_seam.optimizers import intercept_schedules
+from aotdist.torch_seam.patches import formulas_under_modes, intercept_saved_tensor_hooks
 from aotdist.torch_seam.tensors import intercept_swaps, swap_attributes
 from aotdist.torch_seam.transforms import swapped_unseen
 from aotdist.trace.backward_effects import BackwardEffects, BackwardTrace
@@ -31,7 +32,7 @@ from aotdist.trace.capture_mode import CaptureMode, ReplayMode
 from aotdist.trace.classes import users_code
 from aotdist.trace.context import TraceContext, TraceOptions
 from aotdist.trace.control_flow import ControlFlow
-from aotdist.trace.failures import naming_failures, naming_outdated_views, refusal
+from aotdist.trace.failures import naming_failures, naming_outdated_views, refusal, steps_inside
 from aotdist.trace.forward_effects import ForwardEffects, read_forward
 from aotdist.trace.later_backwards import LaterBackwards
 from aotdist.trace.numbers import python_numbers
@@ -199,6 +200,8 @@ def _run_forward(
         intercept_saved_tensor_hooks(lifting),
         users_code(lifting.swap),
         lifting,
+        formulas_under_modes(),
+        intercept_schedules(steps_inside),
         inputs.current(),
         naming_failures(),
         naming_outdated_views(context.log),

@@ -90,17 +90,39 @@ def _retained() -> Callable[[], Any]:
     return loop.step()
 
 
-def _updates_again() -> Callable[[], Any]:
+def _assigns_rate() -> Callable[[], Any]:
     loop = Loop()
-    return loop.step(between=lambda loss: loop.schedule.step())
+    return loop.step(after=lambda: (loop.schedule.step(), loop.optimizer.param_groups[0].update(lr=0.1))[1])
 
 
-def _after_schedule(read: Callable[[Loop], Any], rate: Any = 0.1) -> Callable[[], Any]:
-    loop = Loop(rate=rate)
-    return loop.step(after=lambda: (loop.schedule.step(), read(loop))[1])
+def _epoch() -> Callable[[], Any]:
+    loop = Loop()
+    return loop.step(after=lambda: (loop.schedule.step(), loop.schedule.last_epoch)[1])
 
 
-OUTDATED = "read after the schedule's step"
+def _rate_by_loss() -> Callable[[], Any]:
+    loop = Loop()
+    schedule = lr_scheduler.ReduceLROnPlateau(loop.optimizer)
+    return loop.step(between=lambda loss: schedule.step(loss.detach()))
+
+
+def _rate_in_a_tensor() -> Callable[[], Any]:
+    loop = Loop(rate=torch.tensor(0.1))
+    return loop.step(after=lambda: (loop.schedule.step(), loop.optimizer.param_groups[0]["lr"] * 2)[1])
+
+
+def _rate_by_hand() -> Callable[[], Any]:
+    loop = Loop()
+
+    def after() -> float:
+        loop.optimizer.param_groups[0]["lr"] *= 0.5
+        loop.schedule.step()
+        return loop.schedule.get_last_lr()[0]
+
+    return loop.step(after=after)
+
+
+OUTDATED = "the epoch of a schedule is read after its step, or a learning rate that depends on what"
 
 REFUSED: dict[str, tuple[Callable[[], Callable[[], Any]], str]] = {
     "LBFGS": (_closure, "LBFGS runs the model as often as its search asks for"),
@@ -113,14 +135,11 @@ REFUSED: dict[str, tuple[Callable[[], Callable[[], Any]], str]] = {
         "depends on a number, or a size, that is read off a tensor",
     ),
     "text of the loss": (lambda: Loop().step(between=lambda loss: f"{loss.item():.3f}"), "a text .* needs"),
-    "schedule before the optimizer": (_updates_again, OUTDATED),
-    "rate": (lambda: _after_schedule(lambda loop: loop.optimizer.param_groups[0]["lr"]), OUTDATED),
-    "last rate": (lambda: _after_schedule(lambda loop: loop.schedule.get_last_lr()[0]), OUTDATED),
-    "rate that is a tensor": (
-        lambda: _after_schedule(lambda loop: loop.optimizer.param_groups[0]["lr"] * 2, torch.tensor(0.1)),
-        OUTDATED,
-    ),
-    "epoch": (lambda: _after_schedule(lambda loop: loop.schedule.last_epoch), OUTDATED),
+    "rate assigned": (_assigns_rate, "a learning rate is assigned after a schedule's step"),
+    "epoch": (_epoch, OUTDATED),
+    "rate by the loss": (_rate_by_loss, OUTDATED),
+    "rate that is a tensor": (_rate_in_a_tensor, OUTDATED),
+    "rate by hand, and by a schedule": (_rate_by_hand, OUTDATED),
 }
 
 
@@ -240,7 +259,7 @@ def test_step_that_chooses_by_a_hyperparameter_is_compiled_once_for_all_calls() 
     assert len(step.graphs) == 2
 
 
-def test_fsdp_is_told_inside_not_to_reduce(mesh: DeviceMesh) -> None:
+def test_fsdp_is_told_inside_not_to_reduce_and_the_last_backward_does_not(mesh: DeviceMesh) -> None:
     torch.manual_seed(0)
     model: Any = fully_shard(nn.Linear(4, 3), mesh=mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -248,14 +267,17 @@ def test_fsdp_is_told_inside_not_to_reduce(mesh: DeviceMesh) -> None:
     @aotdist.compile(backend="fx")
     def step(batches: list[torch.Tensor]) -> None:
         for number, batch in enumerate(batches):
-            model.set_requires_gradient_sync(number == len(batches) - 1)
+            model.set_requires_gradient_sync(number == 0)
             model(batch).square().mean().backward()
         optimizer.step()
 
-    before = model.weight.detach().clone()
-    for _ in range(2):
-        with pytest.raises(aotdist.UnsupportedProgram, match="`set_requires_gradient_sync` is called"):
-            step([torch.ones(2, 4), torch.ones(2, 4)])
-    assert model.weight.grad is None and torch.equal(model.weight.detach(), before)
-    model(torch.ones(2, 4)).sum().backward()
-    assert model.weight.grad is not None
+    batches = [torch.ones(2, 4), torch.ones(2, 4)]
+    step(batches)  # as it is written
+    before, grad = model.weight.detach().clone(), model.weight.grad
+    for begins, says in ((True, "ends without"), (True, "ends without"), (False, "begins without")):
+        model.set_requires_gradient_sync(begins)
+        with pytest.raises(
+            aotdist.UnsupportedProgram, match=f"called in a program that {says} synchronisation"
+        ):
+            step(batches)
+    assert model.weight.grad is grad and torch.equal(model.weight.detach(), before)

@@ -553,6 +553,258 @@ def sam_by_hand() -> Written:
     return Written(step, [model], [optimizer])
 
 
+class Queued(nn.Module):
+    """MoCo (He et al., 2020): keys by an encoder that follows, and a queue of the last ones."""
+
+    queue: torch.Tensor
+    position: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = (
+            nn.Sequential(nn.Linear(8, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 4)) for _ in range(2)
+        )
+        for ours, theirs in zip(self.query.parameters(), self.key.parameters(), strict=True):
+            theirs.data.copy_(ours.data)
+            theirs.requires_grad = False
+        self.register_buffer("queue", F.normalize(torch.randn(4, 12), dim=0))
+        self.register_buffer("position", torch.zeros(1, dtype=torch.long))
+
+    @torch.no_grad()
+    def enqueue(self, keys: torch.Tensor) -> None:
+        at: Any = self.position.item()
+        self.queue[:, at : at + len(keys)] = keys.T
+        self.position[0] = (at + len(keys)) % 12
+
+    def forward(self, images: torch.Tensor, others: torch.Tensor) -> torch.Tensor:
+        queries = F.normalize(self.query(images), dim=1)
+        with torch.no_grad():
+            for ours, theirs in zip(self.query.parameters(), self.key.parameters(), strict=True):
+                theirs.data = theirs.data * 0.9 + ours.data * 0.1
+            order = torch.randperm(len(others))
+            keys = F.normalize(self.key(others[order]), dim=1)[torch.argsort(order)]
+        same = torch.einsum("nc,nc->n", queries, keys).unsqueeze(-1)
+        others = torch.einsum("nc,ck->nk", queries, self.queue.clone().detach())
+        self.enqueue(keys)
+        return torch.cat([same, others], dim=1) / 0.07
+
+
+@written("MoCo, a queue that is written in place")
+def moco() -> Written:
+    model = Queued()
+    optimizer = torch.optim.SGD(model.query.parameters(), lr=0.03, momentum=0.9, weight_decay=1e-4)
+
+    def step(x: torch.Tensor, _: Any) -> float:
+        loss = F.cross_entropy(model(x, x.flip(1)), torch.zeros(len(x), dtype=torch.long))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return Written(step, [model], [optimizer])
+
+
+class Centred(nn.Module):
+    """DINO's loss (Caron et al., 2021): each view of the student beside the teacher's other ones."""
+
+    center: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("center", torch.zeros(1, 10))
+
+    def forward(self, student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
+        total, terms = torch.zeros(()), 0
+        targets = F.softmax((teacher - self.center) / 0.04, -1).detach().chunk(2)
+        for at, target in enumerate(targets):
+            for view, logits in enumerate((student / 0.1).chunk(4)):
+                if view != at:
+                    total = total + torch.sum(-target * F.log_softmax(logits, -1), -1).mean()
+                    terms += 1
+        with torch.no_grad():
+            self.center = self.center * 0.9 + teacher.mean(0, keepdim=True) * 0.1
+        return total / terms
+
+
+def projection() -> nn.Module:
+    last = nn.utils.parametrizations.weight_norm(nn.Linear(6, 10, bias=False))
+    last.parametrizations.weight.original0.requires_grad = False
+    return nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 6), last)
+
+
+@written("DINO, views in a list, a momentum that changes")
+def dino() -> Written:
+    student, teacher, criterion = projection(), projection(), Centred()
+    teacher.load_state_dict(student.state_dict())
+    teacher.requires_grad_(False)
+    optimizer = adamw(student)
+
+    def step(views: list[torch.Tensor], momentum: float) -> float:
+        loss = criterion(student(torch.cat(views)), teacher(torch.cat(views[:2])))
+        optimizer.zero_grad()
+        loss.backward()
+        for param in student.parameters():
+            if param.grad is not None:
+                norm = param.grad.data.norm(2)
+                param.grad.data.mul_(torch.clamp(0.3 / (norm + 1e-6), max=1.0))
+        student[0].bias.grad = None  # as the last layer's in the first epoch
+        optimizer.step()
+        with torch.no_grad():
+            for ours, theirs in zip(student.parameters(), teacher.parameters(), strict=True):
+                theirs.data.mul_(momentum).add_((1 - momentum) * ours.detach().data)
+        return loss.item()
+
+    def views(at: int) -> tuple[Any, ...]:
+        generator = torch.Generator().manual_seed(at)
+        return [torch.randn(3, 8, generator=generator) for _ in range(4)], 0.9 + at / 200
+
+    def between(at: int) -> None:
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.01 * (at + 1) / 10, 0.04 + 0.01 * at
+
+    return Written(step, [student, teacher, criterion], [optimizer], batch=views, between=between)
+
+
+NUM_PROGRAMS["DINO, views in a list, a momentum that changes"] = 2
+
+
+class Codebook(nn.Module):
+    """VQ-VAE-2's (Razavi et al., 2019): an average of what falls to each code."""
+
+    codes: torch.Tensor
+    sizes: torch.Tensor
+    sums: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("codes", torch.randn(4, 6))
+        self.register_buffer("sizes", torch.zeros(6))
+        self.register_buffer("sums", self.codes.clone())
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        distance = x.pow(2).sum(1, keepdim=True) - 2 * x @ self.codes + self.codes.pow(2).sum(0, keepdim=True)
+        nearest = (-distance).max(1)[1]
+        one_hot = F.one_hot(nearest, 6).type(x.dtype)
+        quantised = F.embedding(nearest, self.codes.transpose(0, 1))
+        if self.training:
+            self.sizes.data.mul_(0.9).add_(one_hot.sum(0), alpha=0.1)
+            self.sums.data.mul_(0.9).add_(x.transpose(0, 1) @ one_hot, alpha=0.1)
+            total = self.sizes.sum()
+            sizes = (self.sizes + 1e-5) / (total + 6e-5) * total
+            self.codes.data.copy_(self.sums / sizes.unsqueeze(0))
+        return x + (quantised - x).detach(), (quantised.detach() - x).pow(2).mean()
+
+
+@written("VQ-VAE, a codebook in buffers")
+def vq_vae() -> Written:
+    encoder, codebook, decoder = nn.Linear(8, 4), Codebook(), nn.Linear(4, 8)
+    model = nn.ModuleList([encoder, codebook, decoder])
+    optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=0.01)
+
+    def step(x: torch.Tensor, _: Any) -> tuple[float, float]:
+        model.zero_grad()
+        quantised, distance = codebook(encoder(x))
+        loss = F.mse_loss(decoder(quantised), x) + 0.25 * distance
+        loss.backward()
+        optimizer.step()
+        return loss.item(), distance.item()
+
+    return Written(step, [model], [optimizer])
+
+
+@written("MAML, by functional_call")
+def maml() -> Written:
+    model = classifier()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> float:
+        optimizer.zero_grad()
+        losses = []
+        for at in range(0, 4, 2):
+            fast: Any = dict(model.named_parameters())
+            for _ in range(2):
+                logits = torch.func.functional_call(model, fast, (x[at : at + 2],))
+                loss = F.cross_entropy(logits, y[at : at + 2])
+                grads = torch.autograd.grad(loss, fast.values(), create_graph=True)
+                pairs = zip(fast.items(), grads, strict=True)
+                fast = {name: param - 0.1 * grad for (name, param), grad in pairs}
+            losses.append(F.cross_entropy(torch.func.functional_call(model, fast, (x,)), y))
+        loss = torch.stack(losses).mean()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return Written(step, [model], [optimizer])
+
+
+class Mixture(nn.Module):
+    """Each token to two of four experts, and a loss that spreads them (Fedus et al., 2021)."""
+
+    load: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(8, 4, bias=False)
+        self.experts = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.register_buffer("load", torch.zeros(4))
+        self.auxiliary = torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = F.softmax(self.gate(x), -1)
+        weights, chosen = torch.topk(scores, 2, -1)
+        mask, out = F.one_hot(chosen, 4).permute(2, 1, 0), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rank, token = torch.where(mask[number])
+            out.index_add_(0, token, expert(x[token]) * weights[token, rank, None])
+        share = mask.float().mean(dim=(1, 2))
+        self.auxiliary = 4 * (share * scores.mean(0)).sum()
+        with torch.no_grad():
+            self.load.lerp_(share, 0.1)
+        return out
+
+
+@written("a mixture of experts, with a loss of its router's")
+def mixture() -> Written:
+    model = nn.Sequential(Mixture(), Mixture(), nn.Linear(8, 4))
+    optimizer = adamw(model)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = cross_entropy(model, x, y) + 0.01 * sum(layer.auxiliary for layer in model[:2])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Written(step, [model], [optimizer])
+
+
+@written("word2vec, bags of contexts, negative samples")
+def word2vec() -> Written:
+    contexts, words = nn.EmbeddingBag(30, 8, mode="mean"), nn.Embedding(30, 8)
+    model = nn.ModuleList([contexts, words])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+
+    def step(context: Any, offsets: Any, target: Any, negative: Any) -> float:
+        hidden = contexts(context, offsets)
+        right = F.logsigmoid((hidden * words(target)).sum(-1))
+        wrong = F.logsigmoid(-torch.bmm(words(negative), hidden.unsqueeze(2)).squeeze(2)).sum(1)
+        loss = -(right + wrong).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    def batch(at: int) -> tuple[Any, ...]:
+        context, target, negative = (
+            torch.randint(0, 30, size, generator=torch.Generator().manual_seed(at))
+            for size in ((20,), (5,), (5, 3))
+        )
+        return context, torch.arange(0, 20, 4), target, negative
+
+    return Written(step, [model], [optimizer], batch=batch)
+
+
 def _huggingface(kind: str) -> Build:
     def build() -> Written:
         import transformers

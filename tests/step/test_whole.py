@@ -395,6 +395,72 @@ SCHEDULES: dict[str, Build] = {
 STEPS |= {name: (build, 1) for name, build in SCHEDULES.items()}
 
 
+def scheduled_first(before_backward: bool) -> Written:
+    """A schedule steps before the optimizer, and so before anything shows that this is a step."""
+    model = classifier()
+    optimizer = adamw(model.parameters())
+    schedule = lr_scheduler.ExponentialLR(optimizer, 0.9)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        if before_backward:
+            schedule.step()
+        loss = cross_entropy(model, x, y)
+        loss.backward()
+        if not before_backward:
+            schedule.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Written(step, [model], [optimizer, schedule])
+
+
+def logged(make: Callable[[torch.optim.Optimizer], Any]) -> Written:
+    """Rates are kept before and after a schedule's steps, of which one stands before an update."""
+    model, log = classifier(), dict[str, Any](before=[], after=[])
+    optimizer = adamw(model.parameters())
+    schedule = make(optimizer)
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> tuple[float, Any]:
+        for at in range(2):
+            loss = cross_entropy(model, x[at::2], y[at::2])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            log["before"].append(optimizer.param_groups[0]["lr"])
+            schedule.step()
+            log["after"].append(schedule.get_last_lr()[0])
+        log["half"] = optimizer.param_groups[0]["lr"] / 2
+        return loss.item(), optimizer.param_groups[0]["lr"]
+
+    return Written(step, [model], [optimizer, schedule], logs=lambda: copy.deepcopy(log))
+
+
+def _in_turn(optimizer: torch.optim.Optimizer) -> Any:
+    schedules = [
+        lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
+        lr_scheduler.ExponentialLR(optimizer, 0.9),
+    ]
+    return lr_scheduler.SequentialLR(optimizer, schedules, milestones=[3])
+
+
+def _at_once(optimizer: torch.optim.Optimizer) -> Any:
+    return lr_scheduler.ChainedScheduler([lr_scheduler.ExponentialLR(optimizer, 0.9) for _ in range(2)])
+
+
+STEPS |= {
+    "a schedule steps before the forward": (lambda: scheduled_first(before_backward=True), 1),
+    "a schedule steps before the update": (lambda: scheduled_first(before_backward=False), 1),
+    "rates logged, cosine": (lambda: logged(lambda of: lr_scheduler.CosineAnnealingLR(of, 20)), 1),
+    "rates logged, one cycle": (
+        lambda: logged(lambda of: lr_scheduler.OneCycleLR(of, 0.1, total_steps=30)),
+        1,
+    ),
+    "rates logged, one schedule after the other": (lambda: logged(_in_turn), 1),
+    "rates logged, two schedules at once": (lambda: logged(_at_once), 1),
+}
+
+
 @written("scaler, autocast around all, AveragedModel")
 def scaled() -> Written:
     model = classifier()
@@ -596,6 +662,70 @@ STEPS["an exponent, of which the formula of a gradient computes"] = (
 )
 
 
+@written("a rate for the next step, by a count")
+def rate_for_the_next() -> Written:
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        loss = _updated(model, optimizer, cross_entropy(model, x, y))
+        counts["steps"] += 1
+        _set_rate(optimizer, 0.1 / (counts["steps"] + 1))
+        return loss
+
+    counts = {"steps": 0}
+    made = stepping(step)
+    made.logs = lambda: dict(counts)
+    return made
+
+
+class Reversed(torch.autograd.Function):
+    """Gradients change their sign, and are scaled by a number and by a tensor that is closed over."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return -grad * ctx.factor * weight_of_reversed, None
+
+
+weight_of_reversed = torch.tensor(0.5)
+
+
+@written("domains that are told apart, by a number that changes (DANN)", 2)
+def domains() -> Written:
+    features, labels, of_domain = nn.Linear(8, 6), nn.Linear(6, 4), nn.Linear(6, 2)
+    model = nn.ModuleList([features, labels, of_domain])
+    optimizer = adamw(model.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor, progress: float) -> float:
+        factor = 2 / (1 + math.exp(-10 * progress)) - 1
+        hidden = features(x)
+        domains = of_domain(Reversed.apply(hidden, factor))
+        loss = F.cross_entropy(labels(hidden), y) + F.cross_entropy(domains, y // 2)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    return Written(step, [model], [optimizer], batch=lambda at: (*labelled(at), at / 5))
+
+
+@written("weights decay, and betas move, by the iteration", 2)
+def decay_by_iteration() -> Written:
+    """The first call leaves what the groups have; programs are specialised on it until then."""
+    model = classifier()
+    optimizer = adamw(model.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor, at: int) -> torch.Tensor:
+        for group in optimizer.param_groups:
+            group["weight_decay"] = 0.01 * (1 + 4 * at)
+            group["betas"] = (0.9 - 0.01 * at, 0.999)
+        return _updated(model, optimizer, cross_entropy(model, x, y))
+
+    return Written(step, [model], [optimizer], batch=lambda at: (*labelled(at), at))
+
+
 @written("an iteration that is kept, and a rate that follows from it", 2)
 def kept_iteration() -> Written:
     model, state, log = classifier(), {"at": 0}, list[int]()
@@ -636,6 +766,7 @@ STEPS["torchao, 8 bits"] = _torchao("AdamW8bit"), 1
 STEPS["torchao, 4 bits"] = _torchao("Adam4bit"), 1
 
 
+@pytest.mark.filterwarnings("ignore:Detected call of")
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name: str) -> None:
     build, programs = STEPS[name]

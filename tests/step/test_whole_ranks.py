@@ -100,6 +100,62 @@ def on_one_axis() -> nn.Module:
     return sharded(small())
 
 
+def reductions(policies: list[MixedPrecisionPolicy]) -> list[int]:
+    """The number of reductions in each program."""
+    found = []
+    for policy in policies:
+        compiled = compiled_beside_eager(lambda policy=policy: reducing_once({"mp_policy": policy}))
+        (graphs,) = compiled.graphs
+        targets = [str(node.target) for node in graphs["inference"].graph.nodes]
+        found.append(sum("reduce_scatter" in target for target in targets))
+    return found
+
+
+def test_fsdp_that_reduces_once(world2: World) -> None:
+    """`set_requires_gradient_sync` in the loop over micro-batches; one reduction of each unit."""
+    policies = [
+        MixedPrecisionPolicy(),
+        MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
+    ]
+    for numbers in world2.run(reductions, policies):
+        assert numbers == [3, 3]
+
+
+def reducing_at_every_second_call() -> Written:
+    """Units are told between calls whether to reduce."""
+    model: Any = on_one_axis()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(x: torch.Tensor, updates: bool) -> torch.Tensor:
+        loss = model(x).square().mean() / 2
+        loss.backward()
+        if updates:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss.detach()
+
+    def batch(at: int) -> tuple[Any, ...]:
+        seed = 10 * at + torch.distributed.get_rank()
+        return torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)), at % 2 == 1
+
+    model.set_requires_gradient_sync(False)
+    return Written(
+        step,
+        [model],
+        [optimizer],
+        batch=batch,
+        between=lambda at: model.set_requires_gradient_sync(at % 2 == 0),
+    )
+
+
+def accumulation_by_calls() -> int:
+    return len(compiled_beside_eager(reducing_at_every_second_call, num_steps=7).graphs)
+
+
+def test_fsdp_that_reduces_at_every_second_call(world2: World) -> None:
+    assert world2.run(accumulation_by_calls) == [2, 2]
+
+
 def of_parallel_tensors() -> nn.Module:
     return split(small(), init_device_mesh("cpu", (2,)))
 
@@ -110,6 +166,39 @@ def test_fsdp(world2: World) -> None:
             assert any("all_gather" in name for name in collectives)
             assert any("reduce_scatter" in name for name in collectives)
             assert any("all_reduce" in name for name in collectives)  # the norm's
+
+
+class Skipping(Feeding):
+    """Leaves out its second block when told so."""
+
+    def forward(self, x: torch.Tensor, skips: bool = False) -> torch.Tensor:
+        for block in self.blocks[: 1 if skips else 2]:
+            x = x + block(x)
+        return self.head(x)
+
+
+def reducing_once(options: dict[str, Any]) -> Written:
+    """Gradients of micro-batches are added up before they are reduced; the last one leaves out a block."""
+    model: Any = sharded(Skipping(), **options)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for at, micro in enumerate(x.chunk(3)):
+            model.set_requires_gradient_sync(at == 2)
+            loss = model(micro, skips=at > 0).float().square().mean() / 3
+            loss.backward()
+            losses.append(loss.detach())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        return torch.stack(losses).sum()
+
+    def batch(at: int) -> tuple[torch.Tensor]:
+        seed = 10 * at + torch.distributed.get_rank()
+        return (torch.randn(6, 6, generator=torch.Generator().manual_seed(seed)),)
+
+    return Written(step, [model], [optimizer], batch=batch)
 
 
 def clipped() -> Written:

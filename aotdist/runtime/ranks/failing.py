@@ -17,6 +17,7 @@ from aotdist.runtime.ranks.liveness import (
     is_hosted_by_a_rank,
     meet_machines,
 )
+from aotdist.torch_seam.undo import PassesPrograms
 
 _ALARM = "alarm"
 """Counts failures of the whole world, so that a waiting rank asks one question, not one per peer."""
@@ -45,6 +46,8 @@ def failing_together(label: str, undecided: str | None = None) -> Generator[None
         board.erase([_refused_key(board.rank, undecided)])
     try:
         yield
+    except PassesPrograms:  # it is compiled anew, or runs as it was written: each rank finds that out
+        raise
     except BaseException as error:  # an interrupted rank leaves its peers waiting as well
         with contextlib.suppress(StoreGone):  # the error itself matters more
             if undecided is not None and isinstance(error, UnsupportedProgram):

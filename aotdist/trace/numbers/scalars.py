@@ -45,6 +45,8 @@ _KINDS: Mapping[torch.dtype, type] = {
     torch.int32: int,
 }
 """The Python type of an element of a tensor."""
+DTYPES: Mapping[type, torch.dtype] = {float: torch.float64, int: torch.int64}
+"""The dtypes of tensors that carry Python's numbers without a loss."""
 KNOWN = "known"
 """Where nodes of numbers that are known before a call note what these are in the call that is traced."""
 _TOKENS_FROM = 1 << 44
@@ -68,6 +70,7 @@ class Scalars:
     Attributes:
         values: nodes whose values are known before a call, with the tensors that hold them now.
         reads: whether what is read off any tensor is followed, or only numbers that are there already.
+        is_over: whether the program has run, and what it has kept is looked at.
 
     Args:
         values: pairs of a stand-in and the tensor that holds its value, which is known before a call.
@@ -87,7 +90,7 @@ class Scalars:
         self._numbers = itertools.count(_TOKENS_FROM)
         self._create: CreateNode | None = None
         self._root = torch.nn.Module()
-        self.reads = True
+        self.reads, self.is_over = True, False
 
     @contextlib.contextmanager
     def followed(self) -> Generator[None]:
@@ -219,6 +222,14 @@ class Scalars:
         self._asked.append((number.made_by, holds))
         return holds
 
+    def symbol_of(self, number: Any) -> Any:
+        """What stands outside of the graph for a number that the program has kept; while it runs, nothing."""
+        if not self.is_over:
+            raise number.refusal()
+        with self.followed():
+            tensor = torch.scalar_tensor(number, dtype=DTYPES[number.kind])
+        return tensor.item()
+
     def guard(self) -> DataGuard | None:
         """What the program branched on, to be asked of the tensors that `values` are for; None if nothing."""
         if not self._asked:
@@ -281,10 +292,10 @@ class _Number(TracedNumber):
     """A number that Python computes with.
 
     Attributes:
-        symbol: what stands for it outside of the graph, if it is an argument of the call.
+        symbol: what stands for it outside of the graph, if it is an argument of the call, or kept.
     """
 
-    symbol: torch.SymInt | torch.SymFloat | None = None
+    symbol: Any = None
 
     def refusal(self) -> UnsupportedProgram:
         """The error of who asks for its value."""
@@ -299,10 +310,10 @@ class _Number(TracedNumber):
         """The attribute by which PyTorch asks a symbolic number for its value.
 
         Raises:
-            UnsupportedProgram: it is none of the call's arguments.
+            UnsupportedProgram: it is none of the call's arguments, and the program runs.
         """
         if self.symbol is None:
-            raise self.refusal()
+            self.symbol = self.scalars.symbol_of(self)
         return self.symbol.node
 
     @property
