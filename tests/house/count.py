@@ -40,10 +40,10 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (58_333, 42_000),
-    "lines of its core": (33_251, 23_500),
-    "classes of its core": (302, 200),
-    "files of aotdist/": (294, 235),
+    "lines of aotdist/": (58_917, 42_000),
+    "lines of its core": (33_442, 23_500),
+    "classes of its core": (304, 200),
+    "files of aotdist/": (296, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),
     "most fields of a class": (14, 14),
