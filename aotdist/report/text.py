@@ -32,13 +32,13 @@ def _artifact(summary: ArtifactSummary) -> str:
         count = f"{graph.num_operations:>7,} operations"
         lines.append(f"  {graph.name:<10}{count}  {_collectives(graph)}".rstrip())
         lines += [f"    {line}" for line in _kernels(graph)]
-    lines += [f"  {name}: {text}" for name, text in _facts(summary)]
+    lines += [f"  {name}: {text}" for name, text in named_facts(summary)]
     stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in summary.seconds.items())
     lines.append(f"  seconds: {stages}, total {sum(summary.seconds.values()):.2f}")
     return "\n".join(lines)
 
 
-def _facts(summary: ArtifactSummary) -> Iterator[tuple[str, str]]:
+def named_facts(summary: ArtifactSummary) -> Iterator[tuple[str, str]]:
     """What there is to say of an artifact beside its graphs and stages, by name."""
     if summary.kind == "training":
         yield "saved for backward", format_bytes(summary.saved_bytes)

@@ -8,6 +8,10 @@ import threading
 from collections.abc import Callable, Iterator
 
 
+class PassesPrograms(BaseException):
+    """What a trace raises through programs that catch every `Exception`; it is no interrupt."""
+
+
 class _Here(threading.local):
     """What was said in this thread while it compiles, and the exception that was handled when it began to."""
 
@@ -43,7 +47,8 @@ def led_to(error: BaseException) -> Iterator[BaseException]:
 
 def interrupt_behind(error: BaseException) -> BaseException | None:
     """The interrupt that led to an error: contexts that it left open may fail themselves."""
-    return next((one for one in led_to(error) if not isinstance(one, Exception)), None)
+    known = Exception, PassesPrograms
+    return next((one for one in led_to(error) if not isinstance(one, known)), None)
 
 
 def raise_interrupt(error: BaseException) -> None:

@@ -5,7 +5,7 @@ FSDP2's chains of operators around each parameter, in the hooks of units, which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -40,7 +40,7 @@ class _Chain:
     given: Node
     steps: tuple[Step, ...]
     result: Node
-    likenesses: Mapping[int, Likeness]
+    likenesses: dict[int, Likeness]
 
 
 class Functions:
