@@ -66,7 +66,7 @@ WRITES: dict[str, Callable[[Any], Any]] = {
     "between two": lambda x: x.lerp_(x.detach() * 2, 0.1),
     "masked": lambda x: x.masked_fill_(x.detach() > 0, 0.0),
     "clamped": lambda x: x.clamp_(min=0),
-    "lists": lambda x: torch._foreach_add_([x], 1.0),
+    "lists": lambda x: torch.no_grad()(torch._foreach_add_)([x], 1.0),
     "random": lambda x: x.uniform_(),
     "dropped out": lambda x: F.dropout(x, 0.5, inplace=True),
     "into an argument": lambda x: torch.sin(x.detach(), out=x.detach()),
