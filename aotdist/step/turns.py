@@ -253,7 +253,7 @@ class Turns:
         """A step runs inside."""
         scaler = torch.amp.GradScaler
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        self._rates = {id(group): group["lr"] for group in groups}
+        self._rates = {id(group): group.get("lr") for group in groups}
         with contextlib.ExitStack() as stack, self._outdated:
             stack.enter_context(intercept_steps(self._before, self._after))
             for name, instead in {
@@ -327,7 +327,7 @@ class Turns:
 
     def _are_by_schedules(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether nobody but schedules has assigned the rates since the call began, or a schedule's step."""
-        return all(group["lr"] is self._rates.get(id(group)) for group in groups)
+        return all(group.get("lr") is self._rates.get(id(group)) for group in groups)
 
     def _last_rates(self, original: Callable[..., Any], schedule: lr_scheduler.LRScheduler) -> list[Any]:
         return [group["lr"] for group in schedule.optimizer.param_groups]
