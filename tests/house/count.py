@@ -40,8 +40,8 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (59_196, 42_000),
-    "lines of its core": (33_998, 23_500),
+    "lines of aotdist/": (59_421, 42_000),
+    "lines of its core": (34_036, 23_500),
     "classes of its core": (310, 200),
     "files of aotdist/": (300, 235),
     "import floors": (15, 15),
