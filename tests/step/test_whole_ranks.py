@@ -64,7 +64,7 @@ def training(make_model: Callable[[], nn.Module], differ: bool, **options: Any) 
     optimizer = torch.optim.AdamW(groups, lr=0.01, **options)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=4)
 
-    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
         losses = []
         for micro in x.chunk(2):
             loss = model(micro).float().square().mean() / 2
@@ -77,7 +77,7 @@ def training(make_model: Callable[[], nn.Module], differ: bool, **options: Any) 
         with torch.no_grad():
             for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
                 ours.lerp_(theirs, 0.1)
-        return torch.stack(losses).sum(), norm
+        return torch.stack(losses).sum(), norm, schedule.get_last_lr()[0]
 
     def batch(at: int) -> tuple[Any, ...]:
         seed = 10 * at + (torch.distributed.get_rank() if differ else 0)
