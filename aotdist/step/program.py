@@ -33,17 +33,17 @@ class Now:
 
     Args:
         held: what the optimizers hold.
-        asked: of which schedules how many steps are done ahead, for the program to read what they leave.
+        asked: the schedules that step ahead, in order, for the program to read what they leave.
     """
 
     held: HeldState
-    asked: Mapping[Any, int]
-    ahead: Mapping[tuple[int, int], Sequence[HeldItem]] = field(init=False)
+    asked: Sequence[Any]
+    ahead: Sequence[Sequence[HeldItem]] = field(init=False)
     numbers: Mapping[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "ahead", steps_ahead(self.asked, self.held))
-        ahead = [place for places in self.ahead.values() for place in places]
+        ahead = [place for places in self.ahead for place in places]
         names = [
             (f"{place.path}.{at}", n)
             for place in (*self.held.numbers, *ahead)
@@ -198,9 +198,7 @@ class StepProgram:
         ):
             for place in held.numbers:
                 place.put(*_read(place, given))
-            ahead = {
-                step: [(place, _read(place, given)) for place in places] for step, places in now.ahead.items()
-            }
+            ahead = [[(place, _read(place, given)) for place in places] for places in now.ahead]
             read: dict[int | str, Any] = {key: stand_in.item() for key, (stand_in, _) in numbers.items()}
             for key, number in read.items():
                 number.symbol = args[key] if isinstance(key, int) else kwargs[key]

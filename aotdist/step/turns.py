@@ -115,16 +115,15 @@ class MakesState(PassesPrograms):
 
 
 class ReadsAhead(PassesPrograms):
-    """The step reads what a schedule's step leaves, which can be known before the call.
+    """The step reads what schedules' steps leave, which can be known before the call.
 
     Args:
-        schedule: the schedule.
-        number: which of its steps in the call.
+        schedules: those that step until then, in order.
     """
 
-    def __init__(self, schedule: Any, number: int) -> None:
+    def __init__(self, schedules: Sequence[Any]) -> None:
         super().__init__()
-        self.schedule, self.number = schedule, number
+        self.schedules = schedules
 
 
 class _Outdated(TracedFloat):
@@ -156,37 +155,38 @@ class _Outdated(TracedFloat):
     node = scalars = made_by  # type: ignore[assignment]
 
 
-def steps_ahead(schedules: Mapping[Any, int], held: HeldState) -> dict[tuple[int, int], list[HeldItem]]:
-    """What there is after the next steps of schedules, which are done by copies of these.
+def steps_ahead(schedules: Sequence[Any], held: HeldState) -> list[list[HeldItem]]:
+    """What hyperparameters are after each step of schedules, in order; copies of these do the steps.
 
     Args:
-        schedules: the schedules, with the number of steps.
+        schedules: the schedules, each as often as it steps.
         held: what the optimizers hold before.
 
     Returns:
-        hyperparameters, by the schedule's identity and the number of the step; nothing where a
-        schedule fails, writes a tensor, or changes what a program is specialised on.
+        less than was asked for, where a schedule fails, writes a tensor, or changes what a program is
+        specialised on.
     """
-    found = dict[tuple[int, int], list[HeldItem]]()
+    found, copies = list[list[HeldItem]](), dict[int, Any]()
     places = {(id(place.owner), place.key): place for place in held.numbers}
-    for at, (schedule, times) in enumerate(schedules.items()):
-        groups = schedule.optimizer.param_groups
-        optimizer = types.SimpleNamespace(**vars(schedule.optimizer))
-        optimizer.param_groups = [dict(group) for group in groups]
-        copied = _with_optimizer(schedule, optimizer)
-        for number in range(1, times + 1):
-            try:
-                copied.step()
-            except Exception:  # it has come to its end; the step itself will say so
-                break
-            path, items = f"schedules[{at}].{number}", list[HeldItem]()
-            for group, after in zip(groups, optimizer.param_groups, strict=True):
-                for key, value in after.items():
-                    if (place := places.get((id(group), key))) is not None:
-                        items.append(replace(place, path=f"{path}.{place.path}", value=value))
-                    elif isinstance(value, torch.Tensor) or (is_constant(value) and value != group[key]):
-                        return found
-            found[id(schedule), number] = items
+    for at, schedule in enumerate(schedules):
+        optimizer = schedule.optimizer
+        if id(optimizer) not in copies:
+            copied = copies[id(optimizer)] = types.SimpleNamespace(**vars(optimizer))
+            copied.param_groups = [dict(group) for group in optimizer.param_groups]
+        if id(schedule) not in copies:
+            copies[id(schedule)] = _with_optimizer(schedule, copies[id(optimizer)])
+        try:
+            copies[id(schedule)].step()
+        except Exception:  # it has come to its end; the step itself will say so
+            break
+        items = list[HeldItem]()
+        for group, after in zip(optimizer.param_groups, copies[id(optimizer)].param_groups, strict=True):
+            for key, value in after.items():
+                if (place := places.get((id(group), key))) is not None:
+                    items.append(replace(place, path=f"schedules[{at}].{place.path}", value=value))
+                elif isinstance(value, torch.Tensor) or (is_constant(value) and value != group[key]):
+                    return found
+        found.append(items)
     return found
 
 
@@ -221,9 +221,8 @@ class Turns:
         optimizers: those that are known, whose state is handed to the program.
         scalars: the numbers that they hold.
         written: what each optimizer's step may write.
-        ahead: what there is after steps of schedules, as the program sees it, by the schedule's identity and
-            the number of the step.
-        asked: how many steps of which schedules were asked for.
+        ahead: what there is after each of the first steps of schedules, as the program sees it.
+        asked: the schedules whose steps were asked for.
 
     Attributes:
         stepped: the optimizers that stepped, in order.
@@ -235,14 +234,14 @@ class Turns:
         optimizers: Sequence[torch.optim.Optimizer],
         scalars: Scalars,
         written: Callable[[torch.optim.Optimizer], Sequence[torch.Tensor]],
-        ahead: Mapping[tuple[int, int], Sequence[tuple[HeldItem, Sequence[Any]]]],
-        asked: Mapping[Any, int],
+        ahead: Sequence[Sequence[tuple[HeldItem, Sequence[Any]]]],
+        asked: Sequence[Any],
     ) -> None:
         self._optimizers = optimizers
         self._scalars = scalars
         self._written = written
         self._ahead, self._asked = ahead, asked
-        self._rates: dict[int, Any] = {}
+        self._rates, self._are_known = dict[int, Any](), True
         self._scaling: dict[torch.amp.GradScaler, Scaling] = {}
         self._outdated = contextlib.ExitStack()
         self.stepped: list[torch.optim.Optimizer] = []
@@ -253,7 +252,7 @@ class Turns:
         """A step runs inside."""
         scaler = torch.amp.GradScaler
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
-        self._rates = {id(group): group["lr"] for group in groups}
+        self._rates = {id(group): group.get("lr") for group in groups}
         with contextlib.ExitStack() as stack, self._outdated:
             stack.enter_context(intercept_steps(self._before, self._after))
             for name, instead in {
@@ -311,23 +310,25 @@ class Turns:
 
     def _schedule(self, original: Callable[..., None], schedule: Any, *args: Any, **kwargs: Any) -> None:
         groups = schedule.optimizer.param_groups
-        is_by_schedule = self._are_by_schedules(groups)
+        self._are_known &= self._are_by_schedules(groups) and not (args or kwargs)
         self.later.append(Later(schedule, args, kwargs))
-        number = sum(later.schedule is schedule for later in self.later)
-        ahead = self._ahead.get((id(schedule), number)) if is_by_schedule else None
-        if ahead is None:
-            can_be_known = is_by_schedule and not (args or kwargs) and self._asked.get(schedule, 0) < number
-            outdated = [_Outdated(ReadsAhead(schedule, number) if can_be_known else None)]
-            ahead = [(HeldItem("lr", group, "lr", None), outdated) for group in groups]
-        epoch = HeldItem("last_epoch", vars(schedule), "last_epoch", None)
-        for place, values in (*ahead, *([(epoch, [_Outdated(None)])] if epoch.key in epoch.owner else [])):
+        schedules, number = [later.schedule for later in self.later], len(self.later)
+        is_asked = len(self._asked) >= number and all(map(operator.is_, schedules, self._asked))
+        if self._are_known and is_asked and len(self._ahead) >= number:
+            changed = list(self._ahead[number - 1])
+        else:
+            outdated = [_Outdated(ReadsAhead(schedules) if self._are_known and not is_asked else None)]
+            changed = [(HeldItem("lr", group, "lr", None), outdated) for group in groups]
+        if "last_epoch" in vars(schedule):
+            changed.append((HeldItem("last_epoch", vars(schedule), "last_epoch", None), [_Outdated(None)]))
+        for place, values in changed:
             self._outdated.callback(operator.setitem, place.owner, place.key, place.owner[place.key])
             place.put(*values)
         self._rates |= {id(group): group["lr"] for group in groups}
 
     def _are_by_schedules(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether nobody but schedules has assigned the rates since the call began, or a schedule's step."""
-        return all(group["lr"] is self._rates.get(id(group)) for group in groups)
+        return all(group.get("lr") is self._rates.get(id(group)) for group in groups)
 
     def _last_rates(self, original: Callable[..., Any], schedule: lr_scheduler.LRScheduler) -> list[Any]:
         return [group["lr"] for group in schedule.optimizer.param_groups]

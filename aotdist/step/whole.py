@@ -47,7 +47,7 @@ class WholeStep:
         self._attributes: list[Attributes] = []
         self._names: dict[int, str] = {}
         self._modules: list[weakref.ref[nn.Module]] = []
-        self._ahead: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._ahead: list[weakref.ref[Any]] = []
         self._has_run = False
         self._programs: dict[Any, list[StepProgram]] = {}
 
@@ -56,7 +56,8 @@ class WholeStep:
         if not self._has_run:
             return self.as_written(args, kwargs)
         self._notice_what_varies()
-        now = Now(self._held_now(), dict(self._ahead))
+        schedules = [reference() for reference in self._ahead]
+        now = Now(self._held_now(), () if None in schedules else schedules)
         try:
             return self._program(now, args, kwargs)(now, args, kwargs)
         except AsWritten:
@@ -66,7 +67,7 @@ class WholeStep:
                 return self.as_written(args, kwargs)
             self._know(found.optimizer, hyperparameters([found.optimizer]))
         except ReadsAhead as found:
-            self._ahead[found.schedule] = found.number
+            self._ahead = [weakref.ref(schedule) for schedule in found.schedules]
         except Varies as found:
             self._vary({found.key})
         return self(args, kwargs)
@@ -134,7 +135,7 @@ class WholeStep:
             tuple(now.held.layout),
             self._attributes_now(now.held),
             tuple(self._params()),
-            tuple(now.ahead),
+            (*map(id, now.asked), len(now.ahead)),
         )
         programs = self._programs.setdefault(layout, [])
         for program in programs:

@@ -9,7 +9,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.two_tensor import TwoTensor
 
+from benchmarks import bench_memory
 from benchmarks.bench_call import Callable100, check_agreement
+from benchmarks.models import LlamaShape
 from benchmarks.record import Record
 from benchmarks.tables import section
 from benchmarks.timing import Contender, Pace, Series, as_series, take_turns
@@ -77,6 +79,18 @@ def test_a_target_covers_every_case_that_starts_so() -> None:
 
 def test_seconds_become_the_unit() -> None:
     assert as_series({"A": [0.5]}, case="c", quantity="q", unit="us")[0].samples == (5e5,)
+
+
+def test_memory_is_that_of_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step's may be more than most steps', by when a collective lets go of its buffers."""
+    peaks = iter([5.0, 1.0, 2.0, *[1.0] * bench_memory.NUM_MEASURED])
+    monkeypatch.setattr(bench_memory, "most_allocated_by", lambda step: next(peaks))
+    monkeypatch.setattr(bench_memory, "_forget_high_water", lambda: None)
+    shape = LlamaShape(dim=8, num_layers=1, num_heads=2, vocab=8, sequence=4, batch=1)
+    job = bench_memory.Job("single", shape, "eager", num_steps=1)
+    found = bench_memory.peak_of(job).step_tensors
+    assert len(found) == bench_memory.NUM_MEASURED
+    assert spread_of(found).median == 1.0
 
 
 def test_a_record_survives_its_file_and_shows_failures(tmp_path: Path) -> None:

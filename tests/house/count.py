@@ -40,7 +40,7 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (58_917, 42_000),
+    "lines of aotdist/": (58_922, 42_000),
     "lines of its core": (33_442, 23_500),
     "classes of its core": (304, 200),
     "files of aotdist/": (296, 235),

@@ -77,6 +77,20 @@ class OneByOne(torch.optim.Optimizer):
         raise NotImplementedError
 
 
+class Fixed(torch.optim.Optimizer):
+    """Has no rate, nor other hyperparameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=0.1)
+
+
 class KeepingGradients(OneByOne):
     """Replaces a tensor of its state at each step, instead of writing it."""
 

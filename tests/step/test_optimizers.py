@@ -71,7 +71,7 @@ def test_shampoo() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [optimizers.Counting, optimizers.KeepingGradients, optimizers.Skipping],
+    [optimizers.Counting, optimizers.Fixed, optimizers.KeepingGradients, optimizers.Skipping],
     ids=lambda kind: kind.__name__,
 )
 def test_of_ones_own(kind: type[torch.optim.Optimizer]) -> None:

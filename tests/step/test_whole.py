@@ -415,11 +415,11 @@ def scheduled_first(before_backward: bool) -> Written:
     return Written(step, [model], [optimizer, schedule])
 
 
-def logged(make: Callable[[torch.optim.Optimizer], Any]) -> Written:
-    """Rates are kept before and after a schedule's steps, of which one stands before an update."""
+def logged(*makers: Callable[[torch.optim.Optimizer], Any]) -> Written:
+    """Rates are kept before and after schedules' steps, of which some stand before an update."""
     model, log = classifier(), dict[str, Any](before=[], after=[])
     optimizer = adamw(model.parameters())
-    schedule = make(optimizer)
+    schedules = [make(optimizer) for make in makers]
 
     def step(x: torch.Tensor, y: torch.Tensor) -> tuple[float, Any]:
         for at in range(2):
@@ -428,12 +428,13 @@ def logged(make: Callable[[torch.optim.Optimizer], Any]) -> Written:
             optimizer.step()
             optimizer.zero_grad()
             log["before"].append(optimizer.param_groups[0]["lr"])
-            schedule.step()
-            log["after"].append(schedule.get_last_lr()[0])
+            for schedule in schedules:
+                schedule.step()
+                log["after"].append(schedule.get_last_lr()[0])
         log["half"] = optimizer.param_groups[0]["lr"] / 2
         return loss.item(), optimizer.param_groups[0]["lr"]
 
-    return Written(step, [model], [optimizer, schedule], logs=lambda: copy.deepcopy(log))
+    return Written(step, [model], [optimizer, *schedules], logs=lambda: copy.deepcopy(log))
 
 
 def _in_turn(optimizer: torch.optim.Optimizer) -> Any:
@@ -458,6 +459,7 @@ STEPS |= {
     ),
     "rates logged, one schedule after the other": (lambda: logged(_in_turn), 1),
     "rates logged, two schedules at once": (lambda: logged(_at_once), 1),
+    "rates logged, two schedules, each steps": (lambda: logged(_at_once, _in_turn), 1),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -63,7 +64,7 @@ def training(make_model: Callable[[], nn.Module], differ: bool, **options: Any) 
     optimizer = torch.optim.AdamW(groups, lr=0.01, **options)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 0.2, total_iters=4)
 
-    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, float]:
         losses = []
         for micro in x.chunk(2):
             loss = model(micro).float().square().mean() / 2
@@ -76,7 +77,7 @@ def training(make_model: Callable[[], nn.Module], differ: bool, **options: Any) 
         with torch.no_grad():
             for ours, theirs in zip(average.parameters(), model.parameters(), strict=True):
                 ours.lerp_(theirs, 0.1)
-        return torch.stack(losses).sum(), norm
+        return torch.stack(losses).sum(), norm, schedule.get_last_lr()[0]
 
     def batch(at: int) -> tuple[Any, ...]:
         seed = 10 * at + (torch.distributed.get_rank() if differ else 0)
@@ -199,6 +200,86 @@ def reducing_once(options: dict[str, Any]) -> Written:
         return (torch.randn(6, 6, generator=torch.Generator().manual_seed(seed)),)
 
     return Written(step, [model], [optimizer], batch=batch)
+
+
+def scaled(make_model: Callable[[], nn.Module], differ: bool) -> Written:
+    """Gradients of one rank overflow in the third step, or those of all that share a batch."""
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_value_(model.parameters(), 0.01)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def batch(at: int) -> tuple[torch.Tensor]:
+        rank = torch.distributed.get_rank() if differ else 0
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(10 * at + rank))
+        return (x * float("inf") if at == 2 and rank == 0 else x,)
+
+    return Written(step, [model], [optimizer, scaler], batch=batch)
+
+
+def scaled_steps(makers: list[tuple[Callable[[], nn.Module], bool]]) -> list[int]:
+    return [len(compiled_beside_eager(lambda of=of: scaled(*of)).graphs) for of in makers]
+
+
+def test_scaler(world2: World) -> None:
+    assert world2.run(scaled_steps, [(on_one_axis, True), (of_parallel_tensors, False)]) == [[1, 1]] * 2
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "SGD": {"momentum": 0.9},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"fused": True},
+    "Adadelta": {},
+    "Adagrad": {},
+    "Adamax": {},
+    "ASGD": {},
+    "NAdam": {},
+    "RMSprop": {"centered": True},
+    "Muon": {},
+}
+"""Those that DTensor has all operators for: not `Adafactor`, `Rprop`, nor what is fused besides Adam's."""
+
+
+def of_optimizer(name: str, options: dict[str, Any], make_model: Callable[[], nn.Module]) -> Written:
+    model = make_model()
+    params = [param for param in model.parameters() if name != "Muon" or param.dim() == 2]
+    optimizer = getattr(torch.optim, name)(params, lr=0.01, **options)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    def batch(at: int) -> tuple[torch.Tensor]:
+        return (torch.randn(4, 6, generator=torch.Generator().manual_seed(at)),)
+
+    return Written(step, [model], [optimizer], batch=batch)
+
+
+def by_optimizer(name: str, options: dict[str, Any], makers: list[Callable[[], nn.Module]]) -> list[int]:
+    builds = [functools.partial(of_optimizer, name, options, make_model) for make_model in makers]
+    return [len(compiled_beside_eager(build, num_steps=4).graphs) for build in builds]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(world2: World, name: str) -> None:
+    found = world2.run(by_optimizer, name, OPTIMIZERS[name], [on_one_axis, of_parallel_tensors])
+    assert found == [[1, 1]] * 2
+
+
+def test_muon_on_two_axes(world4: World) -> None:
+    assert world4.run(by_optimizer, "Muon", {}, [on_two_axes]) == [[1]] * 4
 
 
 def clipped() -> Written:
