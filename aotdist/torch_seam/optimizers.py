@@ -28,6 +28,11 @@ _SCHEDULES: tuple[Any, ...] = (
 """The classes that say what a schedule's step is."""
 
 
+def is_of_schedule(target: Any) -> bool:
+    """Whether something to call is the method of a schedule."""
+    return isinstance(getattr(target, "__self__", None), _SCHEDULES)
+
+
 def scaler_state(scaler: torch.amp.GradScaler) -> tuple[torch.Tensor, torch.Tensor]:
     """The scale, and how many steps in a row did not overflow."""
     assert scaler._scale is not None and scaler._growth_tracker is not None, "the scaler has scaled a loss"

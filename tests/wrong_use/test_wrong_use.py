@@ -278,6 +278,12 @@ def test_what_is_not_callable() -> None:
         aotdist.compile(torch.ones(1))
 
 
+def test_a_schedule_alone() -> None:
+    schedule = torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.ones(1)], lr=1.0), 1)
+    with pytest.raises(BadSettings, match=r"`StepLR\.step`.* no tensors"):
+        aotdist.compile(schedule.step)
+
+
 def test_the_environment_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AOTDIST_PARTITION", "best")
     with pytest.raises(BadSettings, match="settings.partition is 'best'"):
