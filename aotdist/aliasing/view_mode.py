@@ -123,7 +123,7 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         if results:
             return self._log_outs(func, args, kwargs, results)
         uncounted = written_uncounted(args)
-        if uncounted and is_recorded((*args, *kwargs.values())):
+        if uncounted and targets and is_recorded((*args, *kwargs.values())):
             raise uncounted_with_history(func)
         with all_uncounted(uncounted):
             return func(*args, **kwargs)
