@@ -31,7 +31,7 @@ from aotdist.torch_seam.modules import (
     set_compiled_call,
     take_compiled_call_off,
 )
-from aotdist.torch_seam.optimizers import is_of_schedule
+from aotdist.torch_seam.optimizers import method_of_schedule
 from aotdist.torch_seam.tensors import mark_dims
 
 M = TypeVar("M", bound=nn.Module)
@@ -130,8 +130,7 @@ def _require_target(target: Any, verb: str) -> None:
         )
     if not callable(target):
         raise BadSettings(f"cannot {verb} a {type(target).__name__}", fix="pass a module or a function")
-    if is_of_schedule(target):
-        name = f"{type(target.__self__).__name__}.{target.__name__}"
+    if (name := method_of_schedule(target)) is not None:
         raise BadSettings(
             f"cannot {verb} `{name}`: what a schedule computes are no tensors",
             fix="call it in the step that is compiled, or as it is",

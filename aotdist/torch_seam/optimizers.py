@@ -28,9 +28,10 @@ _SCHEDULES: tuple[Any, ...] = (
 """The classes that say what a schedule's step is."""
 
 
-def is_of_schedule(target: Any) -> bool:
-    """Whether something to call is the method of a schedule."""
-    return isinstance(getattr(target, "__self__", None), _SCHEDULES)
+def method_of_schedule(target: Any) -> str | None:
+    """The name, as `StepLR.step`, of what is the method of a schedule; None of anything else."""
+    owner = getattr(target, "__self__", None)
+    return f"{type(owner).__name__}.{target.__name__}" if isinstance(owner, _SCHEDULES) else None
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> tuple[torch.Tensor, torch.Tensor]:
