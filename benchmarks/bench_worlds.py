@@ -160,7 +160,10 @@ def _by_depth(depths: tuple[int, ...]) -> list[Series]:
     seconds, mebibytes = workers.call(BY_DEPTH, captures_by_depth, depths)
     return [
         *as_series(seconds, case=BY_DEPTH, quantity="capture, CPU", unit="s"),
-        *as_series(mebibytes, case=BY_DEPTH, quantity="resident memory", unit="MiB"),
+        *(
+            Series(BY_DEPTH, depth, "resident memory", "MiB", tuple(samples))
+            for depth, samples in mebibytes.items()
+        ),
     ]
 
 
