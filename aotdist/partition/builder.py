@@ -41,7 +41,8 @@ class GraphBuilder:
     def placeholder(self, node: Node, name: str | None = None) -> Node:
         """A new argument that stands for `node`, called as `node` is or `name`."""
         name = node.name if name is None else name
-        return self._adopt(node, add_node(self.graph, "placeholder", name, (), {}, name, node.meta))
+        self.env[node] = add_node(self.graph, "placeholder", name, (), {}, name, node.meta)
+        return self.env[node]
 
     def copy(self, node: Node) -> Node:
         """The same operation on the new graph's values."""
@@ -73,11 +74,8 @@ class GraphBuilder:
         return Graph(graph_module(self.source, self.graph), tuple(ins), tuple(outs))
 
     def _copy(self, node: Node, name: str | None) -> Node:
-        return self._adopt(node, copy_node(self.graph, node, self.env.__getitem__, name))
-
-    def _adopt(self, old: Node, new: Node) -> Node:
-        self.env[old] = new
-        return new
+        self.env[node] = copy_node(self.graph, node, self.env.__getitem__, name)
+        return self.env[node]
 
 
 def returning(graph: Graph, outs: Sequence[Slot]) -> Graph:

@@ -42,25 +42,16 @@ def add_node(
     return node
 
 
-def copy_node(graph: Graph, node: Node, now: Callable[[Node], Any], name: str | None = None) -> Node:
-    """The same operation in a graph, called as it was or `name`.
-
-    Args:
-        graph: that it is added to.
-        node: the operation.
-        now: gives what stands in `graph` for a node that it is given.
-        name: another name.
-    """
+def copy_node(graph: Graph, node: Node, now: Callable[[Node], Any], name: str | None) -> Node:
+    """The same operation in a graph, on what `now` gives for each node; `name` as in `add_node`."""
     args, kwargs = map_arg(node.args, now), map_arg(node.kwargs, now)
-    return add_node(
-        graph, node.op, node.target, args, kwargs, node.name if name is None else name, node.meta, node.type
-    )
+    return add_node(graph, node.op, node.target, args, kwargs, name, node.meta, node.type)
 
 
 def copied_graph(graph: Graph) -> Graph:
     """The same graph in nodes of its own; what their `meta` holds is shared."""
     made, copies = Graph(tracer_cls=graph._tracer_cls), dict[Node, Node]()
     for node in graph.nodes:
-        copies[node] = copy_node(made, node, copies.__getitem__)
+        copies[node] = copy_node(made, node, copies.__getitem__, node.name)
     made._codegen = copy.deepcopy(graph._codegen)
     return made

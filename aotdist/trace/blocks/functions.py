@@ -11,17 +11,18 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from aotdist.torch_seam.functional import (
-    FakeTensor,
-    FunctionalTensor,
-    Likeness,
-    functional_value,
-    is_functional_base,
-)
+from aotdist.torch_seam.functional import FunctionalTensor, Likeness, functional_value, is_functional_base
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.tensors import storage_id
-from aotdist.trace.blocks.kinds import Unfit
-from aotdist.trace.blocks.recording import Likenesses, Step, checked_nodes, likenesses_of, nodes_since
+from aotdist.trace.blocks.kinds import Unfit, likeness_of
+from aotdist.trace.blocks.recording import (
+    Likenesses,
+    Step,
+    checked_nodes,
+    closes_over,
+    likenesses_of,
+    nodes_since,
+)
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.tracer import STAMPED
 
@@ -62,30 +63,31 @@ class Functions:
         if not isinstance(given, FunctionalTensor):
             return function(given)
         with torch_functions_off():
-            fake, node = functional_value(given), self._recorder.value(given)
-            like = Likeness.of(fake) if isinstance(fake, FakeTensor) else None
-            chain = self._known.get((key, like))
-            if chain is not None:
+            node = self._recorder.value(given)
+            try:
+                key = key, likeness_of(functional_value(given))
+            except Unfit:
+                self._known[key] = None
+            if (chain := self._known.get(key)) is not None:
                 return self._copied(chain, node)
-        if like is None or (key, like) in self._known:
+        if key in self._known:
             return function(given)
         nodes = self._recorder.tracer.graph.nodes
         last = next(iter(reversed(nodes)), None)
         result = function(given)
         with torch_functions_off():
-            self._known[key, like] = self._chain(node, nodes_since(nodes, last), result)
+            self._known[key] = self._chain(node, nodes_since(nodes, last), result)
         return result
 
     def _chain(self, given: Node, made: Sequence[Node], result: torch.Tensor) -> _Chain | None:
         """What a call recorded, if a copy of it is another call."""
-        recorder = self._recorder
         if not isinstance(result, FunctionalTensor) or not is_functional_base(result):
             return None
-        end, known = recorder.value(result), {given, *made}
-        if end not in made or not all(known.issuperset(node.all_input_nodes) for node in made):
+        end = self._recorder.value(result)
+        if end not in made or closes_over(made, [given]):
             return None
         try:
-            checked_nodes(made, recorder)
+            checked_nodes(made, self._recorder)
             steps = tuple(map(Step.of, made))
             return _Chain(given, steps, end, likenesses_of(steps))
         except Unfit:

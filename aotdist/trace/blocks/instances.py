@@ -36,6 +36,7 @@ from aotdist.trace.blocks.recording import (
     Step,
     checked_nodes,
     checked_outs,
+    closes_over,
     gradients_of,
     likenesses_of,
     nodes_since,
@@ -188,7 +189,7 @@ class Blocks:
                 if (after.key, after.attributes) != (kind.key, kind.attributes):
                     raise Unfit("it changes its own attributes, or its arguments")
                 checked_nodes(nodes, recorder)
-                if recorder.num_writes() > num_writes and _closes_over(nodes, inputs):
+                if recorder.num_writes() > num_writes and closes_over(nodes, inputs):
                     raise Unfit("it writes tensors, and computes with some that it closes over")
                 outs, spec = pytree.tree_flatten(result)
                 outs = checked_outs(outs, kind, set(nodes), recorder)
@@ -333,12 +334,6 @@ class _Instance(node_base()):  # type: ignore[misc]  # a base that is made at ru
             )
         with torch_functions_off():
             return (None, *ctx.call.backward(grads, tuple(ctx.needs_input_grad[1:])))
-
-
-def _closes_over(nodes: Sequence[Node], inputs: Sequence[Node]) -> bool:
-    """Whether nodes are given others than these inputs."""
-    known = {*nodes, *inputs}
-    return any(given not in known for node in nodes for given in node.all_input_nodes)
 
 
 def _memory(inputs: Sequence[Node], plains: Sequence[FunctionalTensor]) -> dict[int, torch.Tensor]:

@@ -114,6 +114,12 @@ def nodes_since(nodes: Any, last: Node | None) -> list[Node]:
     return [*found][::-1]
 
 
+def closes_over(nodes: Sequence[Node], inputs: Sequence[Node]) -> bool:
+    """Whether nodes are given others than these inputs."""
+    known = {*nodes, *inputs}
+    return any(given not in known for node in nodes for given in node.all_input_nodes)
+
+
 def likenesses_of(steps: Iterable[Step]) -> dict[int, Likeness]:
     """What the values of nodes are like, by identity.
 
