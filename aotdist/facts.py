@@ -26,7 +26,6 @@ from aotdist.subclasses.protocol import (
 )
 from aotdist.torch_seam.ambient import autocast_off
 from aotdist.torch_seam.modes import no_modes
-from aotdist.torch_seam.tensors import set_versions
 
 DETACH = torch.ops.aten.detach.default
 """The log takes what it makes for a view; autograd does not."""
@@ -41,12 +40,6 @@ def as_inference(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor in the memory of `tensor` that is made in inference mode; graphs run in the caller's mode."""
     with torch.inference_mode():
         return rebuild(recipe_of(tensor), [_named_anew(plain) for plain in plain_tensors(tensor)])
-
-
-def as_written(tensor: torch.Tensor, version: int) -> torch.Tensor:
-    """`tensor`, its version counter set to `version`."""
-    set_versions((tensor,), (version,))
-    return tensor
 
 
 def _named_anew(plain: torch.Tensor) -> torch.Tensor:
@@ -89,8 +82,7 @@ class ViewStep:
     """One view operation, to be replayed on a base: `op(base, *args, **kwargs)[pick]`.
 
     Args:
-        op: the operator (`aten.t.default`), or a function: `data_of`, `as_inference`, `as_written`, `Inside`,
-            `Around`.
+        op: the operator (`aten.t.default`), or a function: `data_of`, `as_inference`, `Inside`, `Around`.
         args: its other positional arguments; they hold no tensors.
         kwargs: its keyword arguments as pairs.
         pick: which of several results (`split`, `unbind`), or None.
@@ -157,11 +149,9 @@ class Untouched:
 
     Args:
         bumps: by how much its version counter increases nevertheless (`x[0].t_()` counts as a write of `x`).
-        inside: by how much those of the tensors inside of a wrapper increase, by path.
     """
 
     bumps: int = 0
-    inside: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +162,11 @@ class DataWritten:
         value: the node output that holds the new value.
         differentiable: whether the write takes part in the backward.
         bumps: by how much its version counter increases; 0 for a write behind autograd's back (`.data`).
-        inside: by how much those of the tensors inside of a wrapper increase, by path; writes by the
-            wrapper's own operators are not counted there.
     """
 
     value: NodeOutIdx
     differentiable: bool
     bumps: int
-    inside: tuple[tuple[str, int], ...] = ()
 
 
 InputFact: TypeAlias = Untouched | DataWritten
@@ -287,18 +274,15 @@ class NodeOut:
         slot: its name; role `output` or `write`.
         recipe: how it is put together from plain tensors.
         differentiable: whether a gradient can come back for it.
-        version: its version counter: how often the program wrote it after making it; None where no counter
-            shows it.
     """
 
     slot: Slot
     recipe: Recipe
     differentiable: bool
-    version: int | None = None
 
 
-HeldPlace: TypeAlias = Fresh | IsInput | OutIdx
-"""Where the caller holds a waypoint; an output that is neither is made as a view outside of the node."""
+HeldPlace: TypeAlias = Fresh | OutIdx
+"""Where the caller holds a waypoint; an output that is not fresh is made as a view outside of the node."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,7 +293,7 @@ class ObservedGrad:
 
     Args:
         path: its name among the graph's slots.
-        place: what it is to the caller: a result, an input with a new value, or a view.
+        place: what it is to the caller: a result, or a view of one.
         value: the node output that its gradient belongs to; None for a view, whose gradient goes on outside.
         total: recipe of its gradient, if any arrives.
         pieces: recipes of the summands that the program itself adds to its gradient, in their order.
@@ -403,7 +387,6 @@ class BackwardFacts:
     Args:
         grads: for each input, the recipe of its gradient, or None when it gets none.
         writes: inputs that it wrote, and by how much their version counters increase.
-        result_writes: the same for tensors that the program made, and that the node returns.
         waypoints: tensors in the caller's hands that gradients of results pass, in the order in which the
             program made them.
         levels: for each node output, one more than the position of the last waypoint that its gradient
@@ -419,7 +402,6 @@ class BackwardFacts:
 
     grads: Row[PrimalIdx, Recipe | None]
     writes: Mapping[PrimalIdx, int] = field(default_factory=dict)
-    result_writes: Mapping[NodeOutIdx, int] = field(default_factory=dict)
     waypoints: tuple[ObservedGrad, ...] = ()
     levels: Row[NodeOutIdx, int] = field(default_factory=Row[NodeOutIdx, int])
     once: bool = False

@@ -122,14 +122,9 @@ def assign_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
     tensor.data = source
 
 
-def give_history(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    """Let `tensor` have the history of `value`, whose numbers it holds."""
-    put(tensor, None, value, 1)
-
-
 def release_history(tensor: torch.Tensor, reason: str) -> None:
     """Let `tensor` have a history whose backward raises, and says `reason`."""
-    put(tensor, None, failing_in_backward(tensor, reason), 0)
+    put(tensor, failing_in_backward(tensor, reason), 0)
 
 
 def make_again(view: torch.Tensor, changed: torch.Tensor, steps: Sequence[ViewStep]) -> None:

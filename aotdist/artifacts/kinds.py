@@ -66,10 +66,8 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "data_of": facts.data_of,
     "as_inference": facts.as_inference,
-    "as_written": facts.as_written,
     "resize_as_out": changes.resize_as_out,
     "assign_data": changes.assign_data,
-    "give_history": changes.give_history,
     "release_history": changes.release_history,
     "detach_": torch.Tensor.detach_,
     "retain_grad": torch.Tensor.retain_grad,
@@ -80,7 +78,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 }
 """What graphs, views and writes of metadata call that is no operator; the last three rows are of sizes."""
 
-HIGHER_ORDER = frozenset({"cond", "while_loop"})
+HIGHER_ORDER = frozenset({"cond"})
 """Operators of PyTorch's that call graphs, which graphs of ours have."""
 
 NAMES_OF_FUNCTIONS: Mapping[int, str] = {id(function): name for name, function in FUNCTIONS.items()}

@@ -95,19 +95,16 @@ class Rerun:
                 self._check_control_flow(gm, node)
 
     def _check_control_flow(self, gm: GraphModule, node: Node) -> None:
-        """See that the graphs of a `cond` or `while_loop` take what it is given, and return its results."""
-        is_cond = node.target is torch.ops.higher_order.cond
-        first, last = (1, 3) if is_cond else (0, 2)
-        inner = [_val_of(gm, arg) for arg in node.args[first:last]]
+        """See that the graphs of a `cond` take what it is given, and return its results."""
+        inner = [_val_of(gm, arg) for arg in node.args[1:3]]
         if len(inner) != 2 or not all(isinstance(part, GraphModule) for part in inner):
             raise damaged(f"`{node.name}` is given no graphs")
-        given = [_kind(_val_of(gm, arg)) for arg in pytree.tree_leaves(node.args[last:])]
+        given = [_kind(_val_of(gm, arg)) for arg in pytree.tree_leaves(node.args[3:])]
         for part in inner:
             taken = [_kind(each.meta["val"]) for each in part.graph.find_nodes(op="placeholder")]
             if taken != given:
                 raise damaged(f"`{node.name}` gives a graph {given}, which takes {taken}")
             self._check_nodes(part)
-        for part in inner if is_cond else inner[-1:]:
             results: Any = part.graph.output_node().args[0]
             found = tuple(_kind(_val_of(part, result)) for result in results)
             if type(results) is not tuple or found != _kind(node.meta["val"]):

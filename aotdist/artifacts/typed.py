@@ -241,10 +241,6 @@ def _are_names(pairs: Sequence[tuple[Any, ...]]) -> bool:
     return all(_is_attribute(name) for name, *_ in pairs)
 
 
-def _are_paths(pairs: Sequence[tuple[str, int]]) -> bool:
-    return all(is_attribute_path(path) for path, _ in pairs)
-
-
 def _is_exception(name: str) -> bool:
     found = getattr(builtins, name, None)
     return isinstance(found, type) and issubclass(found, Exception)
@@ -315,8 +311,6 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
         ("no results", lambda it: bool(it.results)),
     ),
     facts.Inside: ((_PATH, lambda it: is_attribute_path(it.path)),),
-    facts.Untouched: ((_PATH, lambda it: _are_paths(it.inside)),),
-    facts.DataWritten: ((_PATH, lambda it: _are_paths(it.inside)),),
     facts.ViewStep: ((_NAMES, lambda it: _are_names(it.kwargs)),),
     facts.MetadataWrite: ((_NAMES, lambda it: _are_names(it.kwargs)),),
     facts.ObservedGrad: (("a name of several lines", lambda it: is_line(it.path)),),

@@ -168,8 +168,6 @@ class Emitted:
         recordings: tells what was recorded until now, of a graph that is.
         portable: makes it something for another process, once `finish` is done; None where that cannot be.
         from_cache: it was compiled before, perhaps by another process, and found in the compile cache.
-        counts_writes: whether autograd may count writes of what it returns that the program did not do: the
-            code fills it in place, or by `out=`.
         with_modules: makes what runs while somebody profiles: `call`, with a mark around the operators of
             each module. None where the backend cannot tell.
         is_settled: whether a call with such arguments compiles nothing and looks at nothing any more; None if
@@ -187,7 +185,6 @@ class Emitted:
     recordings: Callable[[], Recordings] | None = None
     portable: Callable[[], Portable | None] | None = None
     from_cache: bool = False
-    counts_writes: bool = True
     with_modules: Callable[[], BoxedCall] | None = None
     is_settled: Callable[[Sequence[Any]], bool] | None = None
     graphs: tuple[Graph, ...] = ()

@@ -67,7 +67,7 @@ class FxBackend:
             # The graph that is given is held anyway, the rewritten one would be another.
             return marked_call(_rewritten(graph, emission.kind), label)
 
-        return Emitted(call, printed.source, counts_writes=False, with_modules=with_modules, graphs=(graph,))
+        return Emitted(call, printed.source, with_modules=with_modules, graphs=(graph,))
 
 
 def _rewritten(graph: Graph, kind: Kind) -> Graph:
@@ -342,8 +342,6 @@ class _Writer:
         target: Any = node.target
         if target is _AS_STRIDED_SCATTER:
             return self.bindings.name(as_strided_scatter, as_strided_scatter.__name__)
-        if target is _WHILE_LOOP:
-            return self.bindings.name(loop, "while_loop")
         if target is _MKLDNN_RNN:
             layer = training_rnn if node.meta.get("grad", True) else inference_rnn
             return self.bindings.name(layer, str(target).removesuffix(".default"))
@@ -353,7 +351,6 @@ class _Writer:
 
 
 _COND = torch.ops.higher_order.cond
-_WHILE_LOOP = torch.ops.higher_order.while_loop
 _MKLDNN_RNN = torch.ops.aten.mkldnn_rnn_layer.default
 _AS_STRIDED_SCATTER = torch.ops.aten.as_strided_scatter.default
 
@@ -361,19 +358,6 @@ _AS_STRIDED_SCATTER = torch.ops.aten.as_strided_scatter.default
 def as_strided_scatter(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     """The operator, also on a tensor with gaps or transposed that requires grad, which PyTorch refuses."""
     return _AS_STRIDED_SCATTER(tensor.detach(), *args, **kwargs)
-
-
-def loop(
-    test: Callable[..., torch.Tensor],
-    step: Callable[..., Sequence[torch.Tensor]],
-    carried: Sequence[torch.Tensor],
-    more: Sequence[torch.Tensor],
-) -> Sequence[torch.Tensor]:
-    """`while test: carried = step`, in memory of its own."""
-    steps = 0
-    while test(*carried, *more):
-        carried, steps = step(*carried, *more), steps + 1
-    return carried if steps else [tensor.clone() for tensor in carried]
 
 
 _LITERALS = frozenset({int, bool, str, type(None), type(Ellipsis)})

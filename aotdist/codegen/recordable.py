@@ -59,7 +59,7 @@ def _obstacles(graph: Graph, static_ins: frozenset[int], device_type: str) -> It
 
 
 def _reasons(node: Node, static: set[Node]) -> Iterator[str]:
-    if node.target in (torch.ops.higher_order.cond, torch.ops.higher_order.while_loop):
+    if node.target is torch.ops.higher_order.cond:
         yield "goes on by what a tensor holds"
     if not isinstance(node.target, OpOverload):
         return

@@ -10,8 +10,7 @@ program is traced a second time over *bases*, of which there are two kinds:
 - a **view base**, where a write takes part in the backward of inputs that autograd connects: it must see
   that one is a view of another. `y = x[0]; x.mul_(w)` gives `y` a new history. The tensor that the inputs are
   views of (an input, or their common `_base`) is traced first, and the views are made of it again. Autograd
-  connects views that share no memory, too; and a view by itself has such a base where strides do not say
-  where it lies in it (`put.is_written_alone`).
+  connects views that share no memory, too. A plain view by itself needs none: autograd knows where it lies.
 
 What memory shares and what autograd sees are two questions: `f(x, x[0], x.detach())` takes a span of `x` and
 `x.detach()`, in which the view base of `x[0]` lies. `sharing` says which bases inputs need.
@@ -44,7 +43,6 @@ class Member:
         leaf: which of the plain tensors beneath it.
         size: its sizes.
         stride: its strides.
-        dtype: of its elements.
         offset: of its first element, from the beginning of the span, in elements of the span.
         of_base: whether it is beneath the base of the input (which is no input itself) rather than the input.
     """
@@ -53,7 +51,6 @@ class Member:
     leaf: int
     size: torch.Size
     stride: tuple[int, ...]
-    dtype: torch.dtype
     offset: int
     of_base: bool = False
 
@@ -70,7 +67,7 @@ class Span:
     Args:
         members: the plain tensors that lie in it; the first tells where it is.
         numel: its length in elements.
-        dtype: that of the members; bytes, where they differ.
+        dtype: that of the members.
     """
 
     members: tuple[Member, ...]

@@ -15,14 +15,13 @@ from typing import Any, assert_never
 import torch
 
 from aotdist.aliasing.overwrite import put
-from aotdist.aliasing.version import bump, rewind
+from aotdist.aliasing.version import rewind
 from aotdist.convention.metadata import rewrite
 from aotdist.facts import (
     Action,
     Facts,
     Fresh,
     FunctionView,
-    Inside,
     IsInput,
     Keep,
     Kept,
@@ -94,16 +93,15 @@ class EpiloguePlan:
         outputs: what each is.
         order: in which order to make them, and to write metadata.
         rewinds: inputs whose version counters go back first, by as many writes as are repeated.
-        inside: what lies inside of inputs and is written there, and how often. It is counted here, since the
-            node may hold a wrapper by another name, around other names of what lies inside.
         early: outputs to make before the region runs.
+        switched_on: inputs that begin to require grad, first of all: the region's node gives them gradients.
     """
 
     outputs: Row[OutIdx, OutputFact]
     order: tuple[Action, ...]
     rewinds: tuple[tuple[PrimalIdx, int], ...] = ()
-    inside: tuple[tuple[PrimalIdx, Inside, int], ...] = ()
     early: tuple[OutIdx, ...] = ()
+    switched_on: tuple[PrimalIdx, ...] = ()
 
     def lift(self, call: Call) -> Call:
         """Rebuild the outputs from the region's values."""
@@ -122,8 +120,6 @@ class EpiloguePlan:
         """Set the version counters right once the region has run."""
         for idx, count in self.rewinds:
             rewind(primals[idx], count)
-        for idx, inside, count in self.inside:
-            bump(inside(primals[idx]), count)
 
 
 class Outputs:
@@ -141,6 +137,8 @@ class Outputs:
         self._built: dict[OutIdx, Any] = {}
         self._kept: dict[int, torch.Tensor] = {}
         self._made: dict[int, Any] = {}
+        for source in plan.switched_on:
+            primals[source].requires_grad_()
         for idx in plan.early:
             self.make(idx)
 
@@ -187,13 +185,7 @@ class Outputs:
 
 def plan_epilogue(facts: Facts) -> EpiloguePlan:
     """How a call's outputs are made from what the region returns."""
-    inside = [
-        (idx, Inside(path), count)
-        for idx, fact in facts.inputs.enumerate()
-        for path, count in fact.inside
-        if count
-    ]
-    return EpiloguePlan(facts.outputs, facts.order, facts.rewinds, tuple(inside), facts.early)
+    return EpiloguePlan(facts.outputs, facts.order, facts.rewinds, facts.early, facts.switched_on)
 
 
 # Views that a user's autograd function returns: views of the same base as in eager, with its backward.
@@ -231,7 +223,7 @@ def function_view(
         creation: autograd's `CreationMeta` for the view.
     """
     if make is None:
-        put(base, None, value, 0)
+        put(base, value, 0)
         return base
     with torch.enable_grad():  # as it was where the user's function ran
         view = _FunctionView.apply(value, base, make)

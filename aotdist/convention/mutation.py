@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from aotdist.aliasing.overwrite import put, refuse_forbidden, take
+from aotdist.aliasing.overwrite import put, refuse_forbidden
 from aotdist.aliasing.version import bump
 from aotdist.convention.subclass import plain_positions
 from aotdist.facts import DataWritten, Facts
@@ -57,23 +57,19 @@ class DifferentiableWrites:
         """Write the new values, under autograd."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
-            given, rests = self.taken(primals)
-            outs = call(given)
+            self.prepare(primals)
+            outs = call(primals)
             for primal, value, bumps in self.writes:
-                put(primals[primal], rests[primal], outs[value], bumps)
+                put(primals[primal], outs[value], bumps)
             return outs[: self.num_values]
 
         return lifted
 
-    def taken(self, primals: Sequence[Any]) -> tuple[list[Any], dict[PrimalIdx, torch.Tensor | None]]:
-        """The region's arguments, and for each input that is written the rest of its base."""
+    def prepare(self, primals: Sequence[Any]) -> None:
+        """What is done before the region runs."""
         refuse_forbidden(*(primals[primal] for primal, _, _ in self.writes))
         for primal, bumps in self.counted:
             bump(primals[primal], bumps)
-        given, rests = list(primals), dict[PrimalIdx, torch.Tensor | None]()
-        for primal, _, _ in self.writes:
-            given[primal], rests[primal] = take(primals[primal])
-        return given, rests
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 
 from aotdist.aliasing.memory import overlapping_groups, share_memory, span, start_of
-from aotdist.aliasing.overwrite import base_behind, is_written_alone
+from aotdist.aliasing.overwrite import base_behind, is_made_again
 from aotdist.convention.bases import NO_BASES, Base, BasePlan, Member, Span, ViewBase
 from aotdist.convention.mutation import differentiable_writes
 from aotdist.errors import UnsupportedProgram
@@ -99,9 +99,7 @@ def _connected(program: Program[DistinctIdx], writes: Writes) -> Iterator[_Group
 
 def _need_base(inputs: Sequence[torch.Tensor]) -> bool:
     """Whether inputs of one base, one of them written with history, have to be traced through that base."""
-    (first, *others) = inputs
-    base = base_behind(first)
-    return bool(others) or (base is not None and not is_written_alone(first, base))
+    return len(inputs) > 1 or any(map(is_made_again, inputs))
 
 
 def _clusters(program: Program[DistinctIdx], groups: Collection[_Group]) -> list[list[_Group]]:
@@ -180,31 +178,19 @@ class _Cluster:
             start, num_bytes = 0, start + num_bytes
         (dtype, *others) = {plain.dtype for plain in plains}
         if others:
-            num_bytes = self._in_whole_elements(parts, start, num_bytes)
-            dtype = torch.uint8
+            raise self._refuse([idx for idx, _, _ in parts], "as another dtype")
         members = (
             Member(
                 input=idx,
                 leaf=leaf,
                 size=plain.size(),
                 stride=plain.stride(),
-                dtype=plain.dtype,
                 offset=(start_of(plain) - start) // dtype.itemsize,
                 of_base=of_base,
             )
             for (idx, leaf, of_base), plain in zip(parts, plains, strict=True)
         )
         return Span(tuple(members), num_bytes // dtype.itemsize, dtype)
-
-    def _in_whole_elements(self, parts: Sequence[_Part], start: int, num_bytes: int) -> int:
-        """`num_bytes`, rounded up to whole elements of each dtype."""
-        plains = [self._plain(part) for part in parts]
-        widest = max(plain.element_size() for plain in plains)
-        rounded = -(-num_bytes // widest) * widest
-        if start + rounded > plains[0].untyped_storage().nbytes():
-            inputs = [idx for idx, _, _ in parts]
-            raise self._refuse(inputs, "as another dtype, and the storage ends amid an element")
-        return rounded
 
     def _plain(self, part: _Part) -> torch.Tensor:
         idx, leaf, of_base = part

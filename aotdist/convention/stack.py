@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import torch
 
 from aotdist.convention.epilogue import EpiloguePlan, plan_epilogue
-from aotdist.convention.metadata import SwitchedOn, switched_on
 from aotdist.convention.mutation import DifferentiableWrites, PlainWrites, plan_differentiable, plan_plain
 from aotdist.convention.rng import HIDDEN_STATE, RngPlan
 from aotdist.convention.subclass import UnwrapPlan, plan_unwrap
@@ -46,7 +45,6 @@ class Plans:
     """What leads from the graph back to the program: outside of the autograd node, then inside of it."""
 
     epilogue: EpiloguePlan
-    switched_on: SwitchedOn
     writes: DifferentiableWrites
     inside: InsidePlans
 
@@ -61,7 +59,6 @@ class Plans:
         """
         return cls(
             plan_epilogue(facts),
-            switched_on(program, facts),
             plan_differentiable(program, facts),
             InsidePlans(plan_unwrap(facts), plan_plain(program, facts), RngPlan(drawn_on)),
         )
@@ -73,5 +70,5 @@ class Plans:
             call: primals -> results of the node.
             enables_grad: results have a history although the caller has grad mode off.
         """
-        call = self.switched_on.lift(self.writes.lift(call))
+        call = self.writes.lift(call)
         return self.epilogue.lift(torch.enable_grad()(call) if enables_grad else call)

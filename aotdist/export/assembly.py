@@ -27,7 +27,6 @@ from aotdist.facts import (
     ViewOfIntermediate,
     ViewOfOutput,
     as_inference,
-    as_written,
     data_of,
 )
 from aotdist.partition.builder import GraphBuilder
@@ -219,7 +218,7 @@ class Assembly:
             if isinstance(step, FunctionView):
                 base = self._node_out(step.value)
                 continue
-            if step.op in (as_inference, as_written):  # of which a graph knows nothing
+            if step.op is as_inference:  # of which a graph knows nothing
                 continue
             op = torch.ops.aten.detach.default if step.op is data_of else step.op
             base = self._view(base, op, step.args, step.kwargs)

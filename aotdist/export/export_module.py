@@ -91,9 +91,7 @@ def refuse_writes(traced: ExportTrace, *, joint: bool) -> None:
         UnsupportedProgram: naming what is written.
     """
     facts, primals = traced.trace.facts, traced.primals()
-    late = [traced.trace.program.ins[idx] for idx in facts.backward.writes]
-    late += [facts.node_outs[idx].slot for idx in facts.backward.result_writes]
-    for slot in late:
+    for slot in (traced.trace.program.ins[idx] for idx in facts.backward.writes):
         raise UnsupportedProgram(
             f"`{slot}` is written by the backward",
             stage="export",

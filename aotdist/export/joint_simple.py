@@ -97,8 +97,6 @@ def _refuse_what_is_not_simple(traced: ExportTrace) -> None:
             raise _not_simple(f"`{slots[idx]}` is written")
     for idx in facts.backward.writes:
         raise _not_simple(f"`{slots[idx]}` is written by the backward")
-    for idx in facts.backward.result_writes:
-        raise _not_simple(f"`{facts.node_outs[idx].slot}` is written by the backward")
     for path in traced.returned().assigned_paths():
         raise _not_simple(f"`{path}` is assigned a tensor")
     if not _is_flat(traced.returned().spec):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.aliasing.metadata import give_history, release_history
+from aotdist.aliasing.metadata import release_history
 from aotdist.capture.arguments import UserFakes
 from aotdist.capture.captured import Returned
 from aotdist.errors import BadSettings, UnsupportedProgram
@@ -23,7 +23,6 @@ _OF_HISTORY = frozenset[Any](
         torch.Tensor.detach_,
         torch.Tensor.requires_grad_,
         torch.Tensor.retain_grad,
-        give_history,
         release_history,
     }
 )

@@ -41,7 +41,7 @@ from aotdist.runtime.ranks import (
     fingerprint_of,
     naming_lost_ranks,
 )
-from aotdist.runtime.results import Versions, detached_views, result_views, setting_versions, versions_to_set
+from aotdist.runtime.results import detached_views, result_views
 from aotdist.sizes import concrete, evaluate
 from aotdist.torch_seam.locks import process_lock
 from aotdist.torch_seam.packed_graphs import Places
@@ -184,7 +184,6 @@ def _printing(
         fit.numbers.told,
         _forward(compilation, emitted),
         watch,
-        _versions(compilation),
     )
 
 
@@ -243,19 +242,10 @@ def nodes_of(region: Training) -> Nodes:
     node = region.node
 
     def of_sizes(symbols: Mapping[str, int]) -> Call:
-        return make_node(concrete(node, symbols) if symbols else node, forward, backward, symbols, {})
+        return make_node(concrete(node, symbols) if symbols else node, forward, backward, symbols)
 
     once = of_sizes({})
     return lambda symbols: of_sizes(symbols) if node.sizes else once
-
-
-def _versions(compilation: Compilation) -> Versions:
-    unwrap, outs = compilation.plans.inside.unwrap, list(compilation.traced.facts.node_outs)
-    match compilation.region:
-        case Training() as region:
-            return versions_to_set(unwrap, outs, region.graphs.split.forward, region.halves.forward)
-        case Inference() as region:
-            return versions_to_set(unwrap, outs, region.graph, region.emitted)
 
 
 def _hooks(compilation: Compilation, region: Training, backward: Backward) -> HookPlan:
@@ -333,19 +323,17 @@ def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
         case Training() as region:
             forward = _forward(compilation, region.halves.forward)
             backward = _backward(compilation, region, (), None)
-            node, versions = concrete(region.node, symbols), _versions(compilation)
-            call = make_node(node, forward, backward, symbols, versions)
+            call = make_node(concrete(region.node, symbols), forward, backward, symbols)
             hooks = _hooks(compilation, region, backward)
         case Inference() as region:
             forward, views = _forward(compilation, region.emitted), result_views(region.graph)
             sizes = [evaluate(size, symbols) for size in region.graph.sizes()]
             call = plans.inside.lift(lambda given: detached_views(forward(list(given)), views), sizes)
-            call = setting_versions(call, _versions(compilation))
             call = torch.no_grad()(call) if _is_recorded(compilation) else call
         case _:
             assert_never(compilation.region)
     if hooks.gates is not None:
-        return plans.switched_on.lift(hooks.gates.lift(plans, call))
+        return hooks.gates.lift(plans, call)
     call = shielding(call, hooks.shielded)
     call = silencing(call, hooks.silenced)
     call = detaching(call, hooks.detached)

@@ -237,7 +237,7 @@ class Backward:
         late = self.plan.backward_writes
         if chosen is None:
             writes = tuple(enumerate(late.bumps))
-            wrappers = tuple((k, n) for k, (_, n) in enumerate((*late.wrappers, *late.outs)))
+            wrappers = tuple((k, n) for k, (_, n) in enumerate(late.wrappers))
         else:
             writes, wrappers = chosen.writes, chosen.wrappers
         values = list(itertools.islice(results, len(writes)))
@@ -303,13 +303,13 @@ class Backward:
             gate=gate,
         )
         double = self.backwards.double(request, there)
-        if double.program is None:
+        if double.node is None:
             with torch.no_grad():
                 grads, kept = plainly()
                 return [failing_later(grad, double.failure) for grad in grads], kept
         tangents = specialize_sizes(ctx, double.tangents)
         given = [laid_out_with_history(tangent, there[idx]) for idx, tangent in tangents.items()]
-        return double.program.run(ctx, self.plan, saved_by(ctx, self.plan), given)
+        return double.run(ctx, self.plan, saved_by(ctx, self.plan), given)
 
 
 Gradients: TypeAlias = "tuple[Sequence[torch.Tensor | None], list[torch.Tensor | None]]"

@@ -35,25 +35,13 @@ Nodes = Callable[[Mapping[str, int]], Call]
 
 @dataclass(frozen=True, slots=True)
 class DoubleBackward:
-    """A backward for gradients that are differentiated in turn.
+    """A backward for gradients that are differentiated in turn: a program of its own, compiled.
 
     Args:
         tangents: how each gradient that arrives is converted.
-        program: what computes their gradients; None if these have no history.
-        failure: why they have none although eager's have, if so.
-    """
-
-    tangents: Mapping[NodeOutIdx, Tangent]
-    program: BackwardProgram | None
-    failure: str
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardProgram:
-    """A backward as a program of its own, compiled.
-
-    Args:
-        node: inputs, gradients, values -> gradients.
+        failure: why they have no history although eager's have, if so.
+        node: inputs, gradients, values -> gradients; None if these have no history, and with it all that
+            follows.
         primals: the inputs of the node that it takes.
         values: the other values that it takes.
         needed: the names of all values whose data it reads.
@@ -62,13 +50,15 @@ class BackwardProgram:
         guards: what holds of the sizes that it is for.
     """
 
-    node: Nodes
-    primals: tuple[PrimalIdx, ...]
-    values: Arguments
-    needed: frozenset[Slot]
-    returned: tuple[NodeOutIdx | None, ...]
-    kept: tuple[NodeOutIdx, ...]
-    guards: tuple[Expression, ...]
+    tangents: Mapping[NodeOutIdx, Tangent]
+    failure: str
+    node: Nodes | None = None
+    primals: tuple[PrimalIdx, ...] = ()
+    values: Arguments = Arguments((), frozenset())
+    needed: frozenset[Slot] = frozenset()
+    returned: tuple[NodeOutIdx | None, ...] = ()
+    kept: tuple[NodeOutIdx, ...] = ()
+    guards: tuple[Expression, ...] = ()
 
     def run(
         self, ctx: Any, plan: NodePlan, saved: Sequence[torch.Tensor], tangents: Iterable[torch.Tensor]
@@ -93,6 +83,7 @@ class BackwardProgram:
                     stage="runtime",
                     fix="compile with `Settings(dynamic=False)`",
                 )
+        assert self.node is not None, "the gradients have a history"
         check_unwritten(ctx, plan, self.needed)
         inputs = dict(zip(plan.kept_inputs.primals, ctx.kept_primals, strict=True))
         for idx in self.primals:
@@ -136,12 +127,14 @@ def double_backward(
     before = symbols.sizes().guards
     tangents = {idx: tangent_like(*named, loose=False) for idx, named in traced.tangents.items()}
     if not traced.has_history:
-        return DoubleBackward(tangents, None, traced.failure)
+        return DoubleBackward(tangents, traced.failure)
     graph = with_strides(traced.graph, saved_strides, fake_mode)
     rest = graph.ins[len(traced.plain_ins()) :]
     values = [slot for slot in rest if slot.role not in ("size", *GRADIENT_ROLES)]
     node = compiled(_as_program(traced, graph, values, symbols, fake_mode))
-    program = BackwardProgram(
+    return DoubleBackward(
+        tangents,
+        "",
         node=node,
         primals=traced.primals,
         values=Arguments.of(plan, values, ()),
@@ -150,7 +143,6 @@ def double_backward(
         kept=traced.kept,
         guards=tuple(guard for guard in symbols.sizes().guards if guard not in before),
     )
-    return DoubleBackward(tangents, program, "")
 
 
 def _as_program(

@@ -6,6 +6,7 @@ program's node runs its backward in one go. A gate costs a call 8 us.
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -45,74 +46,30 @@ Step: TypeAlias = "tuple[PrimalIdx, NodeOutIdx, int] | Gate | OutIdx | MetadataW
 
 
 def schedule(plans: Plans, gates: Sequence[Gate], backward: BackwardFacts) -> tuple[Step, ...]:
-    """The steps outside of the node, in order: a gate comes after the waypoints that it sends pieces to."""
-    order = [idx for idx in plans.epilogue.order if isinstance(idx, int)]
-    endings = [act for act in plans.epilogue.order if isinstance(act, MetadataWrite) and act.number < 0]
-    steps = _reshaping(plans)
-    made = [idx for idx in steps if isinstance(idx, int)]
+    """The steps outside of the node, in order: a gate comes after the waypoints that it sends pieces to.
 
-    def make(below: int, until: OutIdx) -> None:
-        for idx in order[: order.index(until) + 1]:
-            if idx not in made and _level_of(idx, plans, backward) < below:
-                made.append(idx)
-                steps.append(idx)
-
-    written = -1
-    for gate in gates:
-        steps += _writes(plans, backward, written, gate.level - 1)
-        written = gate.level - 1
-        for position, _ in gate.pieces:
-            place = backward.waypoints[position].place
-            if isinstance(place, int):
-                make(gate.level, place)
-        steps.append(gate)
-    steps += _writes(plans, backward, written, len(backward.waypoints))
-    return (*steps, *(idx for idx in order if idx not in made), *endings)
-
-
-def _reshaping(plans: Plans) -> list[Step]:
-    """What shows inputs in another way, and the views of these inputs that are made before.
-
-    A program with gates writes no other metadata.
+    A program with gates writes no metadata, but for what is done to results at the end.
     """
-    order = plans.epilogue.order
-    writes = [act for act in order if isinstance(act, MetadataWrite) and act.number >= 0]
-    targets = [write.target for write in writes]
-    reshaped = {target.input for target in targets if isinstance(target, IsInput)}
-    before = order[: order.index(writes[-1]) + 1] if writes else ()
-    return [
-        act
-        for act in before
-        if act in writes or (isinstance(act, int) and _viewed_input(act, plans) in reshaped)
-    ]
+    order = [idx for idx in plans.epilogue.order if isinstance(idx, int)]
+    endings = [act for act in plans.epilogue.order if isinstance(act, MetadataWrite)]
+    steps = list[Step]()
+    for gate in gates:
+        places = [backward.waypoints[position].place for position, _ in gate.pieces]
+        until = max((order.index(place) + 1 for place in places if isinstance(place, int)), default=0)
+        ready = [idx for idx in order[:until] if _level_of(idx, plans, backward) < gate.level]
+        steps += [*(idx for idx in ready if idx not in steps), gate]
+    return (*steps, *plans.writes.writes, *(idx for idx in order if idx not in steps), *endings)
 
 
-def _viewed_input(idx: OutIdx, plans: Plans) -> PrimalIdx | None:
-    """The input that an output is, or is a view of."""
-    match plans.epilogue.outputs[idx]:
-        case IsInput(input=source) | ViewOfInput(base=source):
-            return source
-        case ViewOfOutput(base=base):
-            return _viewed_input(base, plans)
-        case _:
-            return None
-
-
-def _writes(plans: Plans, backward: BackwardFacts, above: int, up_to: int) -> list[Step]:
-    """The inputs that are written with values of these levels."""
-    return [write for write in plans.writes.writes if above < backward.levels[write[1]] <= up_to]
-
-
-def _level_of(idx: OutIdx, plans: Plans, backward: BackwardFacts) -> int:
-    """The level of what an output is made of."""
+def _level_of(idx: OutIdx, plans: Plans, backward: BackwardFacts) -> float:
+    """The level of what an output is made of; of inputs that are written, none, as they are written last."""
     match plans.epilogue.outputs[idx]:
         case Fresh(value=value) | ViewOfIntermediate(base=value):
             return backward.levels[value]
         case ViewOfOutput(base=base):
             return _level_of(base, plans, backward)
         case IsInput(input=source) | ViewOfInput(base=source):
-            written = [value for primal, value, _ in plans.writes.writes if primal == source]
-            return max((backward.levels[value] for value in written), default=0)
+            return math.inf if any(source == written for written, _, _ in plans.writes.writes) else 0
         case _:
             return 0
 
@@ -144,19 +101,20 @@ def passing_of(node: Any) -> Passing | None:
     return passing if passing is not None and passing.task == backward_task() else None
 
 
-class _Watch:
-    """Whether the caller watches waypoints; it does not keep them alive."""
+Watch: TypeAlias = Callable[[], bool]
+"""Whether the caller watches waypoints; it does not keep them alive."""
 
-    def __init__(self, points: Sequence[torch.Tensor], earlier: _Watch | None) -> None:
-        distinct = {id(p): p for p in points}.values()
-        self._hooks = [hooks_of(point) for point in distinct]
-        self._points = [weakref.ref(point) for point in distinct]
-        self._earlier = earlier
 
-    def sees(self) -> bool:
-        if any(self._hooks) or (self._earlier is not None and self._earlier.sees()):
+def _watching(points: Sequence[torch.Tensor], earlier: Watch | None) -> Watch:
+    distinct = {id(point): point for point in points}.values()
+    hooks, held = [hooks_of(point) for point in distinct], [weakref.ref(point) for point in distinct]
+
+    def sees() -> bool:
+        if any(hooks) or (earlier is not None and earlier()):
             return True
-        return any(point.retains_grad for ref in self._points if (point := ref()) is not None)
+        return any(point.retains_grad for ref in held if (point := ref()) is not None)
+
+    return sees
 
 
 Pieces: TypeAlias = Callable[[Any, Gate, Grads], Sequence[Any]]
@@ -217,32 +175,28 @@ class Gates:
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
             outs = Outputs(plans.epilogue, primals)
-            given, rests = plans.writes.taken(primals)
-            outs.values = values = list(call(given))
+            plans.writes.prepare(primals)
+            outs.values = values = list(call(primals))
             plans.epilogue.count(primals)
             shield(*(values[idx] for idx in self.at_once()))
             before = None
             for step in self.steps:
                 match step:
                     case Gate():
-                        points = [self._point(position, primals, values, outs) for position, _ in step.pieces]
+                        points = [self._point(position, values, outs) for position, _ in step.pieces]
                         before = self.lead(step)(values, points, before)
                     case (primal, value, bumps):
-                        put(primals[primal], rests[primal], values[value], bumps)
+                        put(primals[primal], values[value], bumps)
                     case _:
                         outs.do(step)
             return outs.in_order()
 
         return lifted
 
-    def _point(
-        self, position: int, primals: Sequence[Any], values: Sequence[Any], outs: Outputs
-    ) -> torch.Tensor:
+    def _point(self, position: int, values: Sequence[Any], outs: Outputs) -> torch.Tensor:
         match self.place(position):
             case Fresh(value=value):
                 return values[value]
-            case IsInput(input=source):
-                return primals[source]
             case out:
                 return outs.make(out)
 
@@ -268,7 +222,7 @@ def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
 
     class Passed(node_base()):
         @staticmethod
-        def forward(ctx: Any, node: Any, watch: _Watch, anchor: Any, before: Any, *tensors: Any) -> Any:
+        def forward(ctx: Any, node: Any, watch: Watch, anchor: Any, before: Any, *tensors: Any) -> Any:
             ctx.node, ctx.watch = node, watch
             ctx.set_materialize_grads(False)
             outs = [tensor.detach() for tensor in tensors[:num_outs]]
@@ -279,7 +233,7 @@ def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
             arrived = dict(zip(gate.outs, grads, strict=False))
             passing = passing_of(ctx.node)
             if passing is None:
-                is_watched = ctx.watch.sees() or _is_asked_for_waypoints(ctx.node)
+                is_watched = ctx.watch() or _is_asked_for_waypoints(ctx.node)
                 passing = Passing(backward_task(), is_watched, {})
                 ctx.node.passing = passing
             passing.arrived.update(arrived)
@@ -291,7 +245,7 @@ def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
     def lead(values: list[Any], points: Sequence[torch.Tensor], before: Any) -> Any:
         token, earlier = (None, None) if before is None else before
         shield(*filter(_has_no_hooks, (points[k] for k in to_shield)))
-        watch = _Watch(points, earlier)
+        watch = _watching(points, earlier)
         node = values[gate.outs[0]].grad_fn
         passed = Passed.apply(node, watch, _ANCHOR, token, *(values[idx] for idx in gate.outs), *points)
         for idx, value in zip(gate.outs, passed, strict=False):

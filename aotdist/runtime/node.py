@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from aotdist.aliasing.version import count_as, version_of
+from aotdist.aliasing.version import version_of
 from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.mutation import write_plain
 from aotdist.convention.subclass import rebuild_all
@@ -19,7 +19,7 @@ from aotdist.program import Call
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.held import run_once
 from aotdist.runtime.plan import NodePlan, Saved
-from aotdist.runtime.results import Versions, detached_views, saved_beside
+from aotdist.runtime.results import detached_views
 from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import evaluate
 from aotdist.subclasses.protocol import plain_tensors
@@ -33,7 +33,6 @@ def make_node(
     forward: BoxedCall,
     backward: Backward,
     symbols: Mapping[str, int],
-    versions: Versions,
 ) -> Call:
     """The node as a call: the reference for the printed one.
 
@@ -42,7 +41,6 @@ def make_node(
         forward: plain inputs, sizes -> results, then saved values.
         backward: what runs in the backward.
         symbols: of this call.
-        versions: what version counters of outputs to set.
     """
 
     class Node(torch.autograd.Function):
@@ -62,16 +60,13 @@ def make_node(
             plan.inside.unwrap.count(primals)
             values = detached_views(results[: plan.inside.writes.num_values], plan.views)
             outs = rebuild_all(plan.inside.unwrap.outs, values)
-            count_as(outs, versions)
             saved, kept, late = plan.saved, plan.kept_inputs, plan.backward_writes
-            ctx.save_for_backward(*_saved(saved, plains, results, versions))
+            ctx.save_for_backward(*_saved(saved, plains, results))
             ctx.kept_primals = tuple(primals[idx] for idx in kept.primals)
             ctx.versions = tuple(version_of(ctx.kept_primals[k]) for k, _ in kept.unsaved)
             ctx.symbols = symbols
-            # Not the results themselves: each holds the node, and would be held by it.
-            ctx.written = [plains[idx] for idx in late.plains] + [values[k].detach() for k in late.results]
+            ctx.written = [plains[idx] for idx in late.plains]
             ctx.bumped = [primals[idx] for idx, _ in late.wrappers]
-            ctx.bumped += [counter_of(outs[idx]) for idx, _ in late.outs]
             ctx.mark_non_differentiable(
                 *(outs[idx] for idx, out in plan.outs.enumerate() if not out.differentiable)
             )
@@ -93,12 +88,9 @@ def make_node(
     return lambda primals: list(Node.apply(*primals))
 
 
-def _saved(
-    saved: Saved, plains: Sequence[Any], results: Sequence[Any], versions: Versions
-) -> Iterator[torch.Tensor]:
+def _saved(saved: Saved, plains: Sequence[Any], results: Sequence[Any]) -> Iterator[torch.Tensor]:
     yield from (plains[plain].detach() if changes else plains[plain] for plain, changes in saved.inputs)
-    values = (results[position] for position in saved.results)
-    yield from map(saved_beside, values) if versions else values
+    yield from (results[position] for position in saved.results)
 
 
 def without_autocast(call: BoxedCall) -> BoxedCall:

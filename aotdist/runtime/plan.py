@@ -65,24 +65,20 @@ class KeptInputs:
 
 @dataclass(frozen=True, slots=True)
 class BackwardWrites:
-    """What the backward writes of the inputs, and of what the node returns.
+    """What the backward writes of the inputs.
 
     Args:
         plains: plain inputs; their new values follow the gradients.
-        results: results of the forward graph, whose new values follow those.
-        bumps: for each of `plains`, then of `results`, how many writes to count.
+        bumps: for each of `plains`, how many writes to count.
         wrappers: wrappers around plain inputs, and number of writes to count.
-        outs: wrappers around results, likewise.
-        read: arguments of the backward graph, after the tangents, that are inputs or results as they are
-            when it runs: for each, its position in `plains`, or behind these in `results`.
+        read: arguments of the backward graph, after the tangents, that are inputs as they are when it runs:
+            for each, its position in `plains`.
         once: see `BackwardFacts.once`.
     """
 
     plains: tuple[PlainIdx, ...]
-    results: tuple[int, ...]
     bumps: tuple[int, ...]
     wrappers: tuple[tuple[PrimalIdx, int], ...]
-    outs: tuple[tuple[NodeOutIdx, int], ...]
     read: Mapping[Slot, int]
     once: bool
 
@@ -270,25 +266,12 @@ def _backward_writes(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> B
         for idx in backward.writes
         for plain, (inner, _) in zip(plains[idx], leaves(facts.recipes[idx]), strict=True)
     ]
-    position = {slot: at for at, slot in enumerate(split.forward.outs)}
-    results = [
-        (idx, position[Slot(out.slot.role, out.slot.path, inner)], Slot("buffer", out.slot.path, inner))
-        for idx, out in ((idx, facts.node_outs[idx]) for idx in backward.result_writes)
-        for inner, _ in leaves(out.recipe)
-    ]
-    names = [slot for _, _, slot in (*written, *results)]
+    names = [slot for _, _, slot in written]
     wrapped = {idx: n for idx, n in backward.writes.items() if isinstance(facts.recipes[idx], Wrapper)}
-    of_outs = backward.result_writes.items()
-    outs = {idx: n for idx, n in of_outs if isinstance(facts.node_outs[idx].recipe, Wrapper)}
     return BackwardWrites(
         plains=tuple(plain for _, plain, _ in written),
-        results=tuple(at for _, at, _ in results),
-        bumps=(
-            *(0 if idx in wrapped else backward.writes[idx] for idx, _, _ in written),
-            *(0 if idx in outs else backward.result_writes[idx] for idx, _, _ in results),
-        ),
+        bumps=tuple(0 if idx in wrapped else backward.writes[idx] for idx, _, _ in written),
         wrappers=tuple(wrapped.items()),
-        outs=tuple(outs.items()),
         read={slot: names.index(slot) for slot in split.backward.ins if slot.role == "buffer"},
         once=backward.once,
     )

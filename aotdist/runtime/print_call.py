@@ -12,7 +12,7 @@ from typing import Any, assert_never
 
 import torch
 
-from aotdist.aliasing.overwrite import are_written_alone, refuse_forbidden, take
+from aotdist.aliasing.overwrite import are_written_alone, refuse_forbidden
 from aotdist.aliasing.version import bump, rewind
 from aotdist.capture.ambient import ambient_guard
 from aotdist.capture.argument_mutation import are_apart
@@ -43,7 +43,6 @@ from aotdist.subclasses.protocol import (
     recipe_of,
     wrapper_rule,
 )
-from aotdist.torch_seam.autograd import end_of_size
 from aotdist.torch_seam.jagged import have_same_rows, rows_of
 from aotdist.torch_seam.trees import tree_children
 
@@ -103,7 +102,8 @@ def print_call(
         _print_sizes(printer, fit, primals)
         _miss_unless(printer, list(_conditions_on_data(printer, fit)))
         printer.comment("run")
-        _print_what_comes_first(printer, plans, primals)
+        for idx in plans.epilogue.switched_on:
+            printer.line(f"{primals[idx]}.requires_grad_()")
         bind = binder(printer, fit.variables, held)
         do = action_printer(printer, plans.epilogue, primals, fit.around.ambient, bind)
         for idx in plans.epilogue.early:
@@ -131,8 +131,6 @@ def _print_epilogue(
     """Print that versions are set right, then the actions, by the gates if there are some."""
     for idx, count in epilogue.rewinds:
         printer.line(f"{printer.bind('rewind', rewind)}({primals[idx]}, {count})")
-    for idx, inside, count in epilogue.inside:
-        printer.line(f"{printer.bind('bump', bump)}({primals[idx]}{inside.path}, {count})")
     if gates is not None:
         print_steps(printer, gates, primals, do)
         return
@@ -151,7 +149,8 @@ def _print_given(
     printer: Printer, writes: DifferentiableWrites, primals: Sequence[str], hooks: HookPlan
 ) -> list[str]:
     """Print how the region's arguments are prepared; returns expressions for them."""
-    given = _print_taken(printer, writes, primals)
+    _print_before_writes(printer, writes, primals)
+    given = list(primals)
     for idx in hooks.detached:
         given[idx] += ".detach()"
     if not hooks.silenced:
@@ -161,27 +160,13 @@ def _print_given(
     return ["*given"]
 
 
-def _print_taken(printer: Printer, writes: DifferentiableWrites, primals: Sequence[str]) -> list[str]:
-    """Print `DifferentiableWrites.taken`; returns expressions for the region's arguments."""
+def _print_before_writes(printer: Printer, writes: DifferentiableWrites, primals: Sequence[str]) -> None:
+    """Print `DifferentiableWrites.prepare`."""
     if writes.writes:
         targets = [primals[primal] for primal, _, _ in writes.writes]
         printer.line(f"{printer.bind('refuse_forbidden', refuse_forbidden)}({', '.join(targets)})")
     for primal, bumps in writes.counted:
         printer.line(f"{printer.bind('bump', bump)}({primals[primal]}, {bumps})")
-    given = list(primals)
-    for primal, _, _ in writes.writes:
-        given[primal] = f"{primals[primal]}_before"
-        taken = f"{given[primal]}, {primals[primal]}_rest"
-        printer.line(f"{taken} = {printer.bind('take', take)}({primals[primal]})")
-    return given
-
-
-def _print_what_comes_first(printer: Printer, plans: Plans, primals: Sequence[str]) -> None:
-    for idx in plans.switched_on.inputs:
-        printer.line(f"{primals[idx]}.requires_grad_()")
-    for idx, size in plans.switched_on.sized:
-        end = f"{printer.bind('end_of_size', end_of_size)}({primals[idx]}, {size})"
-        printer.line(f"{primals[idx]}_end = {end}  # held until the call is over")
 
 
 def _print_what_is_left(printer: Printer, fit: Guards) -> None:
@@ -460,7 +445,7 @@ def _same_context(printer: Printer, name: str, example: torch.Tensor, recipe: Wr
 
 
 def _alone_condition(printer: Printer, fit: Guards, with_history: Collection[PrimalIdx]) -> str:
-    """That `take` and `put` can write each input that is written with history, without its base."""
+    """That `put` can write each input that is written with history, without its base."""
     names, views = fit.primal_variables(), fit.bases.views()
     others = [at for at in fit.slots.indices() if at not in views and at not in with_history]
     given = (sequence([names[at] for at in group]) for group in (with_history, others))

@@ -22,14 +22,13 @@ from aotdist.runtime.held import run_once
 from aotdist.runtime.plan import NodePlan, Saved
 from aotdist.runtime.print_outputs import print_effects_of_backward
 from aotdist.runtime.printer import Printer, Told, print_size, print_step, remark, sequence
-from aotdist.runtime.results import Versions, saved_beside
 from aotdist.runtime.tangent import Tangent, TangentMismatch, rebuilt
 from aotdist.runtime.wrappers import SavedWrappers, check_unwritten
 from aotdist.sizes import Expression, NumberStep, concrete, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
 from aotdist.torch_seam.autograd import keeps_graph, node_base
 from aotdist.torch_seam.modes import class_functions_off
-from aotdist.torch_seam.tensors import counter_of, set_versions
+from aotdist.torch_seam.tensors import counter_of
 
 Watch: TypeAlias = AbstractContextManager[Any] | None
 """What stands around every run of a graph with collectives; see `aotdist.runtime.ranks`."""
@@ -83,7 +82,6 @@ class ForwardPrinter:
         told: symbols that are added to that dictionary once the graph has run.
         call: plain inputs, sizes -> results, then saved values.
         watch: a context for every run of the graph, if any.
-        versions: what version counters of outputs to set, see `aotdist.runtime.results.versions_to_set`.
     """
 
     printer: Printer
@@ -92,7 +90,6 @@ class ForwardPrinter:
     told: Told
     call: BoxedCall
     watch: Watch
-    versions: Versions
 
     def parameters(self) -> list[str]:
         """What the printed function takes."""
@@ -122,14 +119,6 @@ class ForwardPrinter:
             printer.line(f"{printer.bind('bump', bump)}({self.names[idx]}, {count})")
         _print_told(printer, self.told)
         return plains
-
-    def print_versions(self) -> None:
-        """Print that the version counters of outputs are set to how often the program wrote them."""
-        if self.versions:
-            written = sequence([f"o{idx}" for idx in self.versions])
-            counted = sequence([str(version) for version in self.versions.values()])
-            set_ = self.printer.bind("set_versions", set_versions)
-            self.printer.line(f"{set_}({written}, {counted})")
 
 
 def print_node(
@@ -186,10 +175,6 @@ def print_inference(
     with printer.indented(), off:
         region.print_run(inside, sizes)
         outs = print_results(printer, recipes, _values(inside.writes, views), ["out"] * len(recipes))
-        for idx in region.versions:
-            printer.line(f"o{idx} = {outs[idx]}")
-            outs[idx] = f"o{idx}"
-        region.print_versions()
         printer.line(f"return {sequence(outs)}")
     printer.line()
 
@@ -218,8 +203,7 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
         outs = print_results(printer, list(plan.inside.unwrap.outs), values, hints)
         for idx, out in plan.outs.enumerate():
             printer.line(f"o{idx} = {outs[idx]}{remark(f'{out.slot.role} {out.slot}')}")
-        region.print_versions()
-        saved = _saved(printer, plan.saved, plains, region.versions)
+        saved = _saved(plan.saved, plains)
         printer.spread("ctx.save_for_backward(", saved, ")")
         if plan.kept_inputs.primals:
             printer.spread("ctx.kept_primals = (", [names[idx] for idx in plan.kept_inputs.primals], ",)")
@@ -230,11 +214,9 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
             printer.line("ctx.symbols = symbols")
         late = plan.backward_writes
         if late.bumps:
-            made = [f"{values[k]}.detach()" for k in late.results]
-            printer.line(f"ctx.written = {sequence([*(plains[idx] for idx in late.plains), *made])}")
-        if late.wrappers or late.outs:
-            made = [f"{printer.bind('counter_of', counter_of)}(o{idx})" for idx, _ in late.outs]
-            printer.line(f"ctx.bumped = {sequence([*(names[idx] for idx, _ in late.wrappers), *made])}")
+            printer.line(f"ctx.written = {sequence([plains[idx] for idx in late.plains])}")
+        if late.wrappers:
+            printer.line(f"ctx.bumped = {sequence([names[idx] for idx, _ in late.wrappers])}")
         printer.line("ctx.set_materialize_grads(False)")
         _print_noted(printer, names, plan.saved.wrappers)
         constant = [f"o{idx}" for idx, out in plan.outs.enumerate() if not out.differentiable]
@@ -243,14 +225,10 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
         printer.spread("return (", [f"o{idx}" for idx in plan.outs.indices()], ",)")
 
 
-def _saved(printer: Printer, saved: Saved, plains: Sequence[str], versions: Versions) -> list[str]:
+def _saved(saved: Saved, plains: Sequence[str]) -> list[str]:
     """Expressions for the values to save."""
     inputs = [f"{plains[plain]}{'.detach()' if changes else ''}" for plain, changes in saved.inputs]
-    results = [f"results[{position}]" for position in saved.results]
-    if results and versions:
-        beside = printer.bind("saved_beside", saved_beside)
-        results = [f"{beside}({result})" for result in results]
-    return inputs + results
+    return inputs + [f"results[{position}]" for position in saved.results]
 
 
 def _print_noted(printer: Printer, names: Sequence[str], wrappers: SavedWrappers) -> None:
@@ -350,8 +328,7 @@ def _print_gradients(
     count = sum(1 for recipe in grads for _ in leaves(recipe))
     for offset, bumps in enumerate(plan.backward_writes.bumps):
         printer.line(_write(printer, f"ctx.written[{offset}]", f"results[{count + offset}]", bumps))
-    wrapped = (*plan.backward_writes.wrappers, *plan.backward_writes.outs)
-    for offset, (_, bumps) in enumerate(wrapped):
+    for offset, (_, bumps) in enumerate(plan.backward_writes.wrappers):
         printer.line(f"{printer.bind('bump', bump)}(ctx.bumped[{offset}], {bumps})")
     built = iter(
         print_results(printer, grads, [f"results[{k}]" for k in range(count)], ["grad"] * len(grads))

@@ -65,8 +65,7 @@ from aotdist.sizes import NumberStep, concrete, is_symbolic
 def print_write(printer: Printer, primals: Sequence[str], write: tuple[PrimalIdx, NodeOutIdx, int]) -> None:
     """Print that an input is given a new value with a history."""
     primal, value, bumps = write
-    written = f"{primals[primal]}, {primals[primal]}_rest, values[{value}], {bumps}"
-    printer.line(f"{printer.bind('put', put)}({written})")
+    printer.line(f"{printer.bind('put', put)}({primals[primal]}, values[{value}], {bumps})")
 
 
 def print_steps(printer: Printer, gates: Gates, primals: Sequence[str], do: Callable[[Action], None]) -> None:
@@ -76,7 +75,7 @@ def print_steps(printer: Printer, gates: Gates, primals: Sequence[str], do: Call
     for step in gates.steps:
         match step:
             case Gate():
-                points = [_point(gates.place(position), primals) for position, _ in step.pieces]
+                points = [_point(gates.place(position)) for position, _ in step.pieces]
                 lead = printer.bind(f"gate_{step.level}", gates.lead(step))
                 printer.line(f"passed_{step.level} = {lead}(values, {sequence(points)}, {before})")
                 before = f"passed_{step.level}"
@@ -86,14 +85,8 @@ def print_steps(printer: Printer, gates: Gates, primals: Sequence[str], do: Call
                 do(step)
 
 
-def _point(place: HeldPlace, primals: Sequence[str]) -> str:
-    match place:
-        case Fresh(value=value):
-            return f"values[{value}]"
-        case IsInput(input=source):
-            return primals[source]
-        case out:
-            return f"o{out}"
+def _point(place: HeldPlace) -> str:
+    return f"values[{place.value}]" if isinstance(place, Fresh) else f"o{place}"
 
 
 def action_printer(

@@ -32,20 +32,6 @@ def has_several_results(tensor: torch.Tensor) -> bool:
     return tensor.grad_fn is not None and len(tensor.grad_fn._input_metadata) > 1
 
 
-def end_of_size(leaf: torch.Tensor, size: Sequence[int]) -> Any:
-    """The leaf's accumulation node for gradients of this size; it lives as long as it is held.
-
-    Autograd makes the node when it is first needed, for the sizes that the leaf has then. One that exists
-    already stays as it is.
-    """
-    data = leaf.data
-    leaf.data = data.new_empty(()).expand(size)
-    try:
-        return get_gradient_edge(leaf).node
-    finally:
-        leaf.data = data
-
-
 def sequence_nr(node: Any) -> int:
     """The sequence number of an autograd node; no two nodes that one thread makes have the same."""
     return node._sequence_nr()

@@ -17,13 +17,13 @@ from torch.utils.checkpoint import _is_compiling as _checkpoint_is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from aotdist.torch_seam.classes import hears_of_functions
-from aotdist.torch_seam.patches import Patch, is_replaced_here, replaced_here
+from aotdist.torch_seam.patches import Patch, replaced_here
 from aotdist.torch_seam.trees import pytree
 
 _CONTROL_FLOW = frozenset(
     {
         "torch._higher_order_ops.cond",
-        "torch._higher_order_ops.while_loop",
+        "torch._higher_order_ops.while_loop",  # refused, by the line that calls it
         "torch._higher_order_ops.utils",  # for `scan` and `map`
         "torch.nn.attention.flex_attention",
     }
@@ -135,9 +135,8 @@ def _says_yes_to_control_flow() -> bool:
     return bool(_TRACES.value and asking in _CONTROL_FLOW) or _asks_dynamo()
 
 
-_ENCODER = torch.nn.TransformerEncoder.forward.__code__
 _FAST_PATHS = {
-    _ENCODER,
+    torch.nn.TransformerEncoder.forward.__code__,
     torch.nn.TransformerEncoderLayer.forward.__code__,
     torch.nn.MultiheadAttention.forward.__code__,
 }
@@ -148,8 +147,7 @@ PAD_SEQUENCE: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch._VF._pad_
 
 IS_LEFT_ALIGNED = torch._nested_tensor_from_mask_left_aligned
 PACK = torch._nested_tensor_from_mask
-ENCODER_LAYER = torch._transformer_encoder_layer_fwd
-"""`nn.TransformerEncoder`: its test before it packs a padded batch, its packing, and a layer's fast path."""
+"""`nn.TransformerEncoder`: its test before it packs a padded batch, and its packing."""
 
 
 def fast_paths_on() -> AbstractContextManager[None]:
@@ -164,17 +162,3 @@ def fast_paths_on() -> AbstractContextManager[None]:
         return any(hears_of_functions(type(value)) for value in values if isinstance(value, torch.Tensor))
 
     return replaced_here(torch.overrides, "has_torch_function", has_torch_function)
-
-
-def encoder_that_asks() -> torch.nn.TransformerEncoder | None:
-    """The encoder whose `forward` is on the stack of the caller, if there is one."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not _ENCODER:
-        frame = frame.f_back
-    return None if frame is None else frame.f_locals["self"]
-
-
-def are_on_fast_path(layers: torch.nn.Module) -> bool:
-    """Whether `fast_paths_on` is in force, and an encoder's layers have no hooks that forbid fast paths."""
-    hooks = (module._forward_hooks or module._forward_pre_hooks for module in layers.modules())
-    return is_replaced_here(torch.overrides, "has_torch_function") and not any(hooks)

@@ -231,18 +231,10 @@ def views_unnoticed() -> AbstractContextManager[Any]:
 
 
 def part_of(
-    memory: FunctionalTensor, dtype: torch.dtype, size: Sequence[int], stride: Sequence[int], offset: int
+    memory: FunctionalTensor, size: Sequence[int], stride: Sequence[int], offset: int
 ) -> FunctionalTensor:
-    """A functional tensor in the memory of a flat one, which autograd does not take for a view.
-
-    Where `memory` is bytes and the part something else, `offset` counts bytes. `as_strided` comes first:
-    functionalisation writes through it only where no other view comes before.
-    """
-    if dtype == memory.dtype:
-        return second_shell(memory.as_strided(size, stride, offset))  # type: ignore[arg-type]
-    count = dtype.itemsize
-    elements = memory.as_strided((*size, count), (*(step * count for step in stride), 1), offset)
-    return second_shell(elements.view(dtype).squeeze(-1))  # type: ignore[arg-type]
+    """A functional tensor in the memory of a flat one, which autograd does not take for a view."""
+    return second_shell(memory.as_strided(size, stride, offset))  # type: ignore[arg-type]
 
 
 def made_again(view: torch.Tensor, base: torch.Tensor) -> torch.Tensor:

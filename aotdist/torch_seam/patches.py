@@ -194,11 +194,6 @@ def replaced_here(owner: Any, name: str, instead: Callable[..., Any]) -> Abstrac
     return _patch_of(owner, name).applied(instead)
 
 
-def is_replaced_here(owner: Any, name: str) -> bool:
-    """Whether a `replaced_here` is in force in this thread."""
-    return _patch_of(owner, name).value is not None
-
-
 @functools.cache
 def _patch_of(owner: Any, name: str) -> Patch[Callable[..., Any]]:
     @functools.wraps(getattr(owner, name))

@@ -17,10 +17,6 @@ engine does not tell. The frames of the functions that started it do (`torch_sea
 by the call or after it, or an input that is no leaf, may be a waypoint; leaves, and what was there before,
 are not. So a gradient penalty of one of several results takes the backward as a program.
 
-An input that the program reshapes in place (`x.t_()`) is such a tensor, too: what is computed of it
-afterwards is, to autograd, computed of a view of what it was. It is reshaped outside of the node, before the
-gate that leads to it.
-
 Autograd calls hooks of all results and inputs of a node, if need be with None. In eager most tensors have a
 node of their own, so hooks of results are passed over, and those of inputs silenced, where no gradient comes
 (`runtime/hooks.py`). The order of hooks is autograd's.
@@ -29,6 +25,6 @@ Higher-order operators
 ----------------------
 A branch of `torch.cond` is a program, traced by the same `trace` as any other, inside the enclosing trace,
 whose tensors are to it what real tensors are to a program (`trace/body.py`). It becomes a forward and a
-gradient graph; both branches take the same operands. Loops of a known length (`scan`, `map`) are unrolled, so
-that all that holds of a Python loop holds of them. `while_loop` stays one operator, without gradients.
+gradient graph; both branches take the same operands, and write none of them. Loops of a known length (`scan`,
+`map`) are unrolled, so that all that holds of a Python loop holds of them.
 """

@@ -19,7 +19,6 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from aotdist.capture.in_backward import InBackward
-from aotdist.convention.metadata import takes_any_size
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import NodeOut, kept_slots
 from aotdist.program import NodeOutIdx, PrimalIdx, Role, Row, Slot
@@ -261,8 +260,6 @@ def refuse_unfit(
         if grad.dtype != known.dtype:
             raise retyped_unseen(row[idx].slot, known.dtype, grad.dtype)
         size = known.size()
-        if takes_any_size(known, grad.size()):
-            continue
         fits = grad.size()[max(grad.dim() - len(size), 0) :] == size
         # What fits is copied into the sizes of the leaf; autograd takes a single element as it is.
         if not (fits and (grad.size() == size or grad.numel() > 1)):

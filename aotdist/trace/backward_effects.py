@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from aotdist.facts import (
     Fresh,
     InputFact,
     IsInput,
-    MetadataWrite,
+    OutputFact,
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
@@ -28,7 +28,6 @@ from aotdist.facts import (
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import is_wrapper, leaves, plain_tensors, recipe_of, same_layout
 from aotdist.torch_seam.autograd import (
-    history_of,
     saves_tensors,
     sequence_nr,
     tensors_by_node,
@@ -49,15 +48,15 @@ from aotdist.trace.backward import (
     refuse_unfit,
 )
 from aotdist.trace.context import TraceContext
-from aotdist.trace.data_writes import backward_writes, counts_of_results, result_writes
-from aotdist.trace.failures import written_without_others
+from aotdist.trace.data_writes import backward_writes, counts_of_results
+from aotdist.trace.failures import result_written, written_without_others
 from aotdist.trace.forward_effects import ForwardEffects
 from aotdist.trace.forward_snapshot import ForwardEnd, is_read_again
 from aotdist.trace.metadata import refuse
 from aotdist.trace.observed_grads import HeldTensor, ObservedGrads
 from aotdist.trace.outputs import NodeOutputs
 from aotdist.trace.recorder import Recorder, Writers
-from aotdist.trace.stand_ins import Inputs, StandIn
+from aotdist.trace.stand_ins import Inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +91,13 @@ class BackwardTrace:
         self._context, self._recorder, self._inputs = context, context.recorder, context.inputs
         self._forward, self._may_run_later = forward, options.may_run_later
         self._in_python = options.in_python or InBackward(None)
-        self._ends, fits = forward.ends(), forward.can_be_followed()
+        self._ends = forward.ends()
         self._behind = _results_behind_nodes(self._ends)
         self._freed = frozenset(behind for node, behind in self._behind.items() if saves_tensors(node))
-        cuts, row = context.options.cuts and fits, self._inputs.row()
-        self._forward_end = ForwardEnd.of(self._recorder, row, forward.outputs.tensors) if cuts else None
+        cuts, row = context.options.cuts and not forward.is_rewritten, self._inputs.row()
+        self._forward_end = ForwardEnd.of(self._recorder, row) if cuts else None
         can_hold = cuts and is_linear(self._ends)
-        held = held_tensors(forward.outs, forward.outputs, forward.writes, row) if can_hold else []
+        held = held_tensors(forward.outs, forward.outputs, forward.writes) if can_hold else []
         self._waypoints = ObservedGrads(held, self._ends)
         self._backward = self._backward_of(forward)
         self._nonlinear = self._backward.choices() if context.options.cuts else []
@@ -120,19 +119,21 @@ class BackwardTrace:
         grads = grad_results(recorder, row.map(lambda one: one.slot), whole.grads)
         grads += self._waypoints.results(recorder)
         writes, written = backward_writes(recorder, row, counters, metadata)
-        made, made_results = result_writes(
-            recorder, forward.node_outs, tensors, counted, counts_of_results(tensors, row)
-        )
-        written += made_results + kept_results(recorder, whole.kept)
+        for out, before, after in zip(
+            forward.node_outs, counted, counts_of_results(tensors, row), strict=True
+        ):
+            if before != after:
+                raise result_written(out.slot)
+        written += kept_results(recorder, whole.kept)
         _refuse_replaced_inputs(recorder, self._inputs, self._in_python.replaced)
         once = is_read_again(self._written_of_nobody(writers), grads + written)
-        cannot_repeat = bool(made or once or (writes and self._forward_end is None))
+        cannot_repeat = once or bool(writes and self._forward_end is None)
         choices = [] if cannot_repeat else self._to_trace_alone(whole, writes, writers)
         runs, chosen, of_choices = self._trace_alone(choices, writes)
-        if self._in_python.whole and self._may_run_later and not (runs or writes or made):
+        if self._in_python.whole and self._may_run_later and not (runs or writes):
             self._find_changes_of_some()
         if self._forward_end is not None:
-            self._forward_end.read_late(recorder, self._inputs.row(), writes, forward.node_outs, made)
+            self._forward_end.read_late(recorder, self._inputs.row(), writes)
         _refuse_changes(self._inputs, context.log.changes[num_changes:])
         facts = BackwardFacts(
             grads=Row(
@@ -140,7 +141,6 @@ class BackwardTrace:
                 for idx in self._inputs.row().indices()
             ),
             writes=writes,
-            result_writes=made,
             waypoints=self._waypoints.facts(),
             levels=self._waypoints.levels(len(forward.node_outs)),
             once=once,
@@ -289,52 +289,36 @@ class LayoutSums(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-# What the caller will hold of the differentiable tensors of a program, and may watch the gradients of.
-
-
 def held_tensors(
-    outs: Sequence[Any],
-    outputs: NodeOutputs,
-    writes: Row[PrimalIdx, InputFact],
-    row: Row[PrimalIdx, StandIn],
+    outs: Sequence[Any], outputs: NodeOutputs, writes: Row[PrimalIdx, InputFact]
 ) -> list[HeldTensor]:
-    """Results, and inputs that have another history after the call.
+    """The differentiable results of a program, which the caller may watch the gradients of.
 
     Args:
         outs: what the program returned.
         outputs: what that is.
         writes: what happened to each input.
-        row: the inputs.
     """
     held = [
         HeldTensor(str(outputs.slots[idx]), Fresh(idx), idx, outputs.tensors[idx])
         for idx in sorted(outputs.with_history)
         if outputs.slots[idx].role == "output"
     ]
-    for idx, fact in writes.enumerate():
-        if isinstance(fact, DataWritten) and fact.differentiable:
-            held.append(HeldTensor(str(row[idx].slot), IsInput(idx), fact.value, row[idx].tensor))
-    held += _views_of_written(row)
-    held += _reshaped(outputs, row)
     for position, (out, fact) in enumerate(zip(outs, outputs.facts, strict=True)):
         is_view = isinstance(fact, (ViewOfInput, ViewOfIntermediate, ViewOfOutput)) and fact.steps
-        if is_view and out.grad_fn is not None:
+        source = _viewed_input(outputs, fact)
+        is_written = source is not None and isinstance(writes[source], DataWritten)
+        if is_view and out.grad_fn is not None and not is_written:
             held.append(HeldTensor(f"out[{position}]", OutIdx(position), None, out))
     return held
 
 
-def _views_of_written(row: Row[PrimalIdx, StandIn]) -> Iterator[HeldTensor]:
-    """Inputs that are made again as views, and have the history of their base since it was written."""
-    written = {id(one.tensor) for one in row if not one.derived and one.bumps()}
-    for idx, stand_in in row.enumerate():
-        view = stand_in.tensor
-        if stand_in.derived and id(view._base) in written and history_of(view) is not None:
-            yield HeldTensor(str(stand_in.slot), IsInput(idx), None, view)
-
-
-def _reshaped(outputs: NodeOutputs, row: Row[PrimalIdx, StandIn]) -> Iterator[HeldTensor]:
-    """Inputs that show their elements in another way: what is computed of them then is computed of a view."""
-    targets = [act.target for act in outputs.order if isinstance(act, MetadataWrite) and act.number >= 0]
-    for idx in dict.fromkeys(target.input for target in targets if isinstance(target, IsInput)):
-        if row[idx].tensor.grad_fn is not None:
-            yield HeldTensor(str(row[idx].slot), IsInput(idx), None, row[idx].tensor)
+def _viewed_input(outputs: NodeOutputs, fact: OutputFact) -> PrimalIdx | None:
+    """The input that an output is, or is a view of; inputs are written after all gradients are led."""
+    match fact:
+        case IsInput(input=source) | ViewOfInput(base=source):
+            return source
+        case ViewOfOutput(base=base):
+            return _viewed_input(outputs, outputs.facts[base])
+        case _:
+            return None

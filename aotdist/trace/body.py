@@ -10,13 +10,13 @@ import itertools
 import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
 
-from aotdist.facts import DataWritten, Fresh, NodeOut
-from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
+from aotdist.facts import Fresh
+from aotdist.program import Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
 from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, tangent_recipe
 from aotdist.torch_seam.checks import intercept_checks
 from aotdist.torch_seam.functional import FunctionalTensor, functional_storage_id, is_functional_base
@@ -52,17 +52,11 @@ class Enclosing:
     trace: Callable[..., Traced]
 
 
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """A tensor that bodies take.
+Operand: TypeAlias = tuple[str, torch.Tensor]
+"""A tensor that bodies take: its name, for messages, and what it is in the enclosing program."""
 
-    Args:
-        name: for messages.
-        tensor: in the enclosing program.
-    """
-
-    name: str
-    tensor: torch.Tensor
+CutArgument: TypeAlias = tuple[torch.Tensor, Node | None]
+"""An argument of a cut graph: a fake of it, and the node of the whole graph that it replaces, if needed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,30 +82,17 @@ class Body:
 
     def recipes(self) -> tuple[Recipe, ...]:
         """How the tensors that it returns are put together."""
-        return tuple(out.recipe for out in self._outs())
+        return tuple(out.recipe for out in self.traced.facts.node_outs)
 
     def differentiable(self) -> tuple[bool, ...]:
         """Which of the tensors that it returns have a gradient."""
-        return tuple(out.differentiable for out in self._outs())
-
-    def _outs(self) -> list[NodeOut]:
-        return [out for out in self.traced.facts.node_outs if out.slot.role == "output"]
-
-    def written(self) -> dict[int, list[Node]]:
-        """The new values of what it writes, by the id of the tensor."""
-        named, program = self.joint.named_results(), self.traced.program
-        found: dict[int, list[Node]] = {}
-        for idx, recipe in self.traced.facts.recipes.enumerate():
-            if isinstance(self.traced.facts.inputs[idx], DataWritten):
-                slots = [Slot("write", program.ins[idx].path, inner) for inner, _ in leaves(recipe)]
-                found[id(program.examples[idx])] = [n for slot in slots if (n := named[slot]) is not None]
-        return found
+        return tuple(out.differentiable for out in self.traced.facts.node_outs)
 
     def operands(self) -> list[Operand]:
         """What it takes: its arguments, then what it closes over."""
         program = self.traced.program
         pairs = zip(program.ins, program.examples, strict=True)
-        return [Operand(slot.path, example) for slot, example in pairs]
+        return [(slot.path, example) for slot, example in pairs]
 
     def arguments(self) -> dict[int, list[Node]]:
         """The graph's arguments for each tensor that it takes, by the tensor's id."""
@@ -124,7 +105,7 @@ class Body:
 
     def tangents(self, out: int) -> list[Node]:
         """The graph's arguments for the gradient of one result; none if it has no gradient."""
-        node_out = self._outs()[out]
+        node_out = self.traced.facts.node_outs[NodeOutIdx(out)]
         named = self.joint.named_placeholders()
         slots = [
             Slot("tangent", node_out.slot.path, inner) for inner, _ in leaves(tangent_recipe(node_out.recipe))
@@ -176,9 +157,6 @@ def trace_body(
     fn: Callable[..., Any],
     operands: Sequence[Operand],
     around: Enclosing,
-    *,
-    training: bool,
-    may_write: bool,
 ) -> Body:
     """Trace `fn` on `operands`.
 
@@ -187,8 +165,6 @@ def trace_body(
         fn: takes the operands' tensors.
         operands: distinct tensors of the program around it.
         around: the program that hands over the body.
-        training: record the gradients too.
-        may_write: whether it may write its operands, where the write has no history.
 
     Raises:
         UnsupportedProgram: it writes what it is given, or communicates.
@@ -205,7 +181,7 @@ def trace_body(
         outs = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         return [_of_its_own(out, recorder, taken) for out in outs]
 
-    names = {operand.name for operand in operands}
+    names = {name for name, _ in operands}
 
     def name_closed_over(tensor: torch.Tensor) -> Slot:
         stem = around.name_of(tensor) or "closed over"
@@ -213,13 +189,13 @@ def trace_body(
         names.add(name)
         return Slot("primal", name)
 
-    slots = Row[PrimalIdx, Slot](Slot("primal", operand.name) for operand in operands)
-    program = Program(run, slots, Row([operand.tensor for operand in operands]))
+    slots = Row[PrimalIdx, Slot](Slot("primal", name) for name, _ in operands)
+    program = Program(run, slots, Row([tensor for _, tensor in operands]))
     with no_modes():
         traced = around.trace(
             program,
             recorder,
-            TraceOptions(training=training),
+            TraceOptions(training=torch.is_grad_enabled()),
             name_closed_over=name_closed_over,
             outer=around.stand_in,
         )
@@ -227,7 +203,7 @@ def trace_body(
     tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in flat)
     constants = tuple(None if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
     body = Body(traced, spec, tensors, constants)
-    _refuse(name, body, may_write=may_write)
+    _refuse(name, body)
     return body
 
 
@@ -253,12 +229,10 @@ def _is_base(plain: torch.Tensor) -> bool:
     return isinstance(plain, FunctionalTensor) and is_functional_base(plain)
 
 
-def _refuse(name: str, body: Body, *, may_write: bool) -> None:
+def _refuse(name: str, body: Body) -> None:
     facts, program = body.traced.facts, body.traced.program
     for idx in facts.written():
-        fact = facts.inputs[idx]
-        if not may_write or not isinstance(fact, DataWritten) or fact.differentiable:
-            raise refusal(f"`{name}` writes `{program.ins[idx]}`", "write a clone inside, and return it")
+        raise refusal(f"`{name}` writes `{program.ins[idx]}`", "return the new value, and write it outside")
     if facts.metadata_writes() or facts.switched_on:
         raise refusal(f"`{name}` writes the metadata of a tensor that it is given", "return a view instead")
     assert all(isinstance(fact, Fresh) for fact in facts.outputs), "results are cloned where they alias"
@@ -270,63 +244,45 @@ def _refuse(name: str, body: Body, *, may_write: bool) -> None:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class CutArgument:
-    """An argument of a cut graph.
-
-    Args:
-        like: a fake of it.
-        stands_for: the node of the whole graph that it replaces, if that needs it.
-    """
-
-    like: torch.Tensor
-    stands_for: Node | None
-
-
 def cut(
     whole: Graph,
     arguments: Sequence[CutArgument],
-    results: Sequence[Node | torch.Tensor | int],
+    results: Sequence[Node | torch.Tensor],
     effects: Sequence[Node] = (),
     *,
     by_rows: Collection[int] = (),
-    alone: bool = False,
 ) -> GraphModule:
     """The part of a graph that leads from `arguments` to `results`, each in memory of its own.
 
     Args:
         whole: the graph.
         arguments: what the part takes.
-        results: what it returns: nodes, zeros like a fake, or an argument by its position.
+        results: what it returns: nodes, or zeros like a fake.
         effects: nodes that run in any case.
         by_rows: positions of results that are to be contiguous.
-        alone: return the one result itself instead of a tuple.
     """
     graph = torch.fx.Graph()
     env: dict[Node, Node] = {}
-    given: list[Node] = []
-    for position, argument in enumerate(arguments):
+    taken: set[int] = set()
+    for position, (like, stands_for) in enumerate(arguments):
         new = graph.placeholder(f"arg{position}")
-        new.meta["val"] = argument.like
-        given.append(new)
-        if argument.stands_for is not None:
-            env[argument.stands_for] = new
-    taken = {storage_id(node.meta["val"]) for node in (*env, *given)}
+        new.meta["val"] = like
+        taken.add(storage_id(like))
+        if stands_for is not None:
+            env[stands_for] = new
+    taken |= {storage_id(node.meta["val"]) for node in env}
     wanted = whole.ancestors([*(r for r in results if isinstance(r, Node)), *effects], stop=env)
     for node in whole.gm.graph.nodes:
         if node in wanted and node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)
     outs: list[Node] = []
     for position, result in enumerate(results):
-        if isinstance(result, int):
-            out = given[result]
-        else:
-            out = env[result] if isinstance(result, Node) else _zeros(graph, result)
+        out = env[result] if isinstance(result, Node) else _zeros(graph, result)
         if position in by_rows or storage_id(out.meta["val"]) in taken:
             out = _copied(graph, out, by_rows=position in by_rows)
         taken.add(storage_id(out.meta["val"]))
         outs.append(out)
-    graph.output(outs[0] if alone else tuple(outs))
+    graph.output(tuple(outs))
     return graph_module(whole.gm, graph)
 
 

@@ -2,7 +2,6 @@
 
 Both branches take the same operands: the arguments, and all tensors that either closes over. The backward
 recomputes a branch from the operands; of the forward's intermediates, it gets only the random numbers.
-Tensors that either writes without history (buffers) are returned by both, and written outside.
 An operand that only the other branch uses gets zeros for its gradient, where eager leaves it without one.
 """
 
@@ -16,10 +15,10 @@ import torch
 from torch.fx import GraphModule, Node
 
 from aotdist.convention.subclass import rebuild_all
-from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, recipe_of, tangent_recipe
+from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, tangent_recipe
 from aotdist.torch_seam.functional import FunctionalTensor, functional_value
 from aotdist.torch_seam.trees import pytree
-from aotdist.trace.body import Body, CutArgument, Operand, cut
+from aotdist.trace.body import Body, CutArgument, cut
 from aotdist.trace.failures import refusal
 from aotdist.trace.recorder import Recorder
 
@@ -40,7 +39,7 @@ class Branches:
     recorder: Recorder
     pred: Node
     bodies: tuple[Body, Body]
-    operands: tuple[Operand, ...]
+    operands: tuple[torch.Tensor, ...]
 
     @classmethod
     def of(cls, recorder: Recorder, pred: torch.Tensor, bodies: tuple[Body, Body]) -> Branches:
@@ -50,17 +49,13 @@ class Branches:
             UnsupportedProgram: their results differ in structure, sizes, strides, dtypes or constants.
         """
         _check_alike(*bodies)
-        operands = {id(o.tensor): o for body in bodies for o in body.operands()}
+        operands = {id(tensor): tensor for body in bodies for _, tensor in body.operands()}
         return cls(recorder, recorder.value(pred), bodies, tuple(operands.values()))
 
     def call(self) -> Any:
         """Record the call; returns what the program gets from `torch.cond`."""
-        tensors = [operand.tensor for operand in self.operands]
+        tensors = list(self.operands)
         outs = Cond.apply(self, *tensors) if any(self.differentiable()) else self.forward(tensors)[0]
-        num_results = len(self.bodies[0].recipes())
-        with torch.no_grad():
-            for operand, value in zip(self.written(), outs[num_results:], strict=True):
-                operand.tensor.copy_(value)
         found = iter(outs)
         body = self.bodies[0]
         flat = [
@@ -76,8 +71,8 @@ class Branches:
         """Record the branches on the operands' `tensors`.
 
         Returns:
-            the results, followed by the new values of the operands that are `written`; and the nodes of the
-            random numbers of both branches, zeros for the one that does not run.
+            the results, and the nodes of the random numbers of both branches, zeros for the one that does not
+            run.
         """
         plains = [plain for tensor in tensors for plain in plain_tensors(tensor)]
         drawn = [body.drawn() for body in self.bodies]
@@ -85,43 +80,25 @@ class Branches:
             cut(
                 body.joint,
                 self._arguments(body, self.operands, _values(plains)),
-                [*body.results(), *self._new_values(body), *_own_or_zeros(drawn, side)],
+                [*body.results(), *_own_or_zeros(drawn, side)],
                 body.effects(),
             )
             for side, body in enumerate(self.bodies)
         ]
         nodes = list(map(self.recorder.value, plains))
         results = self._record("branch", graphs, nodes, draws=any(body.draws() for body in self.bodies))
-        recipes = [*self.bodies[0].recipes(), *(recipe_of(o.tensor) for o in self.written())]
+        recipes = self.bodies[0].recipes()
         num_plains = sum(1 for recipe in recipes for _ in leaves(recipe))
         kept = tuple(map(self.recorder.value, results[num_plains:]))
         return rebuild_all(recipes, results[:num_plains]), kept
 
-    def written(self) -> list[Operand]:
-        """The operands that either branch writes, without history."""
-        found = {i for body in self.bodies for i in body.written()}
-        return [operand for operand in self.operands if id(operand.tensor) in found]
-
-    def _new_values(self, body: Body) -> list[Node | int]:
-        """A branch's new value of each plain tensor that either writes: the former, if only the other does.
-
-        A number is a position among the plain tensors of all operands.
-        """
-        position, places = 0, dict[int, range]()
-        for operand in self.operands:
-            count = len(plain_tensors(operand.tensor))
-            places[id(operand.tensor)] = range(position, position + count)
-            position += count
-        own = body.written()
-        return [v for o in self.written() for v in own.get(id(o.tensor), places[id(o.tensor)])]
-
-    def needed(self) -> list[Operand]:
+    def needed(self) -> list[torch.Tensor]:
         """The operands that gradients are computed from."""
         found: set[int] = set()
         for body in self.bodies:
             sources = body.joint.ancestors(node for _, nodes in body.gradients().values() for node in nodes)
             found |= {i for i, nodes in body.arguments().items() if not sources.isdisjoint(nodes)}
-        return [operand for operand in self.operands if id(operand.tensor) in found]
+        return [operand for operand in self.operands if id(operand) in found]
 
     def backward(
         self, saved: Sequence[torch.Tensor], drawn: Sequence[Node], tangents: Sequence[torch.Tensor]
@@ -139,7 +116,7 @@ class Branches:
         given = [plain for tensor in saved for plain in plain_tensors(tensor)]
         arriving = self._plain_tangents(tangents)
         gradients = [body.gradients() for body in self.bodies]
-        wanted = [id(o.tensor) for o in self.operands if any(id(o.tensor) in found for found in gradients)]
+        wanted = [id(o) for o in self.operands if any(id(o) in found for found in gradients)]
         results = [_gradients(wanted, gradients, side) for side in (0, 1)]
         by_rows = [k for k, pair in enumerate(zip(*results, strict=True)) if _lie_differently(*pair)]
         graphs = [
@@ -160,7 +137,7 @@ class Branches:
         recipes = [next(found[i][0] for found in gradients if i in found) for i in wanted]
         recorded = self._record("gradients", graphs, nodes, draws=False)
         built = dict(zip(wanted, rebuild_all(recipes, recorded), strict=True))
-        return [built.get(id(operand.tensor)) for operand in self.operands]
+        return [built.get(id(operand)) for operand in self.operands]
 
     def _record(
         self, name: str, graphs: Sequence[GraphModule], operands: Sequence[Node], *, draws: bool
@@ -176,13 +153,13 @@ class Branches:
         return self.recorder.call(_COND, args, [end.meta["val"] for end in ends], draws=draws)
 
     def _arguments(
-        self, body: Body, operands: Sequence[Operand], likes: Sequence[torch.Tensor]
+        self, body: Body, operands: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
     ) -> list[CutArgument]:
         nodes, remaining = body.arguments(), iter(likes)
         return [
-            CutArgument(next(remaining), node)
+            (next(remaining), node)
             for operand in operands
-            for node in nodes.get(id(operand.tensor), [None] * len(plain_tensors(operand.tensor)))
+            for node in nodes.get(id(operand), [None] * len(plain_tensors(operand)))
         ]
 
     def _tangents(self) -> list[tuple[int, Recipe]]:
@@ -200,7 +177,7 @@ class Branches:
     def _tangent_arguments(self, body: Body, likes: Sequence[torch.Tensor]) -> list[CutArgument]:
         remaining = iter(likes)
         return [
-            CutArgument(next(remaining), node)
+            (next(remaining), node)
             for k, recipe in self._tangents()
             for node in body.tangents(k) or [None] * sum(1 for _ in leaves(recipe))
         ]
@@ -214,18 +191,10 @@ class Cond(torch.autograd.Function):
         """Record both branches."""
         outs, ctx.drawn = branches.forward(tensors)
         ctx.branches = branches
-        needed = {id(operand.tensor) for operand in branches.needed()}
+        needed = set(map(id, branches.needed()))
         pairs = zip(branches.operands, tensors, strict=True)
-        written = {id(operand.tensor) for operand in branches.written()}
-        ctx.save_for_backward(
-            *(
-                tensor.clone() if id(operand.tensor) in written else tensor
-                for operand, tensor in pairs
-                if id(operand.tensor) in needed
-            )
-        )
-        differentiable = [*branches.differentiable(), *(False for _ in branches.written())]
-        constant = [o for o, d in zip(outs, differentiable, strict=True) if not d]
+        ctx.save_for_backward(*(tensor for operand, tensor in pairs if id(operand) in needed))
+        constant = [o for o, d in zip(outs, branches.differentiable(), strict=True) if not d]
         ctx.mark_non_differentiable(*constant)
         return tuple(outs)
 
@@ -251,9 +220,7 @@ def _own_or_zeros(drawn: Sequence[Sequence[Node]], side: int) -> list[Node | tor
 
 def _drawn_arguments(drawn: Sequence[Sequence[Node]], side: int) -> list[CutArgument]:
     return [
-        CutArgument(node.meta["val"], node if own == side else None)
-        for own, nodes in enumerate(drawn)
-        for node in nodes
+        (node.meta["val"], node if own == side else None) for own, nodes in enumerate(drawn) for node in nodes
     ]
 
 

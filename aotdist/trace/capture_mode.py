@@ -31,7 +31,6 @@ from aotdist.trace.numbers import python_numbers
 from aotdist.trace.operators import corrections
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.stand_ins import Inputs
-from aotdist.trace.storages import Storages, refuse_resize
 
 _GRAD: Any = torch.Tensor.grad
 _DATA: Any = torch.Tensor.data
@@ -60,7 +59,6 @@ class CaptureMode(TorchFunctionMode):
         inputs: the stand-ins.
         stand_in: the stand-in of a tensor; it makes one when the tensor is met for the first time.
         view_mode: is told of writes of storage and history, and of views that only this mode sees.
-        storages: gives what the program is shown for the storages of its tensors.
         higher_order: runs operators that are handed functions.
 
     Attributes:
@@ -76,7 +74,6 @@ class CaptureMode(TorchFunctionMode):
         inputs: Inputs,
         stand_in: Callable[[torch.Tensor], torch.Tensor],
         view_mode: ViewMode,
-        storages: Storages,
         *,
         higher_order: Callable[[HigherOrderOperator, tuple[Any, ...], Mapping[str, Any], CaptureMode], Any],
     ) -> None:
@@ -86,7 +83,6 @@ class CaptureMode(TorchFunctionMode):
         self._stand_in = stand_in
         self._higher_order = higher_order
         self._view_mode, self._log = view_mode, view_mode.log
-        self._storages = storages
         self.ran_backward, self.num_hooks = False, 0
         self.retained: dict[PrimalIdx, None] = {}
         self.asked: dict[tuple[PrimalIdx, str], bool | int] = {}
@@ -105,10 +101,10 @@ class CaptureMode(TorchFunctionMode):
             torch.Tensor.register_hook: self._hook_gradient,
             torch.Tensor.register_post_accumulate_grad_hook: self._hook_accumulation,
             torch.Tensor.retain_grad: self._retain_grad,
-            torch.Tensor.untyped_storage: self._storage,
-            torch.Tensor.storage: self._typed_storage,
-            _RESIZE_STORAGE: self._resize_storage,
-            _RESIZE_STORAGE.default: self._resize_storage,
+            torch.Tensor.untyped_storage: _storage_of,
+            torch.Tensor.storage: _storage_of,
+            _RESIZE_STORAGE: _refuse_resize,
+            _RESIZE_STORAGE.default: _refuse_resize,
             torch.Tensor.__repr__: _described,
             torch.Tensor.__format__: _formatted,
             **corrections.functions(of_bits=recorder.options.of_bits, target=recorder.options.target),
@@ -201,18 +197,6 @@ class CaptureMode(TorchFunctionMode):
         idx = self._inputs.index_of(tensor)
         if idx is not None:
             self.retained[idx] = None
-
-    def _storage(self, tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, FunctionalTensor):
-            return self._storages.of(tensor)
-        return tensor.untyped_storage()
-
-    def _typed_storage(self, tensor: torch.Tensor) -> Any:
-        return torch.TypedStorage(wrap_storage=self._storage(tensor), dtype=tensor.dtype)
-
-    def _resize_storage(self, variable: torch.Tensor, new_size: int) -> None:
-        """What Dynamo makes of `x.untyped_storage().resize_(n)`; it names its arguments so."""
-        raise refuse_resize()
 
     def _assign_data(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
         def assign() -> None:
@@ -337,6 +321,21 @@ class ReplayMode(TorchFunctionMode):
             return tensor
         found = (idx for idx, source in self._sources.items() if source.read() is tensor)
         return next((self._stand_ins[idx] for idx in found), tensor)
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    if isinstance(tensor, FunctionalTensor):
+        raise refusal(
+            "the program looks at the storage of a tensor, which has no memory while it is captured",
+            fix="look at storages, free and allocate memory outside of the compiled function; what it "
+            "computes is freed after its last use by itself",
+        )
+    return tensor.untyped_storage()
+
+
+def _refuse_resize(variable: torch.Tensor, new_size: int) -> None:
+    """What Dynamo makes of `x.untyped_storage().resize_(n)`; it names its arguments so."""
+    _storage_of(variable)
 
 
 def _described(tensor: torch.Tensor, **options: Any) -> str:

@@ -17,7 +17,6 @@ from aotdist.trace.failures import accumulates_inside
 from aotdist.trace.numbers.symbols import Dims
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.stand_ins import Inputs
-from aotdist.trace.storages import Storages
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +55,6 @@ class TraceContext:
         inputs: the stand-ins.
         stand_in: that of a tensor which the program closes over.
         view_mode: follows the program's views, and its writes to metadata.
-        storages: what it knows of storages.
     """
 
     options: TraceOptions
@@ -64,7 +62,6 @@ class TraceContext:
     inputs: Inputs
     stand_in: Callable[[torch.Tensor], torch.Tensor]
     view_mode: ViewMode
-    storages: Storages
 
     @property
     def log(self) -> ViewLog:

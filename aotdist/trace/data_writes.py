@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from aotdist.aliasing.memory import covers, may_repeat
-from aotdist.aliasing.version import version_of
-from aotdist.facts import DataWritten, InputFact, NodeOut, Untouched
-from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
+from aotdist.facts import DataWritten, InputFact, Untouched
+from aotdist.program import PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import is_wrapper, leaves, plain_tensors
 from aotdist.torch_seam.autograd import is_leaf_with_grad
 from aotdist.torch_seam.functional import FunctionalTensor, data_writes, functional_storage_id
@@ -33,11 +32,8 @@ def forward_writes(
         the facts, and how many of the counted writes of each input will be repeated; see `Facts.rewinds`.
     """
     for idx, stand_in in row.enumerate():
-        if metadata.has_late_history(idx, stand_in):
-            outputs.add_history(idx, stand_in)
-    facts: list[InputFact] = [
-        Untouched(metadata.bumps(stand_in, written=False), stand_in.bumps_inside()) for stand_in in row
-    ]
+        metadata.refuse_late_history(idx, stand_in)
+    facts: list[InputFact] = [Untouched(metadata.bumps(stand_in, written=False)) for stand_in in row]
     repeated = metadata.repeated_bumps(row) + outputs.bumps
     written = _written_by_name(row, metadata)
     for differentiable in (True, False):
@@ -52,7 +48,7 @@ def forward_writes(
                 bumps = metadata.bumps(stand_in, written=True)
                 if differentiable:  # it is counted where it is written, after the region
                     bumps -= repeated.pop(idx, 0)
-                facts[idx] = DataWritten(value, differentiable, bumps, stand_in.bumps_inside())
+                facts[idx] = DataWritten(value, differentiable, bumps)
     return Row(facts), tuple(sorted((idx, count) for idx, count in repeated.items() if count))
 
 
@@ -128,35 +124,14 @@ def backward_writes(
     return writes, results
 
 
-def counts_of_results(
-    tensors: Sequence[torch.Tensor], row: Row[PrimalIdx, StandIn]
-) -> Row[NodeOutIdx, tuple[tuple[int, ...], int]]:
-    """How often each of the node's results was written, and its version; zeros for memory of inputs."""
+def counts_of_results(tensors: Sequence[torch.Tensor], row: Row[PrimalIdx, StandIn]) -> list[tuple[int, ...]]:
+    """How often each of the node's results was written; nothing for memory of inputs."""
     of_inputs = {functional_storage_id(plain) for one in row for plain in one.plains}
 
-    def counts(tensor: torch.Tensor) -> tuple[tuple[int, ...], int]:
+    def counts(tensor: torch.Tensor) -> tuple[int, ...]:
         plains = [plain for plain in plain_tensors(tensor) if isinstance(plain, FunctionalTensor)]
         if any(functional_storage_id(plain) in of_inputs for plain in plains):
-            return (), 0
-        return tuple(map(data_writes, plains)), version_of(tensor)
+            return ()
+        return tuple(map(data_writes, plains))
 
-    return Row(map(counts, tensors))
-
-
-def result_writes(
-    recorder: Recorder,
-    node_outs: Row[NodeOutIdx, NodeOut],
-    tensors: Sequence[torch.Tensor],
-    before: Row[NodeOutIdx, tuple[tuple[int, ...], int]],
-    after: Row[NodeOutIdx, tuple[tuple[int, ...], int]],
-) -> tuple[dict[NodeOutIdx, int], list[Result]]:
-    """Results of the node's that the backward wrote, and how often; their new values."""
-    writes: dict[NodeOutIdx, int] = {}
-    results: list[Result] = []
-    for idx, out in node_outs.enumerate():
-        (counts, version), (counted, counted_version) = after[idx], before[idx]
-        if counts != counted:
-            writes[idx] = version - counted_version
-            for (inner, _), plain in zip(leaves(out.recipe), plain_tensors(tensors[idx]), strict=True):
-                results.append((Slot("backward_write", out.slot.path, inner), recorder.value(plain)))
-    return writes, results
+    return list(map(counts, tensors))

@@ -334,6 +334,14 @@ def steps_inside(step: Callable[..., None], schedule: Any, *_: Any, **__: Any) -
     )
 
 
+def result_written(slot: Slot) -> UnsupportedProgram:
+    """An error for a backward that writes a tensor which the program has made and returns."""
+    return refusal(
+        f"the backward (a hook, an autograd function) writes `{slot}`, which the program returns",
+        fix=f"return a clone of `{slot}`, or write a clone in the backward",
+    )
+
+
 def written_without_others(slot: Slot) -> UnsupportedProgram:
     """An error for a backward of some results that writes something that the backward of all does not."""
     return refusal(

@@ -8,16 +8,11 @@ from typing import Any
 
 import torch
 
-from aotdist.aliasing.metadata import INVERSES
 from aotdist.aliasing.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
-    Action,
-    DataWritten,
     Fresh,
     InputFact,
-    IsInput,
-    MetadataWrite,
     NodeOut,
     ViewOfInput,
     ViewOfIntermediate,
@@ -70,24 +65,6 @@ class ForwardEffects:
         tensors = self.outputs.tensors
         return [(idx, tensors[idx]) for idx, out in self.node_outs.enumerate() if out.differentiable]
 
-    def can_be_followed(self) -> bool:
-        """Whether gradients of what the caller holds can be: inputs at most show their elements otherwise."""
-        return not self.is_rewritten or self._only_reshapes()
-
-    def _only_reshapes(self) -> bool:
-        written = {idx for idx, fact in self.writes.enumerate() if isinstance(fact, DataWritten)}
-
-        def is_harmless(act: Action) -> bool:
-            if not isinstance(act, MetadataWrite):
-                return isinstance(act, int)
-            is_ending = act.number < 0
-            reshapes = act.op in INVERSES and act.grad
-            return is_ending or (
-                reshapes and isinstance(act.target, IsInput) and act.target.input not in written
-            )
-
-        return all(map(is_harmless, self.outputs.order))
-
 
 def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMode) -> ForwardEffects:
     """What the forward did; read before a backward writes anything.
@@ -113,7 +90,6 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
             slot,
             recipe_of(tensor),
             context.options.training and idx in outputs.with_history,
-            outputs.versions.get(NodeOutIdx(idx)),
         )
         for idx, (slot, tensor) in enumerate(zip(outputs.slots, outputs.tensors, strict=True))
     )

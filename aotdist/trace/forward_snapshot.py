@@ -11,9 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from aotdist.facts import NodeOut
-from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
-from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors
+from aotdist.program import PrimalIdx, Row, Slot
+from aotdist.subclasses.protocol import Recipe, leaves
 from aotdist.torch_seam.functional import functional_value, is_functional_base, replace_functional_value
 from aotdist.torch_seam.operators import OpOverload, makes_views
 from aotdist.trace.recorder import Recorder
@@ -22,32 +21,26 @@ from aotdist.trace.stand_ins import StandIn
 
 @dataclass(frozen=True, slots=True)
 class ForwardEnd:
-    """What each input, and each result, holds once the forward is over.
+    """What each input holds once the forward is over.
 
     Args:
         nodes: for each input that has memory of its own, the nodes of its plain tensors.
         values: for each input, the values of its plain tensors.
         counters: for each input, its version counters.
-        results: for each result, the nodes of its plain tensors.
     """
 
     nodes: dict[PrimalIdx, list[Node]]
     values: list[Sequence[torch.Tensor]]
     counters: list[Sequence[int]]
-    results: Row[NodeOutIdx, list[Node]]
 
     @classmethod
-    def of(
-        cls, recorder: Recorder, row: Row[PrimalIdx, StandIn], results: Sequence[torch.Tensor]
-    ) -> ForwardEnd:
+    def of(cls, recorder: Recorder, row: Row[PrimalIdx, StandIn]) -> ForwardEnd:
         """What they hold now."""
         own = [(idx, one) for idx, one in row.enumerate() if not (one.derived or one.spans)]
-        beneath = (list(map(recorder.value, plain_tensors(result))) for result in results)
         return cls(
             {idx: [recorder.value(plain) for plain in one.plains] for idx, one in own},
             [one.values() for one in row],
             [one.counters() for one in row],
-            Row(beneath),
         )
 
     def restore(self, row: Row[PrimalIdx, StandIn]) -> None:
@@ -57,7 +50,7 @@ class ForwardEnd:
         """
         later = list(row)[len(self.values) :]
         values = [*self.values, *(one.met for one in later)]
-        counters = [*self.counters, *((one.version, *one.versions) for one in later)]
+        counters = [*self.counters, *(one.counted for one in later)]
         for stand_in, held, counts in zip(row, values, counters, strict=True):
             for plain, value in zip(stand_in.plains, held, strict=True):
                 if is_functional_base(plain) and functional_value(plain) is not value:
@@ -65,12 +58,7 @@ class ForwardEnd:
             stand_in.count_again_from(counts)
 
     def read_late(
-        self,
-        recorder: Recorder,
-        row: Row[PrimalIdx, StandIn],
-        writes: Collection[PrimalIdx],
-        node_outs: Row[NodeOutIdx, NodeOut],
-        result_writes: Collection[NodeOutIdx],
+        self, recorder: Recorder, row: Row[PrimalIdx, StandIn], writes: Collection[PrimalIdx]
     ) -> None:
         """Let the backward read what it writes from new arguments of the graph (role `buffer`)."""
         for idx in writes:
@@ -81,9 +69,6 @@ class ForwardEnd:
                 before = [recorder.placeholder(name) for name in names]
             if before:
                 _read_late(recorder, stand_in.slot.path, stand_in.recipe, before)
-        for made in result_writes:
-            out = node_outs[made]
-            _read_late(recorder, out.slot.path, out.recipe, self.results[made])
 
 
 def is_read_again(written: Collection[Node], results: Sequence[tuple[Slot, Node | None]]) -> bool:

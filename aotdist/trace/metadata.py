@@ -13,11 +13,10 @@ from torch.autograd.graph import GradientEdge
 from aotdist.aliasing.metadata import Change, release_history
 from aotdist.aliasing.naming import NAMED, named_history
 from aotdist.aliasing.view_log import ViewLog
-from aotdist.convention.metadata import takes_any_size
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Fresh, IsInput, MetadataWrite, NotATensor, OutputFact, Place, ViewOfOutput
 from aotdist.program import OutIdx, PrimalIdx, Row, Slot
-from aotdist.subclasses.protocol import is_wrapper, plain_tensors
+from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import history_of, released_history, retains_grad, sequence_nr
 from aotdist.torch_seam.functional import memory_of
 from aotdist.trace.failures import reshaped_unseen
@@ -62,8 +61,7 @@ class Metadata:
             if idx in switched_on and change.op is torch.ops.aten.resize_.default:
                 raise refuse(row[idx], "and begins to require grad")
             size = change.tensor.size()
-            resized = change.moves() and size != example.size() and not takes_any_size(example, size)
-            if example.requires_grad and resized:
+            if example.requires_grad and change.moves() and size != example.size():
                 raise refuse(row[idx], "in another size than its gradient is to have")
             is_view = example._base is not None and history_of(example) is not None
             if is_view and change.is_unseen(change.tensor.size()):
@@ -107,25 +105,18 @@ class Metadata:
         untouched = None if stand_in.tensor is stand_in.leaf else NAMED
         return tensor.requires_grad and (None if grad_fn is None else grad_fn.name()) != untouched
 
-    def has_late_history(self, idx: PrimalIdx, stand_in: StandIn) -> bool:
-        """Whether autograd saw a write to the input where it lies now, rather than where it lay.
-
-        Raises:
-            UnsupportedProgram: it did, and the input is a view, or a wrapper.
-        """
+    def refuse_late_history(self, idx: PrimalIdx, stand_in: StandIn) -> None:
+        """Refuse a write with history to an input that was moved to other memory before."""
         changes = self.changes.get(idx, [])
         moves = [change for change in changes if change.moves()]
         now = history_of(stand_in.tensor)
         if not moves or now is None or not stand_in.tensor.requires_grad or "NotImplemented" in now.name():
-            return False
+            return
         former = moves[-1].former
         before = None if former is None else named_history(former)
         now = _without_repeated(now, [change for change in changes if change.serial > moves[-1].serial])
-        if before is not None and now is not None and sequence_nr(before) == sequence_nr(now):
-            return False
-        if stand_in.example._base is not None or is_wrapper(stand_in.example):
+        if before is None or now is None or sequence_nr(before) != sequence_nr(now):
             raise refuse(stand_in, "before a write that takes part in the backward")
-        return True
 
     def bumps(self, stand_in: StandIn, *, written: bool) -> int:
         """By how much an input's version counter went up."""

@@ -27,9 +27,9 @@ Edge: TypeAlias = tuple[Node, int]
 """One of the results of such a node."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class HeldTensor:
-    """A differentiable tensor that the caller will hold.
+    """A differentiable tensor that the caller will hold, and the gradients that passed it in the trace.
 
     Args:
         path: its name.
@@ -42,21 +42,14 @@ class HeldTensor:
     place: HeldPlace
     value: NodeOutIdx | None
     tensor: torch.Tensor
-
-    def edge(self) -> Edge:
-        """The edge at which its gradients arrive."""
-        return self.tensor.grad_fn, self.tensor.output_nr
-
-
-@dataclass
-class _Passing:
-    """The gradients that passed a waypoint in the trace."""
-
-    held: HeldTensor
     pieces: list[torch.Tensor] = field(default_factory=list)
     senders: list[Edge] = field(default_factory=list)
     """The nodes that sent these pieces, and which of the gradients that each sends."""
     total: torch.Tensor | None = None
+
+    def edge(self) -> Edge:
+        """The edge at which its gradients arrive."""
+        return self.tensor.grad_fn, self.tensor.output_nr
 
 
 class ObservedGrads:
@@ -77,7 +70,7 @@ class ObservedGrads:
             passed |= reached.get(tensor.grad_fn, 0)
         edges = [edge for edge, bit in bits.items() if passed & bit]
         edges.sort(key=lambda edge: sequence_nr(edge[0]))
-        self._passing = {edge: _Passing(by_edge[edge]) for edge in edges}
+        self._passing = {edge: by_edge[edge] for edge in edges}
         self._levels = {
             idx: max(
                 (k + 1 for k, edge in enumerate(edges) if reached[tensor.grad_fn] & bits[edge]), default=0
@@ -91,7 +84,7 @@ class ObservedGrads:
         """While autograd runs inside, note what passes each waypoint, and cut the graph there."""
         handles = [node.register_hook(hook) for node, hook in self._piece_hooks(recorder)]
         for passing in self._passing.values():
-            handles.append(passing.held.tensor.register_hook(_cutting(passing, recorder)))
+            handles.append(passing.tensor.register_hook(_cutting(passing, recorder)))
         try:
             yield
         finally:
@@ -117,7 +110,7 @@ class ObservedGrads:
             return replaced
 
         handles = [
-            node.register_prehook(instead(number, given.get(passing.held.value)))  # type: ignore[arg-type]
+            node.register_prehook(instead(number, given.get(passing.value)))  # type: ignore[arg-type]
             for (node, number), passing in self._passing.items()
         ]
         try:
@@ -150,7 +143,7 @@ class ObservedGrads:
     def wanted(self, pieces: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         """The waypoints that pieces are sent to."""
         passing = list(self._passing.values())
-        return [passing[position].held.tensor for position in dict.fromkeys(at for at, _ in pieces)]
+        return [passing[position].tensor for position in dict.fromkeys(at for at, _ in pieces)]
 
     def facts(self) -> tuple[ObservedGrad, ...]:
         """The facts about these waypoints."""
@@ -174,14 +167,13 @@ class ObservedGrads:
         return found
 
 
-def _fact(passing: _Passing) -> ObservedGrad:
-    held = passing.held
-    total = None if passing.total is None else recipe_of(passing.total)
-    return ObservedGrad(held.path, held.place, held.value, total, tuple(map(recipe_of, passing.pieces)))
+def _fact(held: HeldTensor) -> ObservedGrad:
+    total = None if held.total is None else recipe_of(held.total)
+    return ObservedGrad(held.path, held.place, held.value, total, tuple(map(recipe_of, held.pieces)))
 
 
-def _total_slots(passing: _Passing) -> list[Slot]:
-    return [Slot("total", passing.held.path, inner) for inner, _ in leaves(recipe_of(passing.total))]  # type: ignore[arg-type]
+def _total_slots(passing: HeldTensor) -> list[Slot]:
+    return [Slot("total", passing.path, inner) for inner, _ in leaves(recipe_of(passing.total))]  # type: ignore[arg-type]
 
 
 def _values(recorder: Recorder, tensor: torch.Tensor) -> list[torch.fx.Node]:
@@ -213,7 +205,7 @@ def _walk(ends: Iterable[Node], bits: Mapping[Edge, int]) -> tuple[list[Node], d
     return list(reached), reached
 
 
-def _noting(node: Node, sources: Sequence[_Passing | None], recorder: Recorder) -> Any:
+def _noting(node: Node, sources: Sequence[HeldTensor | None], recorder: Recorder) -> Any:
     """A hook of a node that notes the gradients which it sends to waypoints."""
 
     def note(grad_inputs: Sequence[torch.Tensor | None], grad_outputs: Any) -> None:
@@ -227,7 +219,7 @@ def _noting(node: Node, sources: Sequence[_Passing | None], recorder: Recorder) 
     return note
 
 
-def _cutting(passing: _Passing, recorder: Recorder) -> Any:
+def _cutting(passing: HeldTensor, recorder: Recorder) -> Any:
     """A hook of a tensor that notes its gradient, and puts a new argument of the graph in its place."""
 
     def cut(total: torch.Tensor | None) -> torch.Tensor | None:

@@ -6,21 +6,19 @@ And what each write of metadata that shows outside is done to, and with which ar
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from aotdist.aliasing.metadata import Change, give_history
-from aotdist.aliasing.version import version_of
+from aotdist.aliasing.metadata import Change
 from aotdist.aliasing.view_log import ViewLog, look_inside
 from aotdist.aliasing.views import share_memory
 from aotdist.capture.captured import Returned
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
     Action,
-    Around,
     Fresh,
     FunctionView,
     Inside,
@@ -37,7 +35,6 @@ from aotdist.facts import (
     ViewOfOutput,
     ViewStep,
     as_inference,
-    as_written,
     data_of,
 )
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
@@ -45,7 +42,7 @@ from aotdist.subclasses.protocol import is_wrapper, plain_tensors, wrapper_rule
 from aotdist.torch_seam.autograd import creation_meta, is_leaf_with_grad
 from aotdist.torch_seam.jagged import is_ragged
 from aotdist.trace.metadata import is_switched_on
-from aotdist.trace.stand_ins import Inputs, StandIn
+from aotdist.trace.stand_ins import Inputs
 
 
 class NodeOutputs:
@@ -59,7 +56,6 @@ class NodeOutputs:
         self.early: tuple[OutIdx, ...] = ()
         self.with_history: set[NodeOutIdx] = set()
         self.bumps: Counter[PrimalIdx] = Counter()
-        self.versions: dict[NodeOutIdx, int] = {}
         self._known: dict[int, NodeOutIdx] = {}
 
     def add(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
@@ -79,13 +75,6 @@ class NodeOutputs:
         if history:
             self.with_history.add(idx)
         return idx
-
-    def add_history(self, idx: PrimalIdx, stand_in: StandIn) -> None:
-        """Give an input that was moved to other memory the history that it has there."""
-        slot = Slot("output", f"{stand_in.slot.path}.moved")
-        value = Fresh(self.add(slot, stand_in.tensor, history=True))
-        self.order = (*self.order, MetadataWrite(IsInput(idx), give_history, (value,), (), True, -1))
-        self.bumps[idx] += 1
 
 
 def classify(
@@ -132,8 +121,6 @@ class _Classifier:
         self._replayed: set[int] = set()
         self._kept: list[tuple[int, Keep]] = []
         self._as_inference: dict[int, ViewStep] = {}
-        self._counted: dict[NodeOutIdx, torch.Tensor] = {}
-        self._repeated: Counter[int] = Counter()
         while self._finds_more_to_replay():
             pass
 
@@ -149,8 +136,6 @@ class _Classifier:
             if target is not None:
                 self._count_bumps(change, target)
                 made.append((change.serial, self._write(number, change, target)))
-        for idx, tensor in self._counted.items():
-            node.versions[idx] = version_of(tensor) - self._repeated[id(tensor)]
         node.early = tuple(idx for idx in map(OutIdx, range(len(self._outs))) if self._is_early(idx))
         node.order = tuple(item for _, item in sorted([*self._kept, *made], key=lambda pair: pair[0]))
         return node
@@ -227,7 +212,6 @@ class _Classifier:
         root = self._log.root(change.tensor, ())
         if any(step.op is data_of for step in root.steps):
             return
-        self._repeated[id(root.base)] += change.bumps
         of_input = self._inputs.index_of(root.base)
         if of_input is not None and isinstance(target, ViewOfOutput):
             self._node.bumps[of_input] += change.bumps
@@ -305,7 +289,7 @@ class _Classifier:
         # In there, `view(dtype)` is no view.
         if isinstance(made, ViewOfInput) and not root.base.is_inference():
             made = replace(made, steps=(*made.steps, *self._made_in_inference_mode(slot, out)))
-        return replace(made, steps=(*made.steps, *self._written_apart(made.steps, out)))
+        return made
 
     def _made_again(self, slot: Slot, out: torch.Tensor) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
         """How to make a view outside."""
@@ -434,18 +418,6 @@ class _Classifier:
         steps = (*self._made_in_inference_mode(slot, base), *steps)
         return ViewOfIntermediate(self._value(of_base, base, history=history), steps)
 
-    def _written_apart(self, steps: Sequence[Step], view: torch.Tensor) -> Iterator[ViewStep]:
-        """The step that counts the writes of a view which has a version counter of its own."""
-        changes = [c for number, c in enumerate(self._log.changes) if self._is_done_outside(number, c)]
-        version = version_of(view) - sum(change.bumps for change in changes if change.tensor is view)
-        made = [one for step in steps for one in (step.steps if isinstance(step, FunctionView) else (step,))]
-        is_apart = any(
-            step.op is data_of or isinstance(step.op, Around) or (position and isinstance(step.op, Inside))
-            for position, step in enumerate(made)
-        )
-        if version and is_apart:
-            yield ViewStep(as_written, (version,), grad=made[-1].grad, serial=made[-1].serial)
-
     def _made_in_inference_mode(self, slot: Slot, base: torch.Tensor) -> tuple[ViewStep, ...]:
         """The step that makes an inference tensor of a result, if the program made it in inference mode."""
         if not base.is_inference() or torch.is_inference_mode_enabled():
@@ -464,10 +436,7 @@ class _Classifier:
     def _value(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
         """The node output for a tensor: as it was made, if its changes are repeated outside."""
         as_made = self._log.as_made(tensor) if id(tensor) in self._replayed else tensor
-        idx = self._node.add(slot, as_made, history=history)
-        if not tensor.is_inference():
-            self._counted[idx] = tensor
-        return idx
+        return self._node.add(slot, as_made, history=history)
 
 
 def _refuse_ragged_size(position: OutIdx, out: Any) -> None:

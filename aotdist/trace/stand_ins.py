@@ -73,8 +73,7 @@ class StandIn:
             gradients for it, are those of the other inputs.
         spans: the spans that its plain tensors lie in, together with others.
         base: which stand-in it is a view of, if it is made as one.
-        version: the version counter of `tensor` before the program ran.
-        versions: the version counters of the tensors inside of it, in order.
+        counted: the version counters, of `tensor` and of what lies inside of it, before the program ran.
         met: the values of its plain tensors then.
     """
 
@@ -87,8 +86,7 @@ class StandIn:
     derived: bool = False
     spans: frozenset[PrimalIdx] = frozenset()
     base: PrimalIdx | None = None
-    version: int = 0
-    versions: tuple[int, ...] = ()
+    counted: tuple[int, ...] = (0,)
     met: tuple[torch.Tensor, ...] = ()
 
     @property
@@ -106,13 +104,7 @@ class StandIn:
 
     def bumps(self) -> int:
         """How many writes of the input autograd counted, by this name or through a view of it."""
-        return 1 if self.tensor.is_inference() else version_of(self.tensor) - self.version
-
-    def bumps_inside(self) -> tuple[tuple[str, int], ...]:
-        """The same for the tensors inside of it, by path, where there are any."""
-        pairs = zip(self.opened.inside, self.versions, strict=True)
-        counts = ((path, version_of(inner) - before) for (path, inner), before in pairs)
-        return tuple((path, count) for path, count in counts if count)
+        return 1 if self.tensor.is_inference() else version_of(self.tensor) - self.counted[0]
 
     def writes(self) -> tuple[int, ...]:
         """How often each plain tensor of the input was written, also through what shares its memory."""
@@ -239,7 +231,7 @@ class Inputs:
             else:
                 span, member = place
                 (memory,) = self._stand_ins[span].plains
-                part = part_of(memory, member.dtype, member.size, member.stride, member.offset)
+                part = part_of(memory, member.size, member.stride, member.offset)
                 self._recorder.strided.lies_in(memory, part, int(real.storage_offset()))
                 found.append(part)
         return found
@@ -317,8 +309,7 @@ def _counted_from_here(stand_in: StandIn) -> StandIn:
     tensor, example = stand_in.tensor, stand_in.example
     if not (example.is_inference() or tensor.is_inference()):
         set_versions((tensor,), (version_of(example),))
-    version, *versions = stand_in.counters()
-    return replace(stand_in, version=version, versions=tuple(versions), met=stand_in.values())
+    return replace(stand_in, counted=stand_in.counters(), met=stand_in.values())
 
 
 def _shape_of(tensor: torch.Tensor) -> list[tuple[int, int]]:

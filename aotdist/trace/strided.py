@@ -64,7 +64,7 @@ class Strided:
     def __init__(self, mode: FunctionalTensorMode) -> None:
         self._mode = mode
         self._owners: dict[int, tuple[FunctionalTensor, int]] = {}
-        """By storage: the tensor that all others in it are views of, and at which byte it begins."""
+        """By storage: the tensor that all others in it are views of, and at which element it begins."""
         self._inputs: set[int] = set()
         self._looked_around: set[int] = set()
         self._not_through_views: set[int] = set()
@@ -77,8 +77,7 @@ class Strided:
             part: an input in it.
             offset: where the input starts in its storage, in elements.
         """
-        start = (offset - int(part.storage_offset())) * part.element_size()
-        self._owners[functional_storage_id(span)] = span, start
+        self._owners[functional_storage_id(span)] = span, offset - int(part.storage_offset())
 
     def note_input(self, plain: FunctionalTensor) -> None:
         """Note that a plain tensor stands for one beneath an input, whose storage may be larger."""
@@ -140,19 +139,13 @@ class Strided:
         if (
             memory is None
             or not (is_functional_base(memory) and _is_whole(memory))
-            or memory.dtype not in (tensor.dtype, torch.uint8)
+            or memory.dtype != tensor.dtype
         ):
             return None
-        count = tensor.element_size()
-        if place.offset is None:
-            first = int(tensor.storage_offset()) * count
-        else:
-            first = place.offset * count - start
-        last = first + _extent(place) * count
-        if first < 0 or last > memory.numel() * memory.element_size():
+        first = int(tensor.storage_offset()) if place.offset is None else place.offset - start
+        if first < 0 or first + _extent(place) > memory.numel():
             return None
-        offset = first // memory.element_size()
-        return lambda: part_of(memory, tensor.dtype, place.size, place.stride, offset)
+        return lambda: part_of(memory, place.size, place.stride, first)
 
     def _look_around(self, func: OpOverload, tensor: FunctionalTensor) -> None:
         """Note that a view shows memory which the trace does not have, or cannot write through the view."""

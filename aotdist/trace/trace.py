@@ -7,6 +7,7 @@ added as arguments, shaped like the differentiable results, and autograd runs th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ from aotdist.trace.body import Enclosing
 from aotdist.trace.capture_mode import CaptureMode, ReplayMode
 from aotdist.trace.classes import users_code
 from aotdist.trace.context import TraceContext, TraceOptions
-from aotdist.trace.control_flow import ControlFlow
+from aotdist.trace.control_flow import call_higher_order
 from aotdist.trace.failures import naming_failures, naming_outdated_views, refusal, steps_inside
 from aotdist.trace.forward_effects import ForwardEffects, read_forward
 from aotdist.trace.later_backwards import LaterBackwards
@@ -39,7 +40,6 @@ from aotdist.trace.numbers import python_numbers
 from aotdist.trace.numbers.symbols import Symbols
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.stand_ins import Inputs
-from aotdist.trace.storages import Storages
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,6 @@ def trace(
         inputs=inputs,
         stand_in=stand_in,
         view_mode=ViewMode(log),
-        storages=Storages(inputs),
     )
     with ExitStack() as stack:
         stack.enter_context(class_functions_off())
@@ -144,8 +143,7 @@ def _later_backwards(
 ) -> LaterBackwards | None:
     """What traces other backwards later, where that may be: not if the backward writes."""
     options = context.options
-    writes = backward.facts.writes or backward.facts.result_writes
-    if writes or not (options.cuts and options.may_run_later):
+    if backward.facts.writes or not (options.cuts and options.may_run_later):
         return None
     context.inputs.forget_attributes()
     return LaterBackwards(
@@ -171,7 +169,7 @@ def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardEff
         backward=backward.facts,
         rewinds=forward.rewinds,
         switched_on=metadata.switched_on,
-        storages=tuple(sorted({*metadata.moved(row), *context.storages.looked_at()})),
+        storages=tuple(sorted(set(metadata.moved(row)))),
         early=outputs.early,
         asked=tuple((idx, name, answer) for (idx, name), answer in forward.lifting.asked.items()),
         data_guards=tuple(context.recorder.data_guards.given),
@@ -184,15 +182,14 @@ def _run_forward(
 ) -> tuple[list[Any], CaptureMode, Blocks]:
     """What a program returns for stand-ins of its inputs, the mode that it ran in, and its blocks."""
     recorder, inputs, stand_in = context.recorder, context.inputs, context.stand_in
-    control_flow = ControlFlow(Enclosing(recorder, _resuming(recorder, stand_in), inputs.name_of, trace))
+    around = Enclosing(recorder, _resuming(recorder, stand_in), inputs.name_of, trace)
     inputs.show_attributes()
     lifting = CaptureMode(
         recorder,
         inputs,
         stand_in,
         context.view_mode,
-        context.storages,
-        higher_order=control_flow,
+        higher_order=functools.partial(call_higher_order, around),
     )
     blocks = _blocks(context, lifting)
     with (

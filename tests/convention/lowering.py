@@ -16,7 +16,6 @@ from aotdist.aliasing.view_log import ViewLog, look_inside
 from aotdist.aliasing.view_mode import ViewMode
 from aotdist.aliasing.views import Opened
 from aotdist.convention.epilogue import plan_epilogue, replay
-from aotdist.convention.metadata import switched_on
 from aotdist.convention.mutation import plan_differentiable, plan_plain
 from aotdist.convention.random_numbers import Stream
 from aotdist.convention.rng import SLOTS, RngPlan, draws_nothing, functional_draw
@@ -25,7 +24,6 @@ from aotdist.facts import (
     Facts,
     Fresh,
     FunctionView,
-    IsInput,
     Keep,
     Kept,
     MetadataWrite,
@@ -87,10 +85,14 @@ Lower: TypeAlias = Callable[[Program[Any], Facts], tuple[Program[Any], Plan]]
 
 
 def lower_epilogue(program: Program[PrimalIdx], facts: Facts) -> tuple[Program[PrimalIdx], Plan]:
-    """The inner program returns one tensor for each fresh output and each base of a view."""
-    holders = _holders(facts)
+    """The inner program returns one tensor for each fresh output and each base of a view.
 
-    def fn(*primals: Any) -> list[Any]:
+    It writes the metadata of other names for the same tensors.
+    """
+    holders, changed = _holders(facts), facts.reshaped()
+
+    def fn(*inputs: Any) -> list[Any]:
+        primals = [p.view_as(p) if PrimalIdx(k) in changed else p for k, p in enumerate(inputs)]
         given = list(map(Opened.of, primals))
         log = ViewLog()
         with ViewMode(log):
@@ -99,17 +101,6 @@ def lower_epilogue(program: Program[PrimalIdx], facts: Facts) -> tuple[Program[P
         return [held(log, outs, primals) for held in holders]
 
     return Program(fn, program.ins, program.examples), plan_epilogue(facts)
-
-
-def lower_metadata(program: Program[PrimalIdx], facts: Facts) -> tuple[Program[PrimalIdx], Plan]:
-    """The inner program writes the metadata of other names for the same tensors."""
-    changed = facts.reshaped()
-
-    def fn(*primals: Any) -> list[Any]:
-        own = [p.view_as(p) if PrimalIdx(k) in changed else p for k, p in enumerate(primals)]
-        return program.fn(*own)
-
-    return Program(fn, program.ins, program.examples), switched_on(program, facts)
 
 
 def lower_differentiable(program: Program[PrimalIdx], facts: Facts) -> tuple[Program[PrimalIdx], Plan]:
@@ -182,7 +173,7 @@ def lower_rng(program: Program[PlainIdx], device: torch.device) -> tuple[Program
     return Program(fn, slots, examples), RngPlan(device)
 
 
-OUTSIDE: tuple[Lower, ...] = (lower_epilogue, lower_metadata, lower_differentiable)
+OUTSIDE: tuple[Lower, ...] = (lower_epilogue, lower_differentiable)
 """The steps outside of the autograd node."""
 
 
@@ -259,11 +250,6 @@ def _add_of_output(found: dict[NodeOutIdx, _Held], idx: OutIdx, fact: OutputFact
 
 
 def _add_of_write(found: dict[NodeOutIdx, _Held], write: MetadataWrite, kept: Mapping[int, Place]) -> None:
-    if write.number < 0:
-        for value in write.args:
-            if isinstance(value, Fresh) and isinstance(write.target, IsInput):
-                found.setdefault(value.value, functools.partial(_moved, write.target.input))
-        return
     for position, given in enumerate(write.args):
         arg = kept[given.number] if isinstance(given, Kept) else given
         if isinstance(arg, Fresh):
@@ -299,10 +285,6 @@ def _source(number: int, position: int, log: ViewLog, *_: Sequence[Any]) -> torc
 
 def _target(number: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:
     return log.as_made(log.changes[number].tensor)
-
-
-def _moved(idx: PrimalIdx, _log: ViewLog, _outs: Sequence[Any], primals: Sequence[Any]) -> torch.Tensor:
-    return primals[idx]
 
 
 def _grown(number: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch._higher_order_ops.while_loop import while_loop
 from torch.utils.checkpoint import checkpoint
 
 from tests.dynamo.comparison import same_as_eager
@@ -78,11 +77,3 @@ def test_numbers_that_a_body_takes():
 
     sizes = [(lambda n=n: (torch.tensor(n > 3), leaf(n, 4), leaf(6, n), n)) for n in (3, 5)]
     same_as_eager(branching, *sizes, dynamic=True)
-
-    def looping(x, y):
-        start = torch.tensor(0)
-        with torch.no_grad():
-            return while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x * y.size(0)), (start, x))[1]
-
-    rows = [(lambda n=n: (leaf(4), leaf(n, 2))) for n in (3, 5)]
-    same_as_eager(looping, *rows, dynamic=True)

@@ -27,7 +27,6 @@ from aotdist.compiled import Compiled
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import (
     Plain,
-    inner_tensors,
     is_wrapper,
     plain_tensors,
     rebuild,
@@ -190,12 +189,6 @@ def versions(named: Mapping[str, torch.Tensor]) -> Sight:
     return {f"{name} version": version_of(tensor) for name, tensor in named.items()}
 
 
-def with_what_is_inside(named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors, and those inside of wrappers among them."""
-    inside = {f"{name}{path}": inner for name, t in named.items() for path, inner in inner_tensors(t)}
-    return {**named, **inside}
-
-
 class Rounded:
     """Numbers that equal others which differ in the last bits.
 
@@ -310,7 +303,7 @@ def play(
             history = list(map(history_of, arguments))
             # Held, so that what the program makes does not get the number of memory that it lets go of.
             before = [plain.untyped_storage() for tensor in arguments for plain in plain_tensors(tensor)]
-            counted = with_what_is_inside(scene.tensors())
+            counted = scene.tensors()
         with around():
             counts_writes = not torch.is_inference_mode_enabled()
             result = call(*scene.args, **scene.kwargs)
@@ -318,7 +311,7 @@ def play(
         everything = scene.tensors() | outputs
         sights.append(observe(everything, rounded=rounded) | shape_of(result))
         if counts_writes:
-            sights.append(versions(counted | outputs))
+            sights.append(versions(counted))
         if backward:
             ends = differentiable(outputs | scene.arguments())
             others = [end for position, end in enumerate(ends) if position in scene.other_kinds]

@@ -159,7 +159,7 @@ EXAMPLES: dict[str, Example] = {
     ),
     "padded encoders": Example(
         lambda x, mask: encoder(x, src_key_padding_mask=mask),
-        lambda: [torch.randn(2, 4, 8), torch.tensor([[False] * 4, [False, False, True, True]])],
+        lambda: [torch.randn(2, 4, 8), torch.tensor([[False] * 4, [True, True, False, False]])],
     ),
     "fused steps": Example(stepped, lambda: [torch.randn(3), torch.randn(3)]),
     "masks in the order of memory": Example(
