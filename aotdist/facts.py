@@ -19,9 +19,6 @@ from aotdist.subclasses.protocol import (
     Recipe,
     Wrapper,
     leaves,
-    plain_tensors,
-    rebuild,
-    recipe_of,
     wrapper_rule,
 )
 from aotdist.torch_seam.ambient import autocast_off
@@ -34,18 +31,6 @@ DETACH = torch.ops.aten.detach.default
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
     """`tensor.data`: as `tensor.detach()`, with a version counter of its own."""
     return tensor.data
-
-
-def as_inference(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor in the memory of `tensor` that is made in inference mode; graphs run in the caller's mode."""
-    with torch.inference_mode():
-        return rebuild(recipe_of(tensor), [_named_anew(plain) for plain in plain_tensors(tensor)])
-
-
-def _named_anew(plain: torch.Tensor) -> torch.Tensor:
-    name = plain.new_empty(0).set_(plain)  # pyright: ignore[reportArgumentType]  # the stub wants a storage
-    name = name.conj() if plain.is_conj() else name
-    return torch.ops.aten._neg_view.default(name) if plain.is_neg() else name
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +67,7 @@ class ViewStep:
     """One view operation, to be replayed on a base: `op(base, *args, **kwargs)[pick]`.
 
     Args:
-        op: the operator (`aten.t.default`), or a function: `data_of`, `as_inference`, `Inside`, `Around`.
+        op: the operator (`aten.t.default`), or a function: `data_of`, `Inside`, `Around`.
         args: its other positional arguments; they hold no tensors.
         kwargs: its keyword arguments as pairs.
         pick: which of several results (`split`, `unbind`), or None.
@@ -430,9 +415,8 @@ class Facts:
         storages: plain tensors beneath inputs, by position, whose offset and bytes of storage matter.
         related: whether some inputs are functions of others, so that the graph does not show all that its
             results depend on.
-        early: outputs that are made before anything is written: views of inputs, made before a write.
         asked: attributes of inputs by which the program asks autograd (`is_leaf`), and the answers; of
-            `grad_fn`, `grad` and `_base`, whether there is one.
+            `grad_fn` and `grad`, whether there is one.
         data_guards: conditions on data of inputs that the program branched on.
         numbers: names of the unbacked symbols in these facts, each with the node output that holds its value,
             or with how Python computes it from those before.
@@ -448,7 +432,6 @@ class Facts:
     switched_on: tuple[PrimalIdx, ...] = ()
     storages: tuple[tuple[PrimalIdx, int], ...] = ()
     related: bool = False
-    early: tuple[OutIdx, ...] = ()
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...] = ()
     data_guards: tuple[DataGuard, ...] = ()
     numbers: tuple[tuple[str, NodeOutIdx | NumberStep], ...] = ()

@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
 
 from aotdist.aliasing.naming import another_name, with_history_of
-from aotdist.aliasing.overwrite import put
 from aotdist.facts import ViewStep
 from aotdist.torch_seam.autograd import (
     beneath_autograd,
     creation_meta,
-    failing_in_backward,
     set_creation_meta,
 )
 from aotdist.torch_seam.operators import OpOverload
@@ -54,7 +51,6 @@ class Change:
         former: another name for the memory that the tensor had, in the sizes that it had; None where the
             operator has an inverse.
         grown: another name for the memory that it has now, if that has grown.
-        edge: the gradient edge that a leaf had before: after `set_` it has another.
     """
 
     tensor: torch.Tensor
@@ -67,7 +63,6 @@ class Change:
     bumps: int = 0
     former: torch.Tensor | None = None
     grown: torch.Tensor | None = None
-    edge: GradientEdge | None = None
 
     def moves(self) -> bool:
         """Whether the tensor may lie in another storage now, or elsewhere in its own."""
@@ -120,11 +115,6 @@ def resize_as_out(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int
 def assign_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """`tensor.data = source`."""
     tensor.data = source
-
-
-def release_history(tensor: torch.Tensor, reason: str) -> None:
-    """Let `tensor` have a history whose backward raises, and says `reason`."""
-    put(tensor, failing_in_backward(tensor, reason), 0)
 
 
 def make_again(view: torch.Tensor, changed: torch.Tensor, steps: Sequence[ViewStep]) -> None:

@@ -10,7 +10,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from aotdist.aliasing.metadata import Change, lies_elsewhere, resize_as_out
 from aotdist.aliasing.naming import another_name
@@ -83,11 +82,8 @@ class ViewLog:
     def move(self, tensor: torch.Tensor, op: Callable[..., Any], do: Callable[[], None], *args: Any) -> None:
         """Call `do()`, which does `op(tensor, *args)`, and note that the tensor was moved to other memory."""
         size, former = tensor.size(), self._name(tensor)
-        # For another dtype, autograd has gradients arrive elsewhere from now on.
-        is_other = isinstance(args[0], torch.Tensor) and args[0].dtype != tensor.dtype
-        edge = edge_of_leaf(tensor) if is_other else None
         do()
-        self.note_change(tensor, size, op, args, {}, bumps=0, former=former, edge=edge)
+        self.note_change(tensor, size, op, args, {}, bumps=0, former=former)
 
     def changes_history(self, tensor: torch.Tensor, op: Callable[..., Any], *args: Any) -> None:
         """Call `op(tensor, *args)`, which changes its history, and note it."""
@@ -107,7 +103,6 @@ class ViewLog:
         *,
         bumps: int,
         former: torch.Tensor | None,
-        edge: GradientEdge | None = None,
     ) -> Change:
         """Note a call of `op(tensor, *args, **kwargs)`; the other arguments are those of `Change`."""
         grown = another_name(tensor) if op in _GROWING and tensor.numel() > size.numel() else None
@@ -122,7 +117,6 @@ class ViewLog:
             bumps=bumps,
             former=former,
             grown=grown,
-            edge=edge,
         )
         self._note(change)
         stays = grown is not None and former is not None and share_memory(former, tensor)
@@ -178,14 +172,6 @@ class ViewLog:
 
     def _changes_since_made(self, view: torch.Tensor, base: torch.Tensor) -> list[Change]:
         return [change for change in self.changes_of(base) if change.serial > self.views.made(view)]
-
-
-def edge_of_leaf(tensor: torch.Tensor) -> GradientEdge | None:
-    """Where the gradient of a tensor arrives, if it is a leaf that has one."""
-    if not (tensor.requires_grad and tensor.is_leaf):
-        return None
-    with torch.enable_grad():
-        return get_gradient_edge(tensor)
 
 
 def is_recorded(values: Sequence[Any]) -> bool:

@@ -17,8 +17,8 @@ from torch.overrides import enable_reentrant_dispatch
 
 from aotdist.aliasing.metadata import INVERSES, Change, make_again, resize_as_out
 from aotdist.aliasing.naming import another_name
-from aotdist.aliasing.version import all_uncounted, bump, rewind, written_uncounted
-from aotdist.aliasing.view_log import ViewLog, edge_of_leaf, is_recorded
+from aotdist.aliasing.overwrite import all_uncounted, bump, rewind, written_uncounted
+from aotdist.aliasing.view_log import ViewLog, is_recorded
 from aotdist.aliasing.view_refusals import (
     from_storage,
     refuse_looking_around,
@@ -169,16 +169,12 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         changed, *rest = args
         size, stride = changed.size(), changed.stride()
         former = None if func in INVERSES else another_name_from_below(changed)
-        edge = None
-        if func in _SETS:
-            with enable_reentrant_dispatch():
-                edge = edge_of_leaf(changed)
         result = func(*args, **kwargs)
         if func in _RESIZES:
             if changed.size() == size and changed.stride() == stride:
                 return result
             op, rest, kwargs = _RESIZE, [tuple(changed.size())], _format_of(changed)
-        change = self.log.note_change(changed, size, op, rest, kwargs, bumps=1, former=former, edge=edge)
+        change = self.log.note_change(changed, size, op, rest, kwargs, bumps=1, former=former)
         if not change.moves():
             self._make_views_again(changed)
         twin = out_of_place(func)

@@ -146,11 +146,6 @@ class Views:
         """A serial number for what happens now, greater than all before."""
         return next(self._serials)
 
-    def shared_step(self, op: Callable[..., Any], *args: Any) -> ViewStep:
-        """A step that is no operator, and whose result several views share."""
-        grad = torch.is_grad_enabled()
-        return ViewStep(op, args, grad=grad, serial=self.next_serial(), shared=True)
-
     def made(self, tensor: torch.Tensor) -> int:
         """The serial number of when a view was made; -1 for what is no view."""
         entry = self.get(tensor)
@@ -169,10 +164,6 @@ class Views:
         while entry is not None and not isinstance(entry.steps[-1].op, (Inside, Around)):
             yield entry.base
             entry = self.get(entry.base)
-
-    def is_or_shows(self, tensor: torch.Tensor, base: torch.Tensor) -> bool:
-        """Whether a tensor is `base`, or a view of it."""
-        return tensor is base or self.is_view_of(tensor, base)
 
     def holds_others(self, view: torch.Tensor) -> bool:
         """Whether a tensor inside of a view has been replaced by another since it was made."""

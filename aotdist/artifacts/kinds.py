@@ -65,10 +65,8 @@ NOT_WRITTEN = ("cache_folder", "cache_bytes")
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "data_of": facts.data_of,
-    "as_inference": facts.as_inference,
     "resize_as_out": changes.resize_as_out,
     "assign_data": changes.assign_data,
-    "release_history": changes.release_history,
     "detach_": torch.Tensor.detach_,
     "retain_grad": torch.Tensor.retain_grad,
     "requires_grad_": torch.Tensor.requires_grad_,

@@ -280,7 +280,7 @@ def _levels_exist(it: facts.Facts) -> bool:
 
 
 def _are_all_made(it: facts.Facts) -> bool:
-    return {*it.outputs.indices()} <= {*it.early, *(one for one in it.order if isinstance(one, int))}
+    return {*it.outputs.indices()} <= {one for one in it.order if isinstance(one, int)}
 
 
 _POINTER = re.compile(r"\*[a-z0-9]+")
@@ -292,10 +292,7 @@ def _is_of_triton(metadata: str) -> bool:
     return isinstance(said, dict) and is_name(said.get("name"))
 
 
-_ASKED = (
-    *("is_leaf", "_version", "retains_grad", "grad", "grad_fn", "_base"),
-    *("_is_view()", "is_inference()"),
-)
+_ASKED = ("is_leaf", "_version", "grad", "grad_fn")
 """What printed calls ask of inputs, see `Facts.asked`."""
 _PATH = "a path that is no path of attributes"
 _NAMES = "a name that is none"

@@ -30,7 +30,7 @@ The steps, from the outside in:
 8. `mutation`: any other write is a `copy_` on plain tensors.
 9. `rng`, on request: random operators draw from a seed and an offset, the last of the plain inputs.
 
-Version counters increase by as much as in eager (`aliasing/version.py`); a write hidden from autograd
+Version counters increase by as much as in eager (`aliasing/overwrite.py`); a write hidden from autograd
 (`x.data`) leaves them alone.
 
 Inputs that share memory

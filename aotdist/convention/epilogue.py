@@ -14,9 +14,7 @@ from typing import Any, assert_never
 
 import torch
 
-from aotdist.aliasing.overwrite import put
-from aotdist.aliasing.version import rewind
-from aotdist.convention.metadata import rewrite
+from aotdist.aliasing.overwrite import put, rewind
 from aotdist.facts import (
     Action,
     Facts,
@@ -35,7 +33,8 @@ from aotdist.facts import (
     ViewOfOutput,
 )
 from aotdist.program import Call, OutIdx, PrimalIdx, Row
-from aotdist.torch_seam.autograd import set_creation_meta
+from aotdist.subclasses.protocol import plain_tensors
+from aotdist.torch_seam.autograd import history_of, set_creation_meta
 
 
 def replay(
@@ -93,14 +92,12 @@ class EpiloguePlan:
         outputs: what each is.
         order: in which order to make them, and to write metadata.
         rewinds: inputs whose version counters go back first, by as many writes as are repeated.
-        early: outputs to make before the region runs.
         switched_on: inputs that begin to require grad, first of all: the region's node gives them gradients.
     """
 
     outputs: Row[OutIdx, OutputFact]
     order: tuple[Action, ...]
     rewinds: tuple[tuple[PrimalIdx, int], ...] = ()
-    early: tuple[OutIdx, ...] = ()
     switched_on: tuple[PrimalIdx, ...] = ()
 
     def lift(self, call: Call) -> Call:
@@ -139,8 +136,6 @@ class Outputs:
         self._made: dict[int, Any] = {}
         for source in plan.switched_on:
             primals[source].requires_grad_()
-        for idx in plan.early:
-            self.make(idx)
 
     def in_order(self) -> list[Any]:
         """All of them, as the program returns them."""
@@ -183,9 +178,28 @@ class Outputs:
                 assert_never(place)
 
 
+def rewrite(
+    tensor: torch.Tensor, write: MetadataWrite, args: Sequence[Any], data: torch.Tensor | None = None
+) -> None:
+    """Repeat one write of metadata on `tensor`, with `args` in the place of the write's own.
+
+    Args:
+        tensor: the caller's.
+        write: the write.
+        args: its arguments, tensors of the trace replaced by those of the call.
+        data: what the tensor's plain tensors are to hold afterwards; None to leave them as they are.
+    """
+    history_of(tensor)  # makes it: a view whose base got one is a leaf to autograd until it is asked for
+    with torch.set_grad_enabled(write.grad):
+        write.op(tensor, *args, **dict(write.kwargs))
+    if data is not None:
+        for plain, value in zip(plain_tensors(tensor), plain_tensors(data), strict=True):
+            plain.data.copy_(value)
+
+
 def plan_epilogue(facts: Facts) -> EpiloguePlan:
     """How a call's outputs are made from what the region returns."""
-    return EpiloguePlan(facts.outputs, facts.order, facts.rewinds, facts.early, facts.switched_on)
+    return EpiloguePlan(facts.outputs, facts.order, facts.rewinds, facts.switched_on)
 
 
 # Views that a user's autograd function returns: views of the same base as in eager, with its backward.

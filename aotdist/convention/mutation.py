@@ -15,8 +15,7 @@ from typing import Any
 
 import torch
 
-from aotdist.aliasing.overwrite import put, refuse_forbidden
-from aotdist.aliasing.version import bump
+from aotdist.aliasing.overwrite import bump, put, refuse_forbidden
 from aotdist.convention.subclass import plain_positions
 from aotdist.facts import DataWritten, Facts
 from aotdist.program import Call, NodeOutIdx, PlainIdx, PrimalIdx, Program

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from aotdist.aliasing.version import bump
+from aotdist.aliasing.overwrite import bump
 from aotdist.facts import DataWritten, Facts, Untouched
 from aotdist.program import Call, NodeOutIdx, PlainIdx, PrimalIdx, Row
 from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, plain_tensors, rebuild

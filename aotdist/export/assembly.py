@@ -26,7 +26,6 @@ from aotdist.facts import (
     ViewOfInput,
     ViewOfIntermediate,
     ViewOfOutput,
-    as_inference,
     data_of,
 )
 from aotdist.partition.builder import GraphBuilder
@@ -217,8 +216,6 @@ class Assembly:
         for step in steps:
             if isinstance(step, FunctionView):
                 base = self._node_out(step.value)
-                continue
-            if step.op is as_inference:  # of which a graph knows nothing
                 continue
             op = torch.ops.aten.detach.default if step.op is data_of else step.op
             base = self._view(base, op, step.args, step.kwargs)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.aliasing.metadata import release_history
 from aotdist.capture.arguments import UserFakes
 from aotdist.capture.captured import Returned
 from aotdist.errors import BadSettings, UnsupportedProgram
@@ -23,7 +22,6 @@ _OF_HISTORY = frozenset[Any](
         torch.Tensor.detach_,
         torch.Tensor.requires_grad_,
         torch.Tensor.retain_grad,
-        release_history,
     }
 )
 """Writes of metadata after which a tensor holds and shows what it did before."""

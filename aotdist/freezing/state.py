@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from aotdist.aliasing.version import version_of
+from aotdist.aliasing.overwrite import version_of
 from aotdist.capture.modules import named_modules, state_tensors, swapped
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import is_real, is_wrapper

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 import torch
 from torch.fx import GraphModule
 
-from aotdist.aliasing.version import all_uncounted
+from aotdist.aliasing.overwrite import all_uncounted
 from aotdist.codegen.backend import CallableBackend, boxed, hand_over, name_generators
 from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted
 from aotdist.codegen.fx import FxBackend, print_graph

@@ -27,7 +27,7 @@ from aotdist.runtime.held import read_by
 from aotdist.runtime.hooks import detaching, shielding, silencing
 from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.node import make_node, without_autocast
-from aotdist.runtime.plan import NodePlan
+from aotdist.runtime.plan import NodePlan, detached_views, result_views
 from aotdist.runtime.print_call import HookPlan, print_call
 from aotdist.runtime.print_node import ForwardPrinter, Watch, print_inference, print_node
 from aotdist.runtime.printer import Printer
@@ -41,7 +41,6 @@ from aotdist.runtime.ranks import (
     fingerprint_of,
     naming_lost_ranks,
 )
-from aotdist.runtime.results import detached_views, result_views
 from aotdist.sizes import concrete, evaluate
 from aotdist.torch_seam.locks import process_lock
 from aotdist.torch_seam.packed_graphs import Places

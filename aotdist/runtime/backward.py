@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeVar
 
 import torch
 
-from aotdist.aliasing.version import bump
+from aotdist.aliasing.overwrite import bump
 from aotdist.capture.effects import NOTHING, EffectLog
 from aotdist.capture.in_backward import InBackward
 from aotdist.convention.mutation import write_plain

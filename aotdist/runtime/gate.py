@@ -74,31 +74,21 @@ def _level_of(idx: OutIdx, plans: Plans, backward: BackwardFacts) -> float:
             return 0
 
 
-@dataclass(slots=True)
-class Passing:
-    """One backward on its way through the gates to the program's node.
-
-    Args:
-        task: autograd's number of the backward.
-        is_watched: whether it runs part by part.
-        arrived: the gradients of results that have arrived so far.
-    """
-
-    task: int
-    is_watched: bool
-    arrived: dict[NodeOutIdx, torch.Tensor | None]
+Passing: TypeAlias = "tuple[int, bool, dict[NodeOutIdx, torch.Tensor | None]]"
+"""One backward on its way through the gates to the program's node: autograd's number of it, whether it runs
+part by part, and the gradients of results that have arrived so far."""
 
 
 def is_watched(node: Any) -> bool:
     """Whether the running backward reaches `node` part by part."""
     passing = passing_of(node)
-    return passing is not None and passing.is_watched
+    return passing is not None and passing[1]
 
 
 def passing_of(node: Any) -> Passing | None:
     """The running backward on its way to `node`, if it came through a gate."""
     passing: Passing | None = getattr(node, "passing", None)
-    return passing if passing is not None and passing.task == backward_task() else None
+    return passing if passing is not None and passing[0] == backward_task() else None
 
 
 Watch: TypeAlias = Callable[[], bool]
@@ -234,12 +224,10 @@ def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
             passing = passing_of(ctx.node)
             if passing is None:
                 is_watched = ctx.watch() or _is_asked_for_waypoints(ctx.node)
-                passing = Passing(backward_task(), is_watched, {})
-                ctx.node.passing = passing
-            passing.arrived.update(arrived)
-            sent = [None] * len(gate.pieces)
-            if passing.is_watched:
-                sent = gates.pieces(ctx.node, gate, passing.arrived)
+                passing = ctx.node.passing = backward_task(), is_watched, {}
+            _, is_watched, so_far = passing
+            so_far.update(arrived)
+            sent = gates.pieces(ctx.node, gate, so_far) if is_watched else [None] * len(gate.pieces)
             return (None, None, None, None, *arrived.values(), *sent)
 
     def lead(values: list[Any], points: Sequence[torch.Tensor], before: Any) -> Any:

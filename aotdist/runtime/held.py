@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx import Node
 
-from aotdist.aliasing.version import version_of
+from aotdist.aliasing.overwrite import version_of
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, Slot
@@ -150,18 +150,10 @@ def read_by(
     return saved
 
 
-@dataclass(frozen=True, slots=True)
-class Rest:
-    """What is left when the backward of some results was run, without the graph being retained.
-
-    Args:
-        spent: the results whose backward was run.
-        values: all saved values (a compiled graph takes all), each with its version counter; None if no other
-            result can still be differentiated.
-    """
-
-    spent: frozenset[NodeOutIdx]
-    values: tuple[tuple[torch.Tensor, int], ...] | None
+Rest: TypeAlias = "tuple[frozenset[NodeOutIdx], tuple[tuple[torch.Tensor, int], ...] | None]"
+"""What is left when the backward of some results was run, without the graph being retained: these results,
+and all saved values (a compiled graph takes all), each with its version counter; None if no other result can
+still be differentiated."""
 
 
 def saved_for(ctx: Any, plan: NodePlan, arrived: Collection[NodeOutIdx], read: Read) -> list[torch.Tensor]:
@@ -170,13 +162,17 @@ def saved_for(ctx: Any, plan: NodePlan, arrived: Collection[NodeOutIdx], read: R
     Raises:
         RuntimeError: those that it needs were freed, or written since; autograd's own error.
     """
-    rest: Rest | None = getattr(ctx, "rest", None)
-    if rest is None or rest.values is None or not _are_apart(plan, rest.spent, arrived):
+    spent, values = _rest(ctx)
+    if values is None or not _are_apart(plan, spent, arrived):
         return list(ctx.saved_tensors)
-    needed = (rest.values[k] for idx in arrived for k in read()[idx])
+    needed = (values[k] for idx in arrived for k in read()[idx])
     if any(version_of(value) != version for value, version in needed):
         return list(ctx.saved_tensors)
-    return [value for value, _ in rest.values]
+    return [value for value, _ in values]
+
+
+def _rest(ctx: Any) -> Rest:
+    return getattr(ctx, "rest", (frozenset(), None))
 
 
 def keep_for_others(
@@ -185,15 +181,14 @@ def keep_for_others(
     """Keep what results that share nothing with `arrived` need, unless the graph is retained anyway."""
     if keeps_graph():
         return
-    rest: Rest | None = getattr(ctx, "rest", None)
-    spent = frozenset(arrived) | (frozenset() if rest is None else rest.spent)
+    before, values = _rest(ctx)
+    spent = before.union(arrived)
     if not any(idx not in spent and _are_apart(plan, spent, [idx]) for idx in plan.differentiable()):
-        ctx.rest = Rest(spent, None)
-    elif rest is None:
+        values = None
+    elif not before:
         # Without their history: a saved result would keep its own node alive.
-        ctx.rest = Rest(spent, tuple((value.detach(), version_of(value)) for value in saved))
-    else:
-        ctx.rest = Rest(spent, rest.values)
+        values = tuple((value.detach(), version_of(value)) for value in saved)
+    ctx.rest = spent, values
 
 
 def _are_apart(plan: NodePlan, one: Collection[NodeOutIdx], other: Collection[NodeOutIdx]) -> bool:

@@ -11,15 +11,14 @@ from typing import Any
 
 import torch
 
-from aotdist.aliasing.version import version_of
+from aotdist.aliasing.overwrite import version_of
 from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.mutation import write_plain
 from aotdist.convention.subclass import rebuild_all
 from aotdist.program import Call
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.held import run_once
-from aotdist.runtime.plan import NodePlan, Saved
-from aotdist.runtime.results import detached_views
+from aotdist.runtime.plan import NodePlan, Saved, detached_views
 from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import evaluate
 from aotdist.subclasses.protocol import plain_tensors

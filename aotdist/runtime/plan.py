@@ -5,16 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch.fx import Node
 
 from aotdist.codegen.contract import Strides
 from aotdist.convention.stack import InsidePlans, Plans
 from aotdist.convention.subclass import plain_positions
 from aotdist.facts import Choice, Facts, NodeOut, ObservedGrad
+from aotdist.partition.traits import is_view
 from aotdist.program import Graph, NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
-from aotdist.runtime.results import result_views
 from aotdist.runtime.tangent import Tangent
 from aotdist.runtime.wrappers import SavedWrappers
 from aotdist.sizes import Expression
@@ -332,3 +333,26 @@ def _tangent(out: NodeOut, strides: Mapping[Slot, Strides], *, plain: bool, as_i
     recipe = tangent_recipe(out.recipe)
     slots = [Slot("tangent", out.slot.path, inner) for inner, _ in leaves(recipe)]
     return Tangent(out.slot.path, recipe, tuple(map(strides.get, slots)), plain, as_it_is=as_it_is)
+
+
+def result_views(graph: Graph) -> frozenset[int]:
+    """Positions of the results that a graph makes as views of temporaries of its own.
+
+    They must be detached. What was a tensor of its own in the user's program, written in place and then
+    functionalised, must not be known to autograd as a view that was made inside of a node. And a compiler
+    may have dropped a view that changes nothing, so that one tensor is two results: a node would return
+    both as differentiable, or neither. What lies in a wrapper is not returned itself: there it may be the
+    same tensor twice, as offsets of jagged tensors are.
+    """
+    first: dict[Node | None, int] = {}
+    return frozenset(
+        position
+        for position, (slot, node) in enumerate(zip(graph.outs, graph.results(), strict=True))
+        if node is not None
+        and (is_view(node) or (not slot.inner and first.setdefault(node, position) != position))
+    )
+
+
+def detached_views(results: Sequence[Any], views: frozenset[int]) -> list[Any]:
+    """`results` with those at `views` detached, which keeps memory and version counter."""
+    return [value.detach() if position in views else value for position, value in enumerate(results)]

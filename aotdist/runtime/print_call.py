@@ -12,8 +12,7 @@ from typing import Any, assert_never
 
 import torch
 
-from aotdist.aliasing.overwrite import are_written_alone, refuse_forbidden
-from aotdist.aliasing.version import bump, rewind
+from aotdist.aliasing.overwrite import are_written_alone, bump, refuse_forbidden, rewind
 from aotdist.capture.ambient import ambient_guard
 from aotdist.capture.argument_mutation import are_apart
 from aotdist.capture.arguments import ConstantLeaf
@@ -106,8 +105,6 @@ def print_call(
             printer.line(f"{primals[idx]}.requires_grad_()")
         bind = binder(printer, fit.variables, held)
         do = action_printer(printer, plans.epilogue, primals, fit.around.ambient, bind)
-        for idx in plans.epilogue.early:
-            do(idx)
         with _grad_enabled(printer) if enables_grad else nullcontext():
             _print_run(printer, run, _print_given(printer, plans.writes, primals, hooks), fit)
             if hooks.shielded:
@@ -362,7 +359,7 @@ def _conditions_of_autograd(fit: Guards) -> Iterator[str]:
     names = fit.primal_variables()
     for idx, asked, answer in fit.facts.asked:
         place = f"{names[idx]}.{asked}"
-        is_there = asked in ("grad", "grad_fn", "_base")
+        is_there = asked in ("grad", "grad_fn")
         yield f"({place} is not None) is {answer}" if is_there else f"{place} == {answer}"
 
 

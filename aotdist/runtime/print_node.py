@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aotdist.aliasing.version import bump, version_of
+from aotdist.aliasing.overwrite import bump, version_of
 from aotdist.capture.effects import EffectLog
 from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.mutation import PlainWrites, write_plain
@@ -166,7 +166,7 @@ def print_inference(
         region: how it runs.
         inside: what is done around the graph.
         sizes: the numbers that the graph takes.
-        views: results that are made as views, see `aotdist.runtime.results.result_views`.
+        views: results that are made as views, see `aotdist.runtime.plan.result_views`.
         recorded: whether autograd has to be switched off, or it would record the graph's operations.
     """
     printer, recipes = region.printer, list(inside.unwrap.outs)

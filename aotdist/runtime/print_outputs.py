@@ -26,8 +26,7 @@ from aotdist.capture.effects import (
 from aotdist.capture.instances import MadeObject
 from aotdist.capture.results import Shown, show_as
 from aotdist.capture.source import Held, Source
-from aotdist.convention.epilogue import EpiloguePlan, first_to_make, function_view, viewer
-from aotdist.convention.metadata import rewrite
+from aotdist.convention.epilogue import EpiloguePlan, first_to_make, function_view, rewrite, viewer
 from aotdist.facts import (
     Action,
     Fresh,

@@ -13,10 +13,8 @@ import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
 
 from aotdist.capture.in_backward import InBackward
 from aotdist.errors import UnsupportedProgram
@@ -53,8 +51,8 @@ End = tuple[NodeOutIdx, torch.Tensor]
 Chosen = tuple[NodeOutIdx, ...]
 """Some of the differentiable results, whose backward is traced separately."""
 
-Wanted = tuple[PrimalIdx, Sequence[torch.Tensor | GradientEdge]]
-"""An input, and where its gradients arrive."""
+Wanted = tuple[PrimalIdx, torch.Tensor]
+"""An input, and the leaf at which its gradients arrive."""
 
 _MOST_CHOICES = 4
 """With at most so many results, the backward may be traced for every choice of some of them."""
@@ -105,7 +103,7 @@ class Backward:
         recorder: records what autograd runs.
         node_outs: what the program returns.
         ends: the differentiable ones among `node_outs`, with their tensors.
-        wanted: for each input that may get gradients, where they arrive; its leaf comes first.
+        wanted: the inputs that may get gradients, each with its leaf.
         mode: the mode that the program ran in, for tensors that it closes over; every run is inside of it.
         in_python: watches what each run changes in Python.
     """
@@ -141,7 +139,7 @@ class Backward:
     def choices(self) -> list[Chosen]:
         """The choices of results for which the backward has to be traced separately."""
         tensors = [tensor for _, tensor in self._ends]
-        tensors += [end for _, ends in self._wanted for end in ends if isinstance(end, torch.Tensor)]
+        tensors += [leaf for _, leaf in self._wanted]
         return [] if is_linear(self._ends) and not _mixes_kinds(tensors) else self.some()
 
     def some(self) -> list[Chosen]:
@@ -168,7 +166,7 @@ class Backward:
         choice: Sequence[NodeOutIdx] | None = None,
         tangents: Mapping[NodeOutIdx, torch.Tensor] | None = None,
         *,
-        wanted: Sequence[torch.Tensor | GradientEdge] | None = None,
+        wanted: Sequence[torch.Tensor] | None = None,
         retain_graph: bool,
         with_history: bool = False,
     ) -> Computed:
@@ -185,8 +183,8 @@ class Backward:
         given = self._tangents if tangents is None else tangents
         if not ends:
             return Computed({}, ())
-        arriving = [(idx, end) for idx, ends in self._wanted for end in ends] if wanted is None else []
-        arrive_at: Sequence[Any] = [end for _, end in arriving] if wanted is None else wanted
+        arriving = self._wanted if wanted is None else ()
+        arrive_at = [leaf for _, leaf in arriving] if wanted is None else wanted
         run = run_accumulating_backward
         if not self._accumulates:
             run = functools.partial(run_backward, create_graph=with_history)
@@ -201,8 +199,7 @@ class Backward:
         grads: dict[PrimalIdx, torch.Tensor] = {}
         for (idx, _), grad in zip(arriving, found, strict=False):
             if grad is not None:
-                grad = self.mode.swap(grad)  # a function of the user's may return what it closes over
-                grads[idx] = grads[idx] + grad if idx in grads else grad
+                grads[idx] = self.mode.swap(grad)  # a function of the user's may return what it closes over
         return Computed(grads, self.in_python.kept)
 
 

@@ -156,7 +156,7 @@ class BackwardTrace:
             recorder=self._recorder,
             node_outs=forward.node_outs,
             ends=self._ends,
-            wanted=forward.metadata.gradient_ends(self._inputs.row()),
+            wanted=[(idx, one.leaf) for idx, one in forward.metadata.taking_grad(self._inputs.row())],
             mode=forward.lifting,
             in_python=self._in_python,
         )

@@ -25,7 +25,7 @@ from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.proxies import graph_module
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import TreeSpec, pytree
-from aotdist.trace.context import TraceOptions
+from aotdist.trace.context import TraceContext, TraceOptions
 from aotdist.trace.failures import refusal
 from aotdist.trace.recorder import Recorder
 
@@ -33,23 +33,6 @@ if TYPE_CHECKING:
     from aotdist.trace.trace import Traced
 
 _COLLECTIVES = "_c10d_functional"
-
-
-@dataclass(frozen=True, slots=True)
-class Enclosing:
-    """The program that hands a body to an operator.
-
-    Args:
-        recorder: records that program.
-        stand_in: gives the stand-in for a real tensor there.
-        name_of: gives the name of one of its inputs, or None for any other tensor.
-        trace: `aotdist.trace.trace.trace`, which traces bodies too.
-    """
-
-    recorder: Recorder
-    stand_in: Callable[[torch.Tensor], torch.Tensor]
-    name_of: Callable[[torch.Tensor], str | None]
-    trace: Callable[..., Traced]
 
 
 Operand: TypeAlias = tuple[str, torch.Tensor]
@@ -156,7 +139,8 @@ def trace_body(
     name: str,
     fn: Callable[..., Any],
     operands: Sequence[Operand],
-    around: Enclosing,
+    around: TraceContext,
+    trace: Callable[..., Traced],
 ) -> Body:
     """Trace `fn` on `operands`.
 
@@ -164,7 +148,8 @@ def trace_body(
         name: what it is, for messages.
         fn: takes the operands' tensors.
         operands: distinct tensors of the program around it.
-        around: the program that hands over the body.
+        around: the trace of the program that hands over the body.
+        trace: `aotdist.trace.trace.trace`, which traces bodies too.
 
     Raises:
         UnsupportedProgram: it writes what it is given, or communicates.
@@ -184,20 +169,24 @@ def trace_body(
     names = {name for name, _ in operands}
 
     def name_closed_over(tensor: torch.Tensor) -> Slot:
-        stem = around.name_of(tensor) or "closed over"
+        stem = around.inputs.name_of(tensor) or "closed over"
         name = next(n for k in itertools.count() if (n := f"{stem}[{k}]" if k else stem) not in names)
         names.add(name)
         return Slot("primal", name)
 
+    def resumed(met: torch.Tensor) -> torch.Tensor:
+        with around.recorder.resumed():
+            return around.stand_in(met)
+
     slots = Row[PrimalIdx, Slot](Slot("primal", name) for name, _ in operands)
     program = Program(run, slots, Row([tensor for _, tensor in operands]))
     with no_modes():
-        traced = around.trace(
+        traced = trace(
             program,
             recorder,
             TraceOptions(training=torch.is_grad_enabled()),
             name_closed_over=name_closed_over,
-            outer=around.stand_in,
+            outer=resumed,
         )
     assert spec is not None, "the trace has run the function"
     tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in flat)

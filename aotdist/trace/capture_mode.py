@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import types
 from collections.abc import Callable, Mapping
@@ -39,13 +38,14 @@ _CHANGE_GRAD = {_GRAD.__set__: "assigned", _GRAD.__delete__: "deleted"}
 _BASE: Any = torch.Tensor._base
 _ASKS_AUTOGRAD = {getattr(torch.Tensor, name).__get__: name for name in ("is_leaf", "grad_fn", "_version")}
 _RETAINS_GRAD: Any = torch.Tensor.retains_grad
-_ASKS_INPUT: Mapping[Any, str] = {
+_UNANSWERED: Mapping[Any, str] = {
+    _BASE.__get__: "_base",
     _RETAINS_GRAD.__get__: "retains_grad",
     torch.Tensor._is_view: "_is_view()",
     torch.Tensor.is_inference: "is_inference()",
     torch.is_inference: "is_inference()",
 }
-"""Questions that the stand-in of an input cannot answer, and how a printed call asks them."""
+"""Questions that the stand-in of an input cannot answer."""
 _RUN_BACKWARD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 _RESIZE_STORAGE = torch.ops.inductor.resize_storage_bytes_
 _LOOK_AT_STRIDES = frozenset({torch.Tensor.contiguous, torch.Tensor.is_contiguous, torch.Tensor.stride})
@@ -86,10 +86,6 @@ class CaptureMode(TorchFunctionMode):
         self.ran_backward, self.num_hooks = False, 0
         self.retained: dict[PrimalIdx, None] = {}
         self.asked: dict[tuple[PrimalIdx, str], bool | int] = {}
-        self._answers: Mapping[Any, Callable[..., Any]] = {
-            **{func: functools.partial(self._ask_input, func) for func in _ASKS_INPUT},
-            _BASE.__get__: self._base_of,
-        }
         self._instead: Mapping[Any, Callable[..., Any]] = {
             torch.Tensor.detach_: self._detach,
             torch.detach_: self._detach,
@@ -107,7 +103,7 @@ class CaptureMode(TorchFunctionMode):
             _RESIZE_STORAGE.default: _refuse_resize,
             torch.Tensor.__repr__: _described,
             torch.Tensor.__format__: _formatted,
-            **corrections.functions(of_bits=recorder.options.of_bits, target=recorder.options.target),
+            **corrections.functions(recorder.options.target),
             **(python_numbers.INSTEAD if recorder.unbacked is not None else {}),
         }
 
@@ -122,8 +118,8 @@ class CaptureMode(TorchFunctionMode):
         swapped_args, swapped_kwargs = _each(self.swap, args, kwargs)
         if func in _ASKS_AUTOGRAD and _is_asked_by_the_program(inspect.currentframe()):
             self._note_question(_ASKS_AUTOGRAD[func], swapped_args[0])
-        if func in self._answers and _is_asked_by_the_program(inspect.currentframe()):
-            return self._answers[func](*swapped_args, **swapped_kwargs)
+        if func in _UNANSWERED and _is_asked_by_the_program(inspect.currentframe()):
+            self._refuse_question(func, swapped_args[0])
         if func == _GRAD.__get__:
             self._refuse_optimizer(inspect.currentframe(), swapped_args[0])
         if types and class_functions_are_on():
@@ -215,23 +211,14 @@ class CaptureMode(TorchFunctionMode):
             answer = getattr(self._inputs.row()[idx].example, name)
             self.asked[idx, name] = answer is not None if name == "grad_fn" else answer
 
-    def _ask_input(self, func: Callable[..., Any], tensor: torch.Tensor) -> bool:
-        """The tensor's answer; for an input, that of the call's tensor, unless the program changed it."""
+    def _refuse_question(self, func: Callable[..., Any], tensor: torch.Tensor) -> None:
+        """Refuse a question about an input that its stand-in may answer otherwise."""
         idx = self._inputs.index_of(tensor)
-        if idx is None or func(tensor):
-            return func(tensor)
-        self.asked[idx, _ASKS_INPUT[func]] = answer = func(self._inputs.row()[idx].example)
-        return answer
-
-    def _base_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """`tensor._base`; for an input that is a view, and for views of it, the base is one more input."""
-        base = tensor._base
-        idx = self._inputs.index_of(tensor if base is None else base)
-        if idx is None:
-            return base
-        of_input = self._inputs.row()[idx].example._base
-        self.asked[idx, "_base"] = of_input is not None
-        return base if of_input is None else self._stand_in(of_input)
+        if idx is not None and not (func != _BASE.__get__ and func(tensor)):
+            raise refusal(
+                f"the program asks for `{self._inputs.row()[idx].slot}.{_UNANSWERED[func]}`",
+                "ask before the call, and pass the answer",
+            )
 
     def _gradient(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """`tensor.grad`; that of an input is one more input, read when the call begins."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -16,13 +16,18 @@ from aotdist.torch_seam.functional import FunctionalTensor
 from aotdist.torch_seam.modes import under_transform
 from aotdist.torch_seam.operators import HigherOrderOperator, dense_rule
 from aotdist.torch_seam.trees import pytree
-from aotdist.trace.body import Body, Enclosing, trace_body
+from aotdist.trace.body import Body, trace_body
 from aotdist.trace.branches import Branches
+from aotdist.trace.context import TraceContext
 from aotdist.trace.failures import refusal
+
+if TYPE_CHECKING:
+    from aotdist.trace.trace import Traced
 
 
 def call_higher_order(
-    around: Enclosing,
+    around: TraceContext,
+    trace: Callable[..., Traced],
     op: HigherOrderOperator,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
@@ -35,7 +40,7 @@ def call_higher_order(
     """
     match op.name():
         case "cond":
-            return _cond(around, *args)
+            return _cond(around, trace, *args)
         case name if name in _INLINED:
             with lifting:
                 return _INLINED[name](op)(*args, **kwargs)
@@ -49,7 +54,8 @@ def call_higher_order(
 
 
 def _cond(
-    around: Enclosing,
+    around: TraceContext,
+    trace: Callable[..., Traced],
     pred: Any,
     true_fn: Callable[..., Any],
     false_fn: Callable[..., Any],
@@ -69,7 +75,7 @@ def _cond(
             return fn(*pytree.tree_unflatten(values, spec))
 
         operands = [(f"operands[{k}]", t) for k, t in enumerate(distinct)]
-        return trace_body(name, call, operands, around)
+        return trace_body(name, call, operands, around, trace)
 
     bodies = body("cond.true_fn", true_fn), body("cond.false_fn", false_fn)
     return Branches.of(around.recorder, pred, bodies).call()

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from aotdist.aliasing.view_log import ViewLog
-from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
     Fresh,
     InputFact,
@@ -77,7 +76,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
     recorder, inputs, log = context.recorder, context.inputs, context.log
     metadata = Metadata.of(inputs, log)
     _mark_reshaped(context, metadata)
-    spent = released_results(outs, inputs, log) if lifting.ran_backward else {}
+    spent = released_results(outs, inputs, log) if lifting.ran_backward else frozenset()
     outputs = classify(outs, inputs, log, metadata.written, spent)
     numbers = _tell_numbers(context, outputs)
     row = inputs.row()
@@ -99,7 +98,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
             raise requires_grad_by_itself(node_out.slot)
     refuse_uses_of_own_leaves(outs, outputs, inputs, log)
     is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
-    outputs.order = (*outputs.order, *final_actions(outs, outputs.facts, spent, lifting.retained))
+    outputs.order = (*outputs.order, *final_actions(outs, outputs.facts, lifting.retained))
     results = value_results(recorder, node_outs, outputs.tensors)
     return ForwardEffects(
         outs=outs,
@@ -121,19 +120,10 @@ def _tell_numbers(
     """Let the graph return the numbers that depend on data and are needed outside of it.
 
     In training that is all of them: which of them the backward needs is not known yet.
-
-    Raises:
-        UnsupportedProgram: one is needed before the graph runs.
     """
     unbacked = context.recorder.unbacked
     if unbacked is None:
         return ()
-    if numbers_of_data([outputs.facts[idx] for idx in outputs.early]):
-        raise UnsupportedProgram(
-            "a view of an input, at a place that depends on data, is made before the input is written",
-            stage="joint",
-            fix="make the view afterwards",
-        )
     needed = unbacked.numbers
     if not context.options.training:
         recipes = [recipe_of(tensor) for tensor in outputs.tensors]

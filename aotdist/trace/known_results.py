@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx.immutable_collections import immutable_list
@@ -29,12 +28,8 @@ class _Unlike(Exception):
     """An argument of which nothing is known."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Result:
-    """One tensor among an operator's results: what it is like, and whether it lies in the first argument."""
-
-    likeness: Likeness
-    is_view: bool
+_Result: TypeAlias = tuple[Likeness, bool]
+"""One tensor among an operator's results: what it is like, and whether it lies in the first argument."""
 
 
 class KnownResults:
@@ -110,8 +105,9 @@ class KnownResults:
         return kind(made) if issubclass(kind, (tuple, list)) else made[0]
 
     def _made(self, result: _Result, args: tuple[Any, ...]) -> FakeTensor:
-        fake = result.likeness.made(self._mode, args[0] if result.is_view else None)
-        self._fakes[id(fake)] = fake, self._numbers.setdefault(result.likeness, len(self._numbers))
+        likeness, is_view = result
+        fake = likeness.made(self._mode, args[0] if is_view else None)
+        self._fakes[id(fake)] = fake, self._numbers.setdefault(likeness, len(self._numbers))
         return fake
 
     def _noted(
@@ -141,4 +137,4 @@ class KnownResults:
         if is_elsewhere or one is owner or Likeness.of(likeness.made(self._mode, owner)) != likeness:
             raise _Unlike
         owners.setdefault(storage_id(one), one)
-        return _Result(likeness, owner is not None)
+        return likeness, owner is not None

@@ -140,7 +140,7 @@ class LaterBackwards:
         self._recorder, self._backward, self._node_outs = backward.recorder, backward, backward.node_outs
         self._recalling = backward.mode = recalling
         self._ins, self._recipes = ins, recipes
-        self._wanted = [(idx, ends) for idx, ends in backward.wanted() if idx in grads]
+        self._wanted = [(idx, leaf) for idx, leaf in backward.wanted() if idx in grads]
         self._waypoints = ObservedGrads((), ()) if waypoints is None else waypoints
         self._serials, self._serial = serials or itertools.count(1), 0
 
@@ -296,9 +296,8 @@ class LaterBackwards:
         )
 
     def _wanted_of_double_backward(self, given: Mapping[NodeOutIdx, torch.Tensor]) -> list[Wanted]:
-        ends = [*(ends for _, ends in self._wanted), *([tangent] for tangent in given.values())]
-        pairs = ((PrimalIdx(k), some) for k, some in enumerate(ends))
-        return [one for one in pairs if not isinstance(one[1][0], torch.Tensor) or one[1][0].requires_grad]
+        ends = [*(leaf for _, leaf in self._wanted), *given.values()]
+        return [(PrimalIdx(k), end) for k, end in enumerate(ends) if end.requires_grad]
 
     def _tangents(self, kinds: Kinds) -> dict[NodeOutIdx, Named]:
         self._serial = next(self._serials)

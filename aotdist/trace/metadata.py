@@ -8,18 +8,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.graph import GradientEdge
 
-from aotdist.aliasing.metadata import Change, release_history
+from aotdist.aliasing.metadata import Change
 from aotdist.aliasing.naming import NAMED, named_history
 from aotdist.aliasing.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import Fresh, IsInput, MetadataWrite, NotATensor, OutputFact, Place, ViewOfOutput
+from aotdist.facts import IsInput, MetadataWrite, NotATensor, OutputFact, Place, ViewOfOutput
 from aotdist.program import OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import plain_tensors
-from aotdist.torch_seam.autograd import history_of, released_history, retains_grad, sequence_nr
+from aotdist.torch_seam.autograd import has_released_history, history_of, retains_grad, sequence_nr
 from aotdist.torch_seam.functional import memory_of
-from aotdist.trace.failures import reshaped_unseen
+from aotdist.trace.failures import reshaped_unseen, retyped_unseen
 from aotdist.trace.stand_ins import Inputs, StandIn
 
 
@@ -61,6 +60,8 @@ class Metadata:
             if idx in switched_on and change.op is torch.ops.aten.resize_.default:
                 raise refuse(row[idx], "and begins to require grad")
             size = change.tensor.size()
+            if example.requires_grad and torch.is_grad_enabled():
+                _refuse_other_ends(change, row[idx])
             if example.requires_grad and change.moves() and size != example.size():
                 raise refuse(row[idx], "in another size than its gradient is to have")
             is_view = example._base is not None and history_of(example) is not None
@@ -140,15 +141,6 @@ class Metadata:
                 found[counts] += self.counted(idx)
         return found
 
-    def gradient_ends(
-        self, row: Row[PrimalIdx, StandIn]
-    ) -> list[tuple[PrimalIdx, list[torch.Tensor | GradientEdge]]]:
-        """Where gradients arrive: at the leaf of each input, and where that had its end before `set_`."""
-        return [
-            (idx, [stand_in.leaf, *(c.edge for c in self.changes.get(idx, ()) if c.edge is not None)])
-            for idx, stand_in in self.taking_grad(row)
-        ]
-
     def taking_grad(self, row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, StandIn]]:
         """The inputs that get gradients; leaves that gave that up are leaves once more."""
         for stand_in in row:
@@ -192,6 +184,18 @@ def forgotten(slot: Slot) -> UnsupportedProgram:
     )
 
 
+def _refuse_other_ends(change: Change, stand_in: StandIn) -> None:
+    """Refuse changes after which the gradients of a leaf arrive elsewhere."""
+    example, source = stand_in.example, next(iter(change.args), None)
+    if change.op in _SETS and example.is_leaf:
+        raise refuse(stand_in, "and gets a gradient")
+    if change.grad and isinstance(source, torch.Tensor) and source.dtype != example.dtype:
+        raise retyped_unseen(stand_in.slot, example.dtype, source.dtype)
+
+
+_SETS = (torch.ops.aten.set_.default, torch.ops.aten.set_.source_Tensor)
+
+
 def _stays_inside(change: Change, stand_in: StandIn) -> bool:
     """Whether an input is alone in its memory, or lies in the same memory as before, in another size."""
     if not (stand_in.derived or stand_in.spans):
@@ -214,8 +218,8 @@ def is_switched_on(stand_in: StandIn) -> bool:
     return after.requires_grad and not stand_in.example.requires_grad and after.is_leaf
 
 
-def released_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> Mapping[int, str]:
-    """Results whose graph was freed, by identity, each with the message of the error of its backward.
+def released_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> frozenset[int]:
+    """Identities of results whose graph the program has freed (`torch.autograd.grad`): they have no history.
 
     Inputs, views, and bases of results are not among them: of those, the backward is traced, and refused.
     """
@@ -228,33 +232,24 @@ def released_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> Mappi
         and id(out) not in viewed
         and not any(True for _ in log.views.bases(out))
     ]
-    found = ((id(out), released_history(out)) for out in alone)
-    return {key: said for key, said in found if said is not None}
+    return frozenset(id(out) for out in alone if has_released_history(out))
 
 
 def final_actions(
     outs: Sequence[Any],
     facts: Sequence[OutputFact],
-    spent: Mapping[int, str],
     retained: Iterable[PrimalIdx],
 ) -> tuple[MetadataWrite, ...]:
-    """What is done to results and inputs once all results are made.
-
-    They are given `retain_grad`, if the program called it, or a history whose backward raises: the program
-    may have called `torch.autograd.grad`, which freed the graph of what it returns, and eager returns that
-    all the same.
+    """What is done to results and inputs once all results are made: `retain_grad`, if the program called it.
 
     Args:
         outs: what the program returned.
         facts: the fact of each of `outs`.
-        spent: see `released_results`.
         retained: inputs that retain their gradients.
     """
     made = [_retaining(IsInput(idx)) for idx in retained]
     for position, (out, fact) in enumerate(zip(outs, facts, strict=True)):
         place = ViewOfOutput(OutIdx(position), ())
-        if isinstance(fact, Fresh) and id(out) in spent:
-            made.append(MetadataWrite(place, release_history, (spent[id(out)],), (), True, -1))
         is_made = not isinstance(fact, (NotATensor, IsInput))
         if is_made and retains_grad(out):
             made.append(_retaining(place))

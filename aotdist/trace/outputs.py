@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,7 +33,6 @@ from aotdist.facts import (
     ViewOfIntermediate,
     ViewOfOutput,
     ViewStep,
-    as_inference,
     data_of,
 )
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
@@ -53,7 +51,6 @@ class NodeOutputs:
         self.tensors: list[torch.Tensor] = []
         self.facts: list[OutputFact] = []
         self.order: tuple[Action, ...] = ()
-        self.early: tuple[OutIdx, ...] = ()
         self.with_history: set[NodeOutIdx] = set()
         self.bumps: Counter[PrimalIdx] = Counter()
         self._known: dict[int, NodeOutIdx] = {}
@@ -120,7 +117,6 @@ class _Classifier:
         self._own_leaves = self._find_own_leaves()
         self._replayed: set[int] = set()
         self._kept: list[tuple[int, Keep]] = []
-        self._as_inference: dict[int, ViewStep] = {}
         while self._finds_more_to_replay():
             pass
 
@@ -136,7 +132,6 @@ class _Classifier:
             if target is not None:
                 self._count_bumps(change, target)
                 made.append((change.serial, self._write(number, change, target)))
-        node.early = tuple(idx for idx in map(OutIdx, range(len(self._outs))) if self._is_early(idx))
         node.order = tuple(item for _, item in sorted([*self._kept, *made], key=lambda pair: pair[0]))
         return node
 
@@ -280,16 +275,10 @@ class _Classifier:
         slot = Slot("output", f"out[{position}]")
         if root.base is out:
             self._refuse_unknown_alias(slot, out)
-            value = self._value(slot, out, history=self._has_history(out))
-            steps = self._made_in_inference_mode(slot, out)
-            return ViewOfIntermediate(value, steps) if steps else Fresh(value)
+            return Fresh(self._value(slot, out, history=self._has_history(out)))
         self._refuse_outdated_copy(slot, out, root.base)
         self._refuse_view_of_replaced(slot, out, root.base)
-        made = self._made_again(slot, out)
-        # In there, `view(dtype)` is no view.
-        if isinstance(made, ViewOfInput) and not root.base.is_inference():
-            made = replace(made, steps=(*made.steps, *self._made_in_inference_mode(slot, out)))
-        return made
+        return self._made_again(slot, out)
 
     def _made_again(self, slot: Slot, out: torch.Tensor) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
         """How to make a view outside."""
@@ -380,29 +369,6 @@ class _Classifier:
                 fix=f"take the view before, or clone `{slot.path}`",
             )
 
-    def _is_early(self, position: OutIdx) -> bool:
-        """Whether an output is to be made before its base is written, since that changes its history."""
-        out, fact = self._outs[position], self._node.facts[position]
-        if not isinstance(fact, ViewOfInput) or not self._has_history(out):
-            return False
-        steps = [step for step in fact.steps if isinstance(step, ViewStep)]
-        base = self._log.root(out, ()).base
-        is_outdated = self._log.views.is_outdated(out) and not self._log.changes_of(base)
-        if len(steps) < len(fact.steps) or not is_outdated:
-            return False
-        if self._log.views.was_made_before_a_write(out):
-            return True
-        # Autograd forbids some that come after it if they are made before: under `no_grad`, or of several.
-        several, viewed = any(step.pick is not None for step in steps), self._inputs.row()[fact.base]
-        if several and viewed.example._base is not None:
-            raise UnsupportedProgram(
-                f"of several views, `out[{position}]` is one of a view of `{viewed.slot}`, itself a view of "
-                "another tensor, that was made before a write",
-                stage="joint",
-                fix="make the view after the write",
-            )
-        return not several and all(step.grad for step in steps)
-
     def _view(
         self, slot: Slot, base: torch.Tensor, steps: tuple[Step, ...], *, history: bool
     ) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
@@ -415,23 +381,7 @@ class _Classifier:
                 self._value(of_base, base, history=history)
             return ViewOfOutput(self._first[id(base)], steps)
         self._refuse_unknown_alias(slot, base)
-        steps = (*self._made_in_inference_mode(slot, base), *steps)
         return ViewOfIntermediate(self._value(of_base, base, history=history), steps)
-
-    def _made_in_inference_mode(self, slot: Slot, base: torch.Tensor) -> tuple[ViewStep, ...]:
-        """The step that makes an inference tensor of a result, if the program made it in inference mode."""
-        if not base.is_inference() or torch.is_inference_mode_enabled():
-            return ()
-        if id(base) in self._replayed:
-            raise UnsupportedProgram(
-                f"`{slot.path}` is made in `torch.inference_mode()`, and its size or storage is written in "
-                "place",
-                stage="joint",
-                fix="use the function that is not in place (`t` for `t_`)",
-            )
-        if id(base) not in self._as_inference:
-            self._as_inference[id(base)] = self._log.views.shared_step(as_inference)
-        return (self._as_inference[id(base)],)
 
     def _value(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
         """The node output for a tensor: as it was made, if its changes are repeated outside."""

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from aotdist.aliasing.naming import with_history_of
-from aotdist.aliasing.overwrite import kind_of
-from aotdist.aliasing.version import version_of
+from aotdist.aliasing.overwrite import kind_of, version_of
 from aotdist.aliasing.views import Opened
 from aotdist.capture.source import UNNAMED
 from aotdist.convention.bases import BasePlan

@@ -28,7 +28,6 @@ from aotdist.torch_seam.transforms import swapped_unseen
 from aotdist.trace.backward_effects import BackwardEffects, BackwardTrace
 from aotdist.trace.blocks.copies import NO_COPIES, Copies
 from aotdist.trace.blocks.instances import Blocks
-from aotdist.trace.body import Enclosing
 from aotdist.trace.capture_mode import CaptureMode, ReplayMode
 from aotdist.trace.classes import users_code
 from aotdist.trace.context import TraceContext, TraceOptions
@@ -170,7 +169,6 @@ def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardEff
         rewinds=forward.rewinds,
         switched_on=metadata.switched_on,
         storages=tuple(sorted(set(metadata.moved(row)))),
-        early=outputs.early,
         asked=tuple((idx, name, answer) for (idx, name), answer in forward.lifting.asked.items()),
         data_guards=tuple(context.recorder.data_guards.given),
         numbers=forward.numbers,
@@ -182,14 +180,13 @@ def _run_forward(
 ) -> tuple[list[Any], CaptureMode, Blocks]:
     """What a program returns for stand-ins of its inputs, the mode that it ran in, and its blocks."""
     recorder, inputs, stand_in = context.recorder, context.inputs, context.stand_in
-    around = Enclosing(recorder, _resuming(recorder, stand_in), inputs.name_of, trace)
     inputs.show_attributes()
     lifting = CaptureMode(
         recorder,
         inputs,
         stand_in,
         context.view_mode,
-        higher_order=functools.partial(call_higher_order, around),
+        higher_order=functools.partial(call_higher_order, context, trace),
     )
     blocks = _blocks(context, lifting)
     with (
@@ -232,18 +229,6 @@ def _blocks(context: TraceContext, lifting: CaptureMode) -> Blocks:
 
     is_asked = context.options.instantiate and in_python is not None
     return Blocks(context.recorder, lifting.met, num_hooks, num_effects, watch if is_asked else None)
-
-
-def _resuming(
-    recorder: Recorder, stand_in: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`stand_in`, to be called while a nested recorder is at work."""
-
-    def resumed(met: torch.Tensor) -> torch.Tensor:
-        with recorder.resumed():
-            return stand_in(met)
-
-    return resumed
 
 
 def _refuse_swap(first: torch.Tensor, second: torch.Tensor) -> NoReturn:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from aotdist.aliasing.version import rewind
+from aotdist.aliasing.overwrite import rewind
 from aotdist.aliasing.view_log import ViewLog, look_inside
 from aotdist.aliasing.view_mode import ViewMode
 from aotdist.aliasing.views import Opened

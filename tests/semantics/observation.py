@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import aotdist
-from aotdist.aliasing.version import version_of
+from aotdist.aliasing.overwrite import version_of
 from aotdist.api import compiled_call
 from aotdist.compiled import Compiled
 from aotdist.errors import UnsupportedProgram

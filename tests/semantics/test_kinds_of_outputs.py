@@ -100,7 +100,6 @@ OUTPUTS: dict[str, Program] = {
     "as_strided": lambda x: x.as_strided((2, 2), (1, 4), 1),
     "unfold": lambda x: x.unfold(1, 2, 1),
     "composites": lambda x: (x.movedim(0, 1), x.flatten(), x.view_as(x), x.to(torch.float32), x.mT),
-    "who asks for inference tensors": lambda x: x[0] * (2 if x.is_inference() else 3),
     "dropout in evaluation": lambda x: torch.nn.functional.dropout(x, 0.5, False),
 }
 

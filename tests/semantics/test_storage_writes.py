@@ -145,6 +145,7 @@ REFUSALS = (
     "meets memory around it that only `as_strided` shows",
     "in another size than its gradient",
     "before a write that takes part in the backward",
+    "and gets a gradient",
 )
 
 

@@ -334,7 +334,11 @@ def test_views_of_before_a_write(make: str, program: str) -> None:
         total = sum((out * (k + 2)).sum() for k, out in enumerate(outs)) + w.sum()
         return [*outs, *torch.autograd.grad(total, [*ends, w], allow_unused=True)]
 
-    assert_both_give_the_same(BEFORE_A_WRITE[program], use)
+    found: list[list[torch.Tensor | None]] = []
+    for call in (BEFORE_A_WRITE[program], aotdist.compile(BEFORE_A_WRITE[program], backend="fx")):
+        torch.manual_seed(0)
+        found.append(use(call))
+    torch.testing.assert_close(*found)  # zeros may have another sign
 
 
 def view_of_before_without_grad(x):
@@ -393,9 +397,14 @@ def test_several_views_of_one_of_before_a_write(requires_grad):
 
 
 def test_several_views_of_one_of_before_a_write_whose_base_is_elsewhere():
-    x = (torch.randn(3, 4, requires_grad=True) * 1.5).view(4, 3)
-    with pytest.raises(UnsupportedProgram, match=r"one of a view of `args\[0\]`, itself a view"):
-        aotdist.compile(several_of_before, backend="fx")(x)
+    def use(call):
+        leaf = torch.randn(3, 4, requires_grad=True)
+        return [
+            *(ends := call((leaf * 1.5).view(4, 3))),
+            torch.autograd.grad(sum(end.sum() for end in ends), leaf)[0],
+        ]
+
+    assert_both_give_the_same(several_of_before, use)
 
 
 def through_a_row(x):

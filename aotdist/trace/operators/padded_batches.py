@@ -22,24 +22,6 @@ from aotdist.torch_seam.modes import no_modes
 from aotdist.trace.failures import refusal
 
 
-class _Rows(torch.autograd.Function):
-    """Rows by index, as copies: `index_select` would add gradients to zeros, which lose their sign."""
-
-    passes_gradients_on = True
-
-    @staticmethod
-    def forward(ctx: Any, padded: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.size = padded.size()
-        return padded.flatten(0, 1).index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        (rows,) = ctx.saved_tensors
-        zeros = grads[0].new_zeros(ctx.size).flatten(0, 1)
-        return zeros.index_copy(0, rows, grads[0]).view(ctx.size), None
-
-
 def _pack(_func: Any, input: Tensor, lengths: Tensor, batch_first: bool) -> tuple[Tensor, Tensor]:  # noqa: A002
     """Shapes: (time, batch, *) or (batch, time, *), (batch,) -> (rows, *), (time,)."""
     numbers = lengths.tolist()
@@ -47,7 +29,8 @@ def _pack(_func: Any, input: Tensor, lengths: Tensor, batch_first: bool) -> tupl
     with no_modes():  # a trial, which raises what eager raises
         _, batch_sizes = PACK_SEQUENCE(torch.empty(*padded.shape[:2], 1), torch.tensor(numbers), False)
         batch_sizes = batch_sizes.tolist()
-    return _Rows.apply(padded, _rows(batch_sizes, padded)), torch.tensor(batch_sizes)
+    packed = padded.flatten(0, 1).index_select(0, _rows(batch_sizes, padded))
+    return packed, torch.tensor(batch_sizes)
 
 
 def _pad(
