@@ -36,8 +36,9 @@ class _Put(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         (grad,) = grads
-        leaves_zeros = grad is not None and ctx.is_view and ctx.needs_input_grad[0]
-        return torch.zeros_like(grad) if leaves_zeros else None, grad
+        if grad is None or not (ctx.is_view and ctx.needs_input_grad[0]):
+            return None, grad
+        return torch.zeros_like(grad), grad
 
 
 def base_behind(tensor: torch.Tensor) -> torch.Tensor | None:

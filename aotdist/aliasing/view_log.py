@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from aotdist.aliasing.metadata import Change, lies_elsewhere, resize_as_out
-from aotdist.aliasing.naming import another_name
+from aotdist.aliasing.metadata import Change, another_name, lies_elsewhere, resize_as_out
 from aotdist.aliasing.view_refusals import (
     detached_since,
     grows_as_a_view,

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
-from aotdist.aliasing.metadata import INVERSES, Change, make_again, resize_as_out
-from aotdist.aliasing.naming import another_name
+from aotdist.aliasing.metadata import INVERSES, Change, another_name, make_again, resize_as_out
 from aotdist.aliasing.overwrite import all_uncounted, bump, rewind, written_uncounted
 from aotdist.aliasing.view_log import ViewLog, is_recorded
 from aotdist.aliasing.view_refusals import (

@@ -104,7 +104,6 @@ def capture(
     closed_over = _closed_over(environment)
     state = ((tensor.source(), tensor.value) for tensor in environment.state)
     places = [*_places(arguments, tensors), *state, *environment.reached.tensors]
-    closed_over = {**_bases(places), **closed_over}
     scope.enter_context(own_attributes(environment.modules.values()))
     return Captured(
         program=program,
@@ -313,12 +312,6 @@ def _without_history(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
     if not isinstance(value, torch.Tensor) or value.grad_fn is None or is_real(value):
         return value
     return value if any(value is one for one in inputs) else value.detach()
-
-
-def _bases(places: Iterable[tuple[Source, torch.Tensor]]) -> dict[int, Source]:
-    """What tensors are views of, by identity, with where to read it."""
-    views = ((source, tensor) for source, tensor in places if tensor._base is not None)
-    return {id(tensor._base): source.attribute("_base") for source, tensor in views}
 
 
 def _closed_over(environment: Environment) -> dict[int, Source]:

@@ -12,7 +12,7 @@ import itertools
 import operator
 from collections.abc import Callable, Container, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -47,16 +47,8 @@ _NAMED = (*KINDS, "_non_persistent_buffers_set")
 """Attributes with the names of state, over which a program may iterate (`parameters()`, `state_dict()`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class StatePlace:
-    """One dictionary entry that holds a tensor: `module._parameters["weight"]`."""
-
-    owner: dict[str, Any]
-    key: str
-
-    def source(self, path: str) -> Source:
-        """Where to read it, by the name that the user has for it."""
-        return Source(path, self.owner).item(self.key, path)
+StatePlace: TypeAlias = tuple[dict[str, Any], str]
+"""One dictionary entry that holds a tensor: `module._parameters["weight"]`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +67,8 @@ class StateTensor:
 
     def source(self) -> Source:
         """Where to read it at each call."""
-        return self.places[0].source(self.path)
+        owner, key = self.places[0]
+        return Source(self.path, owner).item(key, self.path)
 
 
 def named_modules(roots: Sequence[tuple[str, nn.Module]]) -> dict[str, nn.Module]:
@@ -99,7 +92,7 @@ def own_tensors(prefix: str, module: nn.Module, kind: str) -> Iterator[tuple[str
     owner: dict[str, Any] = shared(vars(module)[kind])
     for key, value in own(owner).items():
         if value is not None:
-            yield f"{prefix}.{key}" if prefix else key, StatePlace(owner, key), value
+            yield f"{prefix}.{key}" if prefix else key, (owner, key), value
 
 
 def state_tensors(modules: Mapping[str, nn.Module]) -> list[StateTensor]:
@@ -146,12 +139,12 @@ def _refuse_uninitialised(value: torch.Tensor, path: str) -> None:
 @contextlib.contextmanager
 def swapped(state: Sequence[StateTensor], stand_ins: Sequence[torch.Tensor]) -> Generator[None]:
     """Put `stand_ins` in the places of `state`; what was there is put back when the context is left."""
-    hung = [(own(place.owner), place.key) for tensor in state for place in tensor.places]
+    hung = [(own(owner), key) for tensor in state for owner, key in tensor.places]
     before = [owner[key] for owner, key in hung]
     try:
         for tensor, stand_in in zip(state, stand_ins, strict=True):
-            for place in tensor.places:
-                own(place.owner)[place.key] = stand_in
+            for owner, key in tensor.places:
+                own(owner)[key] = stand_in
         yield
     finally:
         for (owner, key), value in zip(hung, before, strict=True):
@@ -258,7 +251,7 @@ class ModuleGuard:
         for owner, key in self._unset:
             if owner.get(key, "is gone") is not None:
                 return False
-        return not self._ties or all(a.owner[a.key] is b.owner[b.key] for a, b in self._ties)
+        return not self._ties or all(one[a] is other[b] for (one, a), (other, b) in self._ties)
 
     def _has_equal_constants(self) -> bool:
         return all(same_constant(own.get(name), value) for own, name, value, _ in self._constants)

@@ -307,8 +307,8 @@ class _Walk:
         refuse_script(path, module)
         self.named.append(_Named(Source(path, module), module))
         for kind in KINDS:
-            for name, place, tensor in own_tensors(path, module, kind):
-                self.look_at(place.source(name), tensor, of_module=True)
+            for name, (owner, key), tensor in own_tensors(path, module, kind):
+                self.look_at(Source(name, owner).item(key, name), tensor, of_module=True)
         yield from hooks_of(path, module)
         yield from library_settings(path, module)
         yield from library_functions(path, module)

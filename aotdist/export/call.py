@@ -58,7 +58,7 @@ class Call:
 
 
 def _same_place(a: StatePlace, b: StatePlace) -> bool:
-    return a.owner is b.owner and a.key == b.key
+    return a[0] is b[0] and a[1] == b[1]
 
 
 def state_of(mod: nn.Module) -> tuple[tuple[Input, StatePlace], ...]:
@@ -67,7 +67,7 @@ def state_of(mod: nn.Module) -> tuple[tuple[Input, StatePlace], ...]:
 
     def add(kind: Literal["parameter", "buffer"], path: str, value: torch.Tensor) -> None:
         prefix, _, name = path.rpartition(".")
-        place = StatePlace(vars(mod.get_submodule(prefix))[f"_{kind}s"], name)
+        place = vars(mod.get_submodule(prefix))[f"_{kind}s"], name
         found.append((Input(path, value, kind), place))
 
     for path, value in mod.named_parameters(remove_duplicate=False):

@@ -79,8 +79,8 @@ class FrozenState:
         for one in self._held:
             if one.path in self._shells:
                 continue
-            place = one.places[0]
-            is_same = place.owner.get(place.key) is one.value
+            owner, key = one.places[0]
+            is_same = owner.get(key) is one.value
             if not is_same or version_of(one.value) != self._versions[one.path]:
                 raise UnsupportedProgram(
                     f"`{one.path}` was {'written' if is_same else 'replaced'} after its module was frozen",

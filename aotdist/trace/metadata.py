@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from aotdist.aliasing.metadata import Change
-from aotdist.aliasing.naming import NAMED, named_history
+from aotdist.aliasing.metadata import NAMED, Change, named_history
 from aotdist.aliasing.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import IsInput, MetadataWrite, NotATensor, OutputFact, Place, ViewOfOutput

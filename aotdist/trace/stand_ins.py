@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from aotdist.aliasing.naming import with_history_of
+from aotdist.aliasing.metadata import with_history_of
 from aotdist.aliasing.overwrite import kind_of, version_of
 from aotdist.aliasing.views import Opened
 from aotdist.capture.source import UNNAMED

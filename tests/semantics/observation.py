@@ -209,8 +209,10 @@ class Rounded:
 def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.shape != b.shape or not (a.is_floating_point() or a.is_complex()):
         return torch.equal(a, b)
-    largest = a.abs().nan_to_num(0, 0, 0).amax().item() if a.numel() else 0.0
     bound = 16 * torch.finfo(a.dtype).eps
+    if a.dtype.itemsize == 1:  # of 8-bit numbers PyTorch has no `nan_to_num`
+        a, b = a.float(), b.float()
+    largest = a.abs().nan_to_num(0, 0, 0).amax().item() if a.numel() else 0.0
     return torch.allclose(a, b, rtol=bound, atol=bound * largest, equal_nan=True)
 
 

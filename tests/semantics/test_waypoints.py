@@ -125,7 +125,10 @@ def held(call: Callable[..., Any], arguments: Values) -> Values:
     results = dict(tensors_in("out", call(*arguments.values())))
     pairs = zip(arguments.items(), before, strict=True)
     same = {name: tensor for (name, tensor), history in pairs if history_of(tensor) is history}
-    return {name: t for name, t in {**same, **results}.items() if t.requires_grad}
+    anew = [tensor for name, tensor in arguments.items() if name not in same]
+    others = {*map(id, anew), *(id(tensor._base) for tensor in anew if tensor._base is not None)}
+    found = {name: t for name, t in {**same, **results}.items() if t.requires_grad}
+    return {name: t for name, t in found.items() if others.isdisjoint((id(t), id(t._base)))}
 
 
 def every_derivative(tensors: Values) -> list[Sight]:

@@ -803,7 +803,7 @@ def test_writes_are_counted_and_gradients_stay_the_objects_that_they_are(name: s
             step(*labelled(at))
             for param, grad in zip(params, before, strict=True):
                 now = param.grad
-                seen.append((param._version, now is grad, now is None or (now._version, now.is_leaf)))
+                seen.append((param._version, now is grad, now is None or now.is_leaf))
             made.between(at)
         found.append(seen)
     assert found[0] == found[1]
