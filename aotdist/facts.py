@@ -259,11 +259,13 @@ class NodeOut:
         slot: its name; role `output` or `write`.
         recipe: how it is put together from plain tensors.
         differentiable: whether a gradient can come back for it.
+        version: its version counter: how often the program wrote it after making it.
     """
 
     slot: Slot
     recipe: Recipe
     differentiable: bool
+    version: int = 0
 
 
 HeldPlace: TypeAlias = Fresh | OutIdx

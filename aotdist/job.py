@@ -78,6 +78,8 @@ def record_options(backend: Backend, settings: Settings) -> RecordOptions:
         _decompositions(backend, settings),
         functional_rng=settings.functional_rng,
         backward_autocast=_backward_autocast(settings),
+        # A CUDA graph holds nothing that waits for data, as eager's formulas do.
+        of_bits=backend.name == "fx" and not settings.cuda_graphs,
         target=backend.target if isinstance(backend, TargetBackend) else None,
     )
 

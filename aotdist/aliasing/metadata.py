@@ -12,11 +12,13 @@ from typing import Any
 
 import torch
 
+from aotdist.aliasing.overwrite import put
 from aotdist.facts import ViewStep
 from aotdist.subclasses.protocol import plain_tensors, rebuild, recipe_of
 from aotdist.torch_seam.autograd import (
     beneath_autograd,
     creation_meta,
+    failing_in_backward,
     history_of,
     set_creation_meta,
 )
@@ -116,6 +118,11 @@ def resize_as_out(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int
 def assign_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
     """`tensor.data = source`."""
     tensor.data = source
+
+
+def release_history(tensor: torch.Tensor, reason: str) -> None:
+    """Let `tensor` have a history whose backward raises, and says `reason`."""
+    put(tensor, failing_in_backward(tensor, reason), 0)
 
 
 def make_again(view: torch.Tensor, changed: torch.Tensor, steps: Sequence[ViewStep]) -> None:

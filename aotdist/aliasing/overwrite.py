@@ -8,7 +8,7 @@ By version counters autograd notices that a tensor which it saved was written.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -112,6 +112,11 @@ def rewind(target: torch.Tensor, count: int) -> None:
     """Decrease the version counter of `target` by `count`: that many writes are about to be repeated."""
     if not target.is_inference():
         set_versions((target,), (target._version - count,))
+
+
+def count_as(tensors: Sequence[torch.Tensor], versions: Mapping[Any, int]) -> None:
+    """Set the version counters of some of `tensors`, by position."""
+    set_versions(tuple(tensors[position] for position in versions), tuple(versions.values()))
 
 
 def written_uncounted(args: Sequence[Any]) -> list[torch.Tensor]:

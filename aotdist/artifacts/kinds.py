@@ -67,6 +67,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "data_of": facts.data_of,
     "resize_as_out": changes.resize_as_out,
     "assign_data": changes.assign_data,
+    "release_history": changes.release_history,
     "detach_": torch.Tensor.detach_,
     "retain_grad": torch.Tensor.retain_grad,
     "requires_grad_": torch.Tensor.requires_grad_,

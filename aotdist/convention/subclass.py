@@ -6,13 +6,13 @@ functionalisation sees, so that the layers inside of this one see plain tensors 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from aotdist.aliasing.overwrite import bump
+from aotdist.aliasing.overwrite import bump, count_as
 from aotdist.facts import DataWritten, Facts, Untouched
 from aotdist.program import Call, NodeOutIdx, PlainIdx, PrimalIdx, Row
 from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, plain_tensors, rebuild
@@ -26,11 +26,13 @@ class UnwrapPlan:
         ins: recipe of each input.
         outs: recipe of each output.
         bumps: inputs whose writes no other layer counts, each with the number of writes.
+        versions: outputs that the program wrote after making them, and how often.
     """
 
     ins: Row[PrimalIdx, Recipe]
     outs: Row[NodeOutIdx, Recipe]
     bumps: tuple[tuple[PrimalIdx, int], ...]
+    versions: Mapping[NodeOutIdx, int]
 
     def lift(self, call: Call) -> Call:
         """Take the inputs apart, put the outputs together."""
@@ -38,9 +40,15 @@ class UnwrapPlan:
         def lifted(primals: Sequence[Any]) -> list[Any]:
             results = call([plain for primal in primals for plain in plain_tensors(primal)])
             self.count(primals)
-            return rebuild_all(self.outs, results)
+            return self.rebuilt(results)
 
         return lifted
+
+    def rebuilt(self, results: Sequence[Any]) -> list[Any]:
+        """The outputs, put together, with their version counters."""
+        outs = rebuild_all(self.outs, results)
+        count_as(outs, self.versions)
+        return outs
 
     def count(self, primals: Sequence[Any]) -> None:
         """Count the writes."""
@@ -70,7 +78,8 @@ def plain_positions(recipes: Row[PrimalIdx, Recipe]) -> Row[PrimalIdx, tuple[Pla
 def plan_unwrap(facts: Facts) -> UnwrapPlan:
     """How the call's tensors are taken apart, and results put together."""
     node_outs = [out for out in facts.node_outs if out.slot.role == "output" or out.differentiable]
-    return UnwrapPlan(facts.recipes, Row(out.recipe for out in node_outs), _bumps(facts))
+    versions = {NodeOutIdx(position): out.version for position, out in enumerate(node_outs) if out.version}
+    return UnwrapPlan(facts.recipes, Row(out.recipe for out in node_outs), _bumps(facts), versions)
 
 
 def _bumps(facts: Facts) -> tuple[tuple[PrimalIdx, int], ...]:

@@ -14,11 +14,10 @@ import torch
 from aotdist.aliasing.overwrite import version_of
 from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.mutation import write_plain
-from aotdist.convention.subclass import rebuild_all
 from aotdist.program import Call
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.held import run_once
-from aotdist.runtime.plan import NodePlan, Saved, detached_views
+from aotdist.runtime.plan import NodePlan, detached_views, saved_beside
 from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import evaluate
 from aotdist.subclasses.protocol import plain_tensors
@@ -58,9 +57,9 @@ def make_node(
                 write_plain(plains[plain], results[position], bumps)
             plan.inside.unwrap.count(primals)
             values = detached_views(results[: plan.inside.writes.num_values], plan.views)
-            outs = rebuild_all(plan.inside.unwrap.outs, values)
+            outs = plan.inside.unwrap.rebuilt(values)
             saved, kept, late = plan.saved, plan.kept_inputs, plan.backward_writes
-            ctx.save_for_backward(*_saved(saved, plains, results))
+            ctx.save_for_backward(*_saved(plan, plains, results))
             ctx.kept_primals = tuple(primals[idx] for idx in kept.primals)
             ctx.versions = tuple(version_of(ctx.kept_primals[k]) for k, _ in kept.unsaved)
             ctx.symbols = symbols
@@ -87,9 +86,10 @@ def make_node(
     return lambda primals: list(Node.apply(*primals))
 
 
-def _saved(saved: Saved, plains: Sequence[Any], results: Sequence[Any]) -> Iterator[torch.Tensor]:
-    yield from (plains[plain].detach() if changes else plains[plain] for plain, changes in saved.inputs)
-    yield from (results[position] for position in saved.results)
+def _saved(plan: NodePlan, plains: Sequence[Any], results: Sequence[Any]) -> Iterator[torch.Tensor]:
+    yield from (plains[plain].detach() if changes else plains[plain] for plain, changes in plan.saved.inputs)
+    values = (results[position] for position in plan.saved.results)
+    yield from map(saved_beside, values) if plan.inside.unwrap.versions else values
 
 
 def without_autocast(call: BoxedCall) -> BoxedCall:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -15,11 +15,11 @@ from aotdist.capture.effects import EffectLog
 from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.stack import InsidePlans
-from aotdist.program import PrimalIdx
+from aotdist.program import NodeOutIdx, PrimalIdx
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import run_once
-from aotdist.runtime.plan import NodePlan, Saved
+from aotdist.runtime.plan import NodePlan, saved_beside
 from aotdist.runtime.print_outputs import print_effects_of_backward
 from aotdist.runtime.printer import Printer, Told, print_size, print_step, remark, sequence
 from aotdist.runtime.tangent import Tangent, TangentMismatch, rebuilt
@@ -28,7 +28,7 @@ from aotdist.sizes import Expression, NumberStep, concrete, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
 from aotdist.torch_seam.autograd import keeps_graph, node_base
 from aotdist.torch_seam.modes import class_functions_off
-from aotdist.torch_seam.tensors import counter_of
+from aotdist.torch_seam.tensors import counter_of, set_versions
 
 Watch: TypeAlias = AbstractContextManager[Any] | None
 """What stands around every run of a graph with collectives; see `aotdist.runtime.ranks`."""
@@ -175,8 +175,19 @@ def print_inference(
     with printer.indented(), off:
         region.print_run(inside, sizes)
         outs = print_results(printer, recipes, _values(inside.writes, views), ["out"] * len(recipes))
+        for idx in inside.unwrap.versions:
+            printer.line(f"o{idx} = {outs[idx]}")
+            outs[idx] = f"o{idx}"
+        _print_versions(printer, inside.unwrap.versions)
         printer.line(f"return {sequence(outs)}")
     printer.line()
+
+
+def _print_versions(printer: Printer, versions: Mapping[NodeOutIdx, int]) -> None:
+    """Print that the version counters of outputs are set to how often the program wrote them."""
+    if versions:
+        outs, counts = sequence([f"o{idx}" for idx in versions]), sequence(list(map(str, versions.values())))
+        printer.line(f"{printer.bind('set_versions', set_versions)}({outs}, {counts})")
 
 
 def _values(writes: PlainWrites, views: frozenset[int]) -> list[str]:
@@ -203,7 +214,8 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
         outs = print_results(printer, list(plan.inside.unwrap.outs), values, hints)
         for idx, out in plan.outs.enumerate():
             printer.line(f"o{idx} = {outs[idx]}{remark(f'{out.slot.role} {out.slot}')}")
-        saved = _saved(plan.saved, plains)
+        _print_versions(printer, plan.inside.unwrap.versions)
+        saved = _saved(printer, plan, plains)
         printer.spread("ctx.save_for_backward(", saved, ")")
         if plan.kept_inputs.primals:
             printer.spread("ctx.kept_primals = (", [names[idx] for idx in plan.kept_inputs.primals], ",)")
@@ -225,10 +237,14 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
         printer.spread("return (", [f"o{idx}" for idx in plan.outs.indices()], ",)")
 
 
-def _saved(saved: Saved, plains: Sequence[str]) -> list[str]:
+def _saved(printer: Printer, plan: NodePlan, plains: Sequence[str]) -> list[str]:
     """Expressions for the values to save."""
-    inputs = [f"{plains[plain]}{'.detach()' if changes else ''}" for plain, changes in saved.inputs]
-    return inputs + [f"results[{position}]" for position in saved.results]
+    inputs = [f"{plains[plain]}{'.detach()' if changes else ''}" for plain, changes in plan.saved.inputs]
+    results = [f"results[{position}]" for position in plan.saved.results]
+    if results and plan.inside.unwrap.versions:
+        beside = printer.bind("saved_beside", saved_beside)
+        results = [f"{beside}({result})" for result in results]
+    return inputs + results
 
 
 def _print_noted(printer: Printer, names: Sequence[str], wrappers: SavedWrappers) -> None:

@@ -229,32 +229,32 @@ def retains_grad(tensor: torch.Tensor) -> bool:
         return tensor.retains_grad
 
 
-def has_released_history(tensor: torch.Tensor) -> bool:
-    """Whether saved tensors of a tensor with history were freed on all its paths to leaves."""
-    is_freed = False
+def released_history(tensor: torch.Tensor) -> str | None:
+    """Autograd's error for a tensor, if saved tensors were freed on all its paths to leaves; else None."""
+    said = None
     pending = [] if tensor.grad_fn is None else [tensor.grad_fn]
     seen = set(pending)
     while pending:
         node = pending.pop()
         if hasattr(node, "variable"):
-            return False
+            return None
         freed = _freed(node)
-        is_freed = is_freed or freed
+        said = said or freed
         sources = () if freed else [source for source, _ in node.next_functions if source is not None]
         pending += [source for source in sources if source not in seen]
         seen.update(sources)
-    return is_freed
+    return said
 
 
-def _freed(node: Any) -> bool:
-    """Whether what a node of autograd's own saved was freed."""
+def _freed(node: Any) -> str | None:
+    """Autograd's error for reading what a node of its own saved, if that was freed; else None."""
     for name in dir(node):
         if name.startswith("_saved_"):
             try:
                 getattr(node, name)
-            except RuntimeError:
-                return True
-    return False
+            except RuntimeError as error:
+                return str(error)
+    return None
 
 
 def in_backward() -> bool:

@@ -103,7 +103,7 @@ class CaptureMode(TorchFunctionMode):
             _RESIZE_STORAGE.default: _refuse_resize,
             torch.Tensor.__repr__: _described,
             torch.Tensor.__format__: _formatted,
-            **corrections.functions(recorder.options.target),
+            **corrections.functions(of_bits=recorder.options.of_bits, target=recorder.options.target),
             **(python_numbers.INSTEAD if recorder.unbacked is not None else {}),
         }
 

@@ -76,7 +76,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
     recorder, inputs, log = context.recorder, context.inputs, context.log
     metadata = Metadata.of(inputs, log)
     _mark_reshaped(context, metadata)
-    spent = released_results(outs, inputs, log) if lifting.ran_backward else frozenset()
+    spent = released_results(outs, inputs, log) if lifting.ran_backward else {}
     outputs = classify(outs, inputs, log, metadata.written, spent)
     numbers = _tell_numbers(context, outputs)
     row = inputs.row()
@@ -89,6 +89,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
             slot,
             recipe_of(tensor),
             context.options.training and idx in outputs.with_history,
+            outputs.versions.get(NodeOutIdx(idx), 0),
         )
         for idx, (slot, tensor) in enumerate(zip(outputs.slots, outputs.tensors, strict=True))
     )
@@ -98,7 +99,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
             raise requires_grad_by_itself(node_out.slot)
     refuse_uses_of_own_leaves(outs, outputs, inputs, log)
     is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
-    outputs.order = (*outputs.order, *final_actions(outs, outputs.facts, lifting.retained))
+    outputs.order = (*outputs.order, *final_actions(outs, outputs.facts, spent, lifting.retained))
     results = value_results(recorder, node_outs, outputs.tensors)
     return ForwardEffects(
         outs=outs,

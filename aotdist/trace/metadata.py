@@ -9,13 +9,13 @@ from typing import Any
 
 import torch
 
-from aotdist.aliasing.metadata import NAMED, Change, named_history
+from aotdist.aliasing.metadata import NAMED, Change, named_history, release_history
 from aotdist.aliasing.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import IsInput, MetadataWrite, NotATensor, OutputFact, Place, ViewOfOutput
+from aotdist.facts import Fresh, IsInput, MetadataWrite, NotATensor, OutputFact, Place, ViewOfOutput
 from aotdist.program import OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import plain_tensors
-from aotdist.torch_seam.autograd import has_released_history, history_of, retains_grad, sequence_nr
+from aotdist.torch_seam.autograd import history_of, released_history, retains_grad, sequence_nr
 from aotdist.torch_seam.functional import memory_of
 from aotdist.trace.failures import reshaped_unseen, retyped_unseen
 from aotdist.trace.stand_ins import Inputs, StandIn
@@ -217,8 +217,8 @@ def is_switched_on(stand_in: StandIn) -> bool:
     return after.requires_grad and not stand_in.example.requires_grad and after.is_leaf
 
 
-def released_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> frozenset[int]:
-    """Identities of results whose graph the program has freed (`torch.autograd.grad`): they have no history.
+def released_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> Mapping[int, str]:
+    """Results whose graph was freed, by identity, each with the message of the error of its backward.
 
     Inputs, views, and bases of results are not among them: of those, the backward is traced, and refused.
     """
@@ -231,24 +231,33 @@ def released_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> froze
         and id(out) not in viewed
         and not any(True for _ in log.views.bases(out))
     ]
-    return frozenset(id(out) for out in alone if has_released_history(out))
+    found = ((id(out), released_history(out)) for out in alone)
+    return {key: said for key, said in found if said is not None}
 
 
 def final_actions(
     outs: Sequence[Any],
     facts: Sequence[OutputFact],
+    spent: Mapping[int, str],
     retained: Iterable[PrimalIdx],
 ) -> tuple[MetadataWrite, ...]:
-    """What is done to results and inputs once all results are made: `retain_grad`, if the program called it.
+    """What is done to results and inputs once all results are made.
+
+    They are given `retain_grad`, if the program called it, or a history whose backward raises: the program
+    may have called `torch.autograd.grad`, which freed the graph of what it returns, and eager returns that
+    all the same.
 
     Args:
         outs: what the program returned.
         facts: the fact of each of `outs`.
+        spent: see `released_results`.
         retained: inputs that retain their gradients.
     """
     made = [_retaining(IsInput(idx)) for idx in retained]
     for position, (out, fact) in enumerate(zip(outs, facts, strict=True)):
         place = ViewOfOutput(OutIdx(position), ())
+        if isinstance(fact, Fresh) and id(out) in spent:
+            made.append(MetadataWrite(place, release_history, (spent[id(out)],), (), True, -1))
         is_made = not isinstance(fact, (NotATensor, IsInput))
         if is_made and retains_grad(out):
             made.append(_retaining(place))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from aotdist.aliasing.metadata import Change
+from aotdist.aliasing.overwrite import version_of
 from aotdist.aliasing.view_log import ViewLog, look_inside
 from aotdist.aliasing.views import share_memory
 from aotdist.capture.captured import Returned
@@ -53,6 +54,7 @@ class NodeOutputs:
         self.order: tuple[Action, ...] = ()
         self.with_history: set[NodeOutIdx] = set()
         self.bumps: Counter[PrimalIdx] = Counter()
+        self.versions: dict[NodeOutIdx, int] = {}
         self._known: dict[int, NodeOutIdx] = {}
 
     def add(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
@@ -117,6 +119,8 @@ class _Classifier:
         self._own_leaves = self._find_own_leaves()
         self._replayed: set[int] = set()
         self._kept: list[tuple[int, Keep]] = []
+        self._counted: dict[NodeOutIdx, torch.Tensor] = {}
+        self._repeated: Counter[int] = Counter()
         while self._finds_more_to_replay():
             pass
 
@@ -132,6 +136,8 @@ class _Classifier:
             if target is not None:
                 self._count_bumps(change, target)
                 made.append((change.serial, self._write(number, change, target)))
+        for idx, tensor in self._counted.items():
+            node.versions[idx] = version_of(tensor) - self._repeated[id(tensor)]
         node.order = tuple(item for _, item in sorted([*self._kept, *made], key=lambda pair: pair[0]))
         return node
 
@@ -207,6 +213,7 @@ class _Classifier:
         root = self._log.root(change.tensor, ())
         if any(step.op is data_of for step in root.steps):
             return
+        self._repeated[id(root.base)] += change.bumps
         of_input = self._inputs.index_of(root.base)
         if of_input is not None and isinstance(target, ViewOfOutput):
             self._node.bumps[of_input] += change.bumps
@@ -386,7 +393,9 @@ class _Classifier:
     def _value(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
         """The node output for a tensor: as it was made, if its changes are repeated outside."""
         as_made = self._log.as_made(tensor) if id(tensor) in self._replayed else tensor
-        return self._node.add(slot, as_made, history=history)
+        idx = self._node.add(slot, as_made, history=history)
+        self._counted[idx] = tensor
+        return idx
 
 
 def _refuse_ragged_size(position: OutIdx, out: Any) -> None:

@@ -83,12 +83,14 @@ class RecordOptions:
         decompositions: operators to record as simpler ones; empty keeps the program's own.
         functional_rng: draw random numbers from a seed and an offset, which become the last arguments.
         backward_autocast: what the backward is recorded in.
+        of_bits: what is recorded runs operator by operator, and is to have eager's bits.
         target: the generation of the GPUs that a trace on the CPU is for, if it is for any.
     """
 
     decompositions: Mapping[OpOverload, Callable[..., Any]] = field(default_factory=dict)
     functional_rng: bool = False
     backward_autocast: Callable[[], AbstractContextManager[Any]] = autocast_off
+    of_bits: bool = False
     target: str | None = None
 
 

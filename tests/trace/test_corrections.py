@@ -108,6 +108,15 @@ DYNAMIC = {"dynamic": True}
 LENGTHS = (12, 3), (4, 2)
 encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 1).eval()
 EXAMPLES: dict[str, Example] = {
+    "formulas by data": Example(
+        lambda x, y, w: F.cross_entropy(x, y, w, label_smoothing=0.1),
+        lambda: [
+            leaf(400, 9),
+            torch.randint(0, 9, (400,)).masked_fill(torch.rand(400) > 0.6, -100),
+            torch.rand(9),
+        ],
+        training=True,
+    ),
     "singular values alone": Example(torch.linalg.svdvals, lambda: [torch.randn(40, 30)]),
     "decompositions without vectors": Example(torch.linalg.svdvals, lambda: [torch.randn(40, 30)]),
     "sparse gradients beside padding": Example(

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from aotdist.subclasses.protocol import sparse_made
-from aotdist.trace.operators import attention, fakes, functions_of_data, padded_batches
+from aotdist.trace.operators import attention, fakes, formulas, functions_of_data, padded_batches
 from aotdist.trace.operators import functionalised as operators
 
 Level: TypeAlias = Literal["function", "operator", "node", "fake", "fake on a CPU"]
@@ -35,6 +35,7 @@ class Correction:
         instead: what is called for which functions or operators.
         why: what these do in a trace.
         kinds: what is called for each kind of operator, told by a function.
+        of_bits: whether it is needed only where results are to have eager's bits.
         release: the last release of PyTorch that was seen to need it.
     """
 
@@ -43,6 +44,7 @@ class Correction:
     instead: Mapping[Any, Instead]
     why: str
     kinds: tuple[tuple[Callable[[Any], bool], Instead], ...] = ()
+    of_bits: bool = False
     release: str = "2.14"
 
 
@@ -57,6 +59,13 @@ def _assert_with_text(_func: Any, condition: torch.Tensor) -> Any:
 
 
 CORRECTIONS: tuple[Correction, ...] = (
+    Correction(
+        "formulas by data",
+        "function",
+        formulas.INSTEAD,
+        "a loss is computed by a formula that asks for no data, and that rounds otherwise",
+        of_bits=True,
+    ),
     Correction(
         "singular values alone",
         "function",
@@ -244,13 +253,14 @@ CORRECTIONS: tuple[Correction, ...] = (
 )
 
 
-def functions(target: str | None) -> dict[Any, Instead]:
+def functions(*, of_bits: bool, target: str | None) -> dict[Any, Instead]:
     """What is called for which functions, with their own arguments.
 
     Args:
+        of_bits: whether results are to have eager's bits.
         target: the generation of the GPUs that a trace on the CPU is for, if it is for any.
     """
-    rows = (row for row in CORRECTIONS if row.level == "function")
+    rows = (row for row in CORRECTIONS if row.level == "function" and (of_bits or not row.of_bits))
     found: dict[Any, Instead] = {
         function: functools.partial(_or_itself, instead, function)
         for row in rows
