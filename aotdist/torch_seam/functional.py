@@ -96,14 +96,17 @@ def _fake_of(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> 
     """`FakeTensor(mode, meta, device)` in 3 us instead of 12, from the second of a device on."""
     states = vars(mode).setdefault("states_of_fakes", {})
     state = states.get(device)
-    if state is None or mode._allow_unsafe_data_ptr_access:
+    if state is None:
         fake = FakeTensor(mode, meta, device)
         states[device] = dict(vars(fake))
         return fake
     fake = torch.Tensor._make_subclass(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )
-    torch._C._set_throw_on_mutable_data_ptr(fake)
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
     vars(fake).update(state)
     return fake
 

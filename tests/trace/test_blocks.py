@@ -6,6 +6,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import aotdist
 from tests.trace.recorded import recorded
@@ -147,6 +148,28 @@ def _of_transformers() -> Callable[[Tensor], Any]:
     return lambda x: model(inputs_embeds=x).last_hidden_state
 
 
+def _checkpointed(called: Callable[[nn.Module], Any], **options: Any) -> Callable[[Tensor], Any]:
+    """Each block is run by a checkpoint, as what `called` makes of it."""
+    stack = Stack(*_blocks(dropped=0.1))
+
+    def run(x: Tensor) -> Any:
+        memory = x.sin()
+        for block in stack.blocks:
+            x = checkpoint(called(block), x, **options)  # type: ignore[assignment]
+        return x * memory
+
+    return run
+
+
+def _saves_products(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = operator is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts(_saves_products)
+
+
 def _blocks(**options: Any) -> list[Block]:
     return [Block(number, **options) for number in range(DEPTH)]
 
@@ -169,6 +192,16 @@ COPIED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], int]] = {
         DEPTH - 2,
     ),
     "layers of transformers": (_of_transformers, DEPTH - 2),
+    "checkpoints": (lambda: _checkpointed(lambda block: block, use_reentrant=False), DEPTH - 2),
+    "reentrant checkpoints": (lambda: _checkpointed(lambda block: block, use_reentrant=True), DEPTH - 2),
+    "checkpoints of methods": (
+        lambda: _checkpointed(lambda block: partial(block.forward, memory=None), use_reentrant=False),
+        DEPTH - 2,
+    ),
+    "selective checkpoints": (
+        lambda: _checkpointed(lambda block: block, use_reentrant=False, context_fn=_selective),
+        DEPTH - 2,
+    ),
     "stacks in a stack": (lambda: Stack(*(Stack(*_blocks()) for _ in range(3))), DEPTH - 1),
 }
 """Programs with blocks of one kind, and how many calls of these are copied at least."""
@@ -344,17 +377,6 @@ def _hooked() -> Stack:
     return stack
 
 
-def _checkpointed() -> Callable[[Tensor], Any]:
-    stack = Stack(*_blocks(dropped=0.1))
-
-    def run(x: Tensor) -> Any:
-        for block in stack.blocks:
-            x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
-        return x
-
-    return run
-
-
 TRACED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], str]] = {
     "its number decides": (lambda: Stack(*(Numbered(k) for k in range(4))), ""),
     "it counts": (lambda: Stack(*(Counting(k) for k in range(DEPTH))), ""),
@@ -368,7 +390,10 @@ TRACED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], str]] = {
     "a module decides": (lambda: _told_outside(nn.Identity()), ""),
     "it is given an object": (_handing, "given an object"),
     "modules in it have hooks": (_hooked, "has hooks"),
-    "it is checkpointed": (_checkpointed, "checkpoint"),
+    "it is called in a checkpoint": (
+        lambda: _checkpointed(lambda block: lambda x: block(x), use_reentrant=False),
+        "in a checkpoint",
+    ),
 }
 """Programs whose blocks are traced at each call, and what is said of that."""
 

@@ -103,14 +103,17 @@ def kind_of(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     met: Callable[[torch.Tensor], torch.Tensor | None],
+    *,
+    runs_hooks: bool,
 ) -> Kind:
     """The kind of a call.
 
     Args:
-        module: what is called; its own hooks run around the call, and are none of it.
+        module: what is called.
         args: its arguments.
         kwargs: likewise.
         met: gives the traced tensor of one that the program has met.
+        runs_hooks: whether the module's own hooks run in the call, rather than around it.
 
     Raises:
         Unfit: what it records depends on more than can be compared.
@@ -118,7 +121,7 @@ def kind_of(
     if in_backward() or under_transform() or hears_saved_tensors():
         raise Unfit("it is called in a backward, in a checkpoint or under a transform of `torch.func`")
     with torch_functions_off():
-        described = _Described(module, met)
+        described = _Described(None if runs_hooks else module, met)
         inside = (described.value(module), *map(described.argument, (args, tuple(kwargs.items()))))
         tensors = tuple(tensor for _, tensor in described.tensors.values())
         around = (ambient(), tuple(current_tags().items()), num_modes())
@@ -129,6 +132,10 @@ def kind_of(
 class _Described:
     """Describes a module, what hangs on it, and arguments, as something to compare.
 
+    Args:
+        root: the module whose hooks are left out, if one's are.
+        met: see `kind_of`.
+
     Attributes:
         tensors: the traced tensors met, by identity, each with its position among them.
         held: objects that are described by their identity.
@@ -136,7 +143,7 @@ class _Described:
         modules: likewise.
     """
 
-    def __init__(self, root: nn.Module, met: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    def __init__(self, root: nn.Module | None, met: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         self._root, self._met = root, met
         self._numbers: dict[int, int] = {}
         self.tensors: dict[int, tuple[int, torch.Tensor]] = {}
