@@ -46,7 +46,7 @@ def calling_to_be_traced() -> AbstractContextManager[None]:
 def calling_checkpoints_by_way_of(call: Callable[..., Any]) -> AbstractContextManager[None]:
     """In this context and thread, `checkpoint(*args, **kwargs)` runs as `call(run, *args, **kwargs)`.
 
-    Users hold the function by other names. It looks for what Dynamo made of the one beneath it, and calls that.
+    Users hold the function by other names. It asks the one beneath it for what Dynamo made of that.
     """
     return replaced_here(_beneath_checkpoint(), "__dynamo_disable", call)
 

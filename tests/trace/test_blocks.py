@@ -80,6 +80,30 @@ class Telling(nn.Module):
         }
 
 
+class Normalised(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        return super().forward(self.batch(x))
+
+
+class Noting(Block):
+    """Notes what it met, in one of two places of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("met", torch.zeros(2))
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        with torch.no_grad():
+            self.met[1] += x.mean()
+        y = super().forward(x)
+        self.met[1:].add_(1)
+        return y
+
+
 def _telling() -> Callable[[Tensor], Any]:
     blocks = nn.ModuleList(Telling() for _ in range(DEPTH))
 
@@ -148,9 +172,11 @@ def _of_transformers() -> Callable[[Tensor], Any]:
     return lambda x: model(inputs_embeds=x).last_hidden_state
 
 
-def _checkpointed(called: Callable[[nn.Module], Any], **options: Any) -> Callable[[Tensor], Any]:
+def _checkpointed(
+    called: Callable[[nn.Module], Any], kind: type[Block] | None = None, **options: Any
+) -> Callable[[Tensor], Any]:
     """Each block is run by a checkpoint, as what `called` makes of it."""
-    stack = Stack(*_blocks(dropped=0.1))
+    stack = Stack(*_blocks(dropped=0.1) if kind is None else (kind() for _ in range(DEPTH)))
 
     def run(x: Tensor) -> Any:
         memory = x.sin()
@@ -192,6 +218,12 @@ COPIED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], int]] = {
         DEPTH - 2,
     ),
     "layers of transformers": (_of_transformers, DEPTH - 2),
+    "buffers": (lambda: Stack(*(Normalised() for _ in range(DEPTH))), DEPTH - 2),
+    "parts of buffers": (lambda: Stack(*(Noting() for _ in range(DEPTH))), DEPTH - 2),
+    "buffers under no_grad": (
+        lambda: _under(torch.no_grad, Stack(*(Normalised() for _ in range(DEPTH)))),
+        DEPTH - 3,
+    ),
     "checkpoints": (lambda: _checkpointed(lambda block: block, use_reentrant=False), DEPTH - 2),
     "reentrant checkpoints": (lambda: _checkpointed(lambda block: block, use_reentrant=True), DEPTH - 2),
     "checkpoints of methods": (
@@ -257,15 +289,6 @@ class Counting(Block):
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         self.number += 1
         return super().forward(x)
-
-
-class Normalised(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.batch = nn.BatchNorm1d(3)
-
-    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        return super().forward(self.batch(x))
 
 
 class Keeping(Block):
@@ -370,6 +393,26 @@ def _handing() -> Callable[[Tensor], Any]:
     return run
 
 
+class Overwriting(Block):
+    """Writes the memory that all blocks are given."""
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        y = super().forward(x)
+        assert memory is not None
+        memory.mul_(y.mean())
+        return y
+
+
+def _written_inside() -> Callable[[Tensor], Any]:
+    stack = Stack(*(Overwriting() for _ in range(DEPTH)))
+
+    def run(x: Tensor) -> Any:
+        memory = x.sin()
+        return stack(x, memory) + memory
+
+    return run
+
+
 def _hooked() -> Stack:
     stack = Stack(*_blocks())
     for block in stack.blocks:
@@ -380,7 +423,11 @@ def _hooked() -> Stack:
 TRACED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], str]] = {
     "its number decides": (lambda: Stack(*(Numbered(k) for k in range(4))), ""),
     "it counts": (lambda: Stack(*(Counting(k) for k in range(DEPTH))), ""),
-    "it writes buffers": (lambda: Stack(*(Normalised() for _ in range(DEPTH))), "writes to what it is given"),
+    "it writes what it is given": (_written_inside, "no buffer"),
+    "a checkpoint writes buffers again": (
+        lambda: _checkpointed(lambda block: block, Normalised, use_reentrant=False),
+        "",
+    ),
     "it keeps values": (lambda: Stack(*(Keeping() for _ in range(DEPTH))), "in Python"),
     "it prints": (lambda: Stack(*(Printing() for _ in range(DEPTH))), "it prints"),
     "a function of the user's": (lambda: Stack(*(Doubling() for _ in range(DEPTH))), "autograd function"),

@@ -18,7 +18,7 @@ from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import next_sequence_nr, node_base
 from aotdist.torch_seam.block_gradients import tensor_ids_of_roots
 from aotdist.torch_seam.control_flow import calling_checkpoints_by_way_of
-from aotdist.torch_seam.functional import FunctionalTensor, data_writes, functional_value
+from aotdist.torch_seam.functional import FunctionalTensor, functional_value
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.own_attributes import (
     calling_forwards_by_way_of,
@@ -37,13 +37,16 @@ from aotdist.trace.blocks.recording import (
     Likenesses,
     Recorded,
     Step,
+    Write,
     checked_nodes,
     checked_outs,
     closes_over,
+    counts_of,
     gradients_of,
     likenesses_of,
     nodes_since,
     value_of,
+    writes_since,
 )
 from aotdist.trace.recorder import Recorder
 
@@ -209,7 +212,7 @@ class Blocks:
         recorder, tracer = self._recorder, self._recorder.tracer
         with torch_functions_off():
             plains = kind.plains()
-            inputs, writes = tuple(map(recorder.value, plains)), tuple(map(data_writes, plains))
+            inputs, before = tuple(map(recorder.value, plains)), counts_of(plains)
         last, effects = next(iter(reversed(tracer.graph.nodes)), None), self._num_effects()
         num_writes = recorder.num_writes()
         first, counted = next_sequence_nr(), tracer.next_counted()
@@ -219,8 +222,7 @@ class Blocks:
             return result, _FEW
         try:
             with torch_functions_off(), noting_no_reads():
-                if tuple(map(data_writes, plains)) != writes:
-                    raise Unfit("it writes to what it is given")
+                writes = writes_since(before, plains, set(nodes), recorder)
                 if self._num_effects() != effects:
                     raise Unfit("it prints, checks or chooses by data, or hooks a gradient")
                 after = called.kind(self._met)
@@ -241,6 +243,7 @@ class Blocks:
             kind=kind,
             inputs=inputs,
             steps=steps,
+            writes=writes,
             outs=outs,
             spec=spec,
             first_seq=counted,
@@ -271,7 +274,8 @@ class Blocks:
                 seq_offset=offset,
             )
             last = tracer.num_serials + len(model.steps) - 1
-            call = _Call(self._backwards, model, copying, kind.tensors, last)
+            written = [(plains[write.position], write) for write in model.writes]
+            call = _Call(self._backwards, model, copying, kind.tensors, written, last)
             given = [t for t, count in zip(kind.tensors, model.edges, strict=True) for _ in range(count)]
             tensors = _Instance.apply(call, *given) if given else call.forward()
         tracer.count_from(model.first_seq + offset + model.num_seqs)
@@ -295,6 +299,7 @@ class _Call:
         model: the recorded call.
         copying: how its nodes become those of this call.
         given: the tensors that it is given.
+        written: the plain tensors of these that it writes.
         last: the serial of its last node in the forward.
     """
 
@@ -302,11 +307,14 @@ class _Call:
     model: Recorded
     copying: Copying
     given: tuple[torch.Tensor, ...]
+    written: Sequence[tuple[FunctionalTensor, Write]]
     last: int
 
     def forward(self) -> list[torch.Tensor]:
         """Record the forward; its results."""
         self.copying.copy(self.model.steps)
+        for tensor, write in self.written:
+            self.copying.recorder.write(tensor, self.copying.now[write.node], write.num_versions)
         values = (value_of(out, self.copying.recorder) for out in self.model.tensors())
         return [self.copying.put_together(*value) for value in values]
 
@@ -315,6 +323,8 @@ class _Call:
     ) -> list[torch.Tensor | None]:
         """Record the backward; the gradients that the block sends, in order. It may be run several times."""
         recorder, copying = self.copying.recorder, self.copying.again()
+        if any(recorder.value(tensor) is not copying.now[write.node] for tensor, write in self.written):
+            raise NotInstantiable("what a block wrote was written again")
         recorded = self.backwards.of(self.model, grads, needed)
         plains = [plain for grad in grads if grad is not None for plain in plain_tensors(grad)]
         for tangent, plain in zip(recorded.tangents, plains, strict=True):
