@@ -27,8 +27,9 @@ from torch._subclasses.functional_tensor import _detect_infra_mode
 from torch.utils._mode_utils import no_dispatch
 
 from aotdist.torch_seam.classes import CACHED_SIZES
-from aotdist.torch_seam.modes import torch_functions_off
+from aotdist.torch_seam.modes import torch_functions_off, unrecorded_numbers
 from aotdist.torch_seam.patches import replaced, replaced_here
+from aotdist.torch_seam.symbols import Number, Symbolic, comparable, depends_on_data, number_of
 from aotdist.torch_seam.tensors import storage_id, unwrapped
 from aotdist.torch_seam.trees import pytree
 
@@ -84,7 +85,8 @@ def new_fake(
     with torch_functions_off(), torch._C._DisableTorchDispatch():
         meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         own = meta.untyped_storage().nbytes()
-        if memory is None and (offset or num_bytes not in (None, own)):
+        is_own = comparable(offset) == 0 and (num_bytes is None or comparable(num_bytes) == comparable(own))
+        if memory is None and not is_own:
             room = own + offset * dtype.itemsize if num_bytes is None else num_bytes
             memory = torch.empty(room, dtype=torch.uint8, device="meta").untyped_storage()
         if memory is not None:
@@ -125,37 +127,46 @@ class Likeness:
         keys: its dispatch keys, in bits; they tell conjugates and tensors made in inference mode.
     """
 
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    memory: int
+    size: tuple[Number, ...]
+    stride: tuple[Number, ...]
+    offset: Number
+    memory: Number
     dtype: torch.dtype
     device: torch.device
     keys: int
 
     @classmethod
     def of(cls, fake: FakeTensor) -> Likeness | None:
-        """What a fake is like; None if there is more to it, or if it has symbolic sizes."""
+        """What a fake is like; None if there is more to it, or if its size depends on data."""
         if fake.constant is not None or fake.layout is not torch.strided or fake.requires_grad:
             return None
-        size, stride, offset = tuple(fake.size()), fake.stride(), fake.storage_offset()
-        memory, keys = fake.untyped_storage().nbytes(), torch._C._dispatch_keys(fake).raw_repr()
-        if any(isinstance(number, torch.SymInt) for number in (*size, *stride, offset, memory)):
-            return None
-        return cls(size, stride, int(offset), memory, fake.dtype, fake.fake_device, keys)
+        size, stride = tuple(map(comparable, fake.size())), tuple(map(comparable, fake.stride()))
+        offset, memory = comparable(fake.storage_offset()), comparable(fake.untyped_storage().nbytes())
+        keys = torch._C._dispatch_keys(fake).raw_repr()
+        found = cls(size, stride, offset, memory, fake.dtype, fake.fake_device, keys)
+        return None if any(map(depends_on_data, found.symbols())) else found
 
     def made(self, mode: FakeTensorMode, owner: torch.Tensor | None) -> FakeTensor:
         """A fake that is like that, in new memory or in that of `owner`."""
+        with unrecorded_numbers() if self.symbols() else nullcontext():
+            return self._made(mode, owner)
+
+    def _made(self, mode: FakeTensorMode, owner: torch.Tensor | None) -> FakeTensor:
         return new_fake(
             mode,
-            self.size,
-            self.stride,
+            [*map(number_of, self.size)],
+            [*map(number_of, self.stride)],
             self.dtype,
             self.device,
-            offset=self.offset,
-            num_bytes=self.memory,
+            offset=number_of(self.offset),
+            num_bytes=number_of(self.memory),
             memory=None if owner is None else owner.untyped_storage(),
         )
+
+    def symbols(self) -> list[torch.SymInt]:
+        """Those of its sizes that are symbolic."""
+        numbers = (*self.size, *self.stride, self.offset, self.memory)
+        return [one.number for one in numbers if isinstance(one, Symbolic)]
 
 
 def may_be_made_anew(mode: FakeTensorMode) -> bool:

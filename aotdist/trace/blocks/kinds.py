@@ -19,6 +19,7 @@ from aotdist.torch_seam.autograd import in_backward
 from aotdist.torch_seam.block_gradients import hears_saved_tensors
 from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, functional_value, memory_of
 from aotdist.torch_seam.modes import num_modes, torch_functions_off, under_transform
+from aotdist.torch_seam.symbols import comparable
 
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
 _MOST_OBJECTS = 500
@@ -170,6 +171,8 @@ class _Described:
             return kind, tuple((self.value(key), self.value(item)) for key, item in value.items())
         if is_constant(value):
             return kind, repr(value)  # 0.0 is not -0.0
+        if isinstance(value, torch.SymInt):
+            return kind, comparable(value)
         if kind in (set, frozenset):
             return kind, frozenset(map(self.value, value))
         return self._object(value)
@@ -254,7 +257,7 @@ def likeness(tensor: torch.Tensor, memories: dict[int, int]) -> Hashable:
         memories: numbers memory by where it is met first; it is added to.
 
     Raises:
-        Unfit: there is more to it than sizes that are numbers.
+        Unfit: there is more to it than that.
     """
     recipe = recipe_of(tensor) if is_wrapper(tensor) else None
     found: list[Hashable] = [recipe]
@@ -274,7 +277,7 @@ def likeness_of(value: torch.Tensor) -> Likeness:
     """
     like = Likeness.of(value) if isinstance(value, FakeTensor) else None
     if like is None:
-        raise Unfit("a tensor has symbolic sizes, or is a constant")
+        raise Unfit("a tensor is sparse, a constant, or of a size that depends on data")
     return like
 
 

@@ -124,9 +124,10 @@ def nodes_since(nodes: Any, last: Node | None) -> list[Node]:
 
 
 def closes_over(nodes: Sequence[Node], inputs: Sequence[Node]) -> bool:
-    """Whether nodes are given others than these inputs."""
+    """Whether nodes are given other tensors than these inputs."""
     known = {*nodes, *inputs}
-    return any(given not in known for node in nodes for given in node.all_input_nodes)
+    given = {one for node in nodes for one in node.all_input_nodes if one not in known}
+    return any(not isinstance(one.meta.get("val"), torch.SymInt) for one in given)
 
 
 def likenesses_of(steps: Iterable[Step]) -> dict[int, Likeness]:
@@ -318,6 +319,9 @@ def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any], module: Callable[
     )
 
 
+_READS_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
 def checked_nodes(nodes: Sequence[Node], recorder: Recorder) -> None:
     """Look at what a call recorded.
 
@@ -329,7 +333,7 @@ def checked_nodes(nodes: Sequence[Node], recorder: Recorder) -> None:
         is_plain = is_operator(node.target) or node.target is operator.getitem
         if not isinstance(held, torch.Tensor) and not is_plain:
             raise Unfit(f"it records more than operators (`{node.name}`)")
-        if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()):
+        if _READS_DATA & {*getattr(node.target, "tags", ())}:
             raise Unfit(f"it reads data (`{node.name}`)")
 
 
