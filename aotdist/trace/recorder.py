@@ -186,7 +186,7 @@ class Recorder:
         self._exit.__exit__(*exc)
 
     def can_instantiate(self) -> bool:
-        """Whether what is recorded may be copied: it draws from no stream, and is no part of another trace."""
+        """Whether what is recorded may be copied: it draws from no stream and is no part of another trace."""
         return self._stream is None and self._within is None
 
     def call_functions_by_way_of(self, call: Callable[..., torch.Tensor]) -> None:
