@@ -42,7 +42,7 @@ def comparable(size: int | torch.SymInt) -> Number:
     return Symbolic(size.node.expr, size) if isinstance(size, torch.SymInt) else size
 
 
-def number_of(size: Number) -> int | torch.SymInt:
+def number_of(size: Number) -> Any:
     """The size that was made `comparable`."""
     return size.number if isinstance(size, Symbolic) else size
 

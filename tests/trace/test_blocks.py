@@ -6,6 +6,7 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -118,6 +119,24 @@ def _telling() -> Callable[[Tensor], Any]:
     return run
 
 
+@dataclass
+class Scaling:
+    bias: Tensor
+    number: float
+
+
+class Scaled(Block):
+    """Is given an object with a tensor and a number."""
+
+    def forward(self, x: Tensor, memory: Any = None) -> Tensor:
+        return super().forward(x) * memory.number + memory.bias
+
+
+def _with_objects() -> Callable[[Tensor], Any]:
+    stack = Stack(*(Scaled() for _ in range(DEPTH)))
+    return lambda x: stack(x, Scaling(x.mean(-1, keepdim=True), 0.5))
+
+
 def _with_memory(stack: Stack) -> Callable[[Tensor], Any]:
     """All blocks read one tensor in two places, and so does what follows them."""
 
@@ -206,6 +225,7 @@ COPIED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], int]] = {
     "turns": (lambda: Stack(*(made for _ in range(4) for made in (Block(), Gated()))), 4),
     "one block several times": (lambda: Stack(*[Block()] * DEPTH), DEPTH - 2),
     "all values": (lambda: Stack(*_blocks(), all_values=True), DEPTH - 2),
+    "objects": (_with_objects, DEPTH - 2),
     "a memory of all": (lambda: _with_memory(Stack(*_blocks())), DEPTH - 2),
     "results of several kinds": (_telling, DEPTH - 2),
     "without grad": (lambda: _under(torch.no_grad, Stack(*_blocks())), DEPTH - 3),
@@ -240,6 +260,7 @@ COPIED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], int]] = {
 SHARED = {
     "one block several times",
     "all values",
+    "objects",
     "a memory of all",
     "results of several kinds",
     "stacks in a stack",
@@ -402,6 +423,32 @@ def _handing() -> Callable[[Tensor], Any]:
     return run
 
 
+class Drawing(Block):
+    """Takes what it adds from an iterator."""
+
+    def forward(self, x: Tensor, memory: Any = None) -> Tensor:
+        return super().forward(x) + next(memory)
+
+
+def _iterating() -> Callable[[Tensor], Any]:
+    stack = Stack(*(Drawing() for _ in range(DEPTH)))
+    return lambda x: stack(x, iter([1.0, 1.0, 2.0, 1.0, 3.0]))
+
+
+def _with_state() -> Callable[[Tensor], Any]:
+    """One object is given to all blocks; its number is another for the last."""
+    stack = Stack(*(Scaled() for _ in range(3)))
+
+    def run(x: Tensor) -> Any:
+        scaling = Scaling(x.mean(), 0.5)
+        for block in stack.blocks:
+            x = block(x, scaling)
+            scaling.number += 0.5
+        return x
+
+    return run
+
+
 class Overwriting(Block):
     """Writes the memory that all blocks are given."""
 
@@ -444,7 +491,9 @@ TRACED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], str]] = {
     "it writes a part of a tensor outside": (_writing_outside, "closes over"),
     "an object decides": (lambda: _told_outside(Layer()), ""),
     "a module decides": (lambda: _told_outside(nn.Identity()), ""),
-    "it is given an object": (_handing, "given an object"),
+    "it changes an object": (_handing, "or its arguments"),
+    "it is given an iterator": (_iterating, "given an object (list_iterator)"),
+    "an object says which it is": (_with_state, ""),
     "modules in it have hooks": (_hooked, "has hooks"),
     "it is called in a checkpoint": (
         lambda: _checkpointed(lambda block: lambda x: block(x), use_reentrant=False),

@@ -165,7 +165,7 @@ class _Described:
             return self._tensor(value)
         if isinstance(value, nn.Module):
             return self._once(value, self._module)
-        if kind in (list, tuple, torch.Size):
+        if isinstance(value, (list, tuple)):
             return kind, tuple(map(self.value, value))
         if isinstance(value, dict):
             return kind, tuple((self.value(key), self.value(item)) for key, item in value.items())
@@ -173,7 +173,7 @@ class _Described:
             return kind, repr(value)  # 0.0 is not -0.0
         if isinstance(value, torch.SymInt):
             return kind, comparable(value)
-        if kind in (set, frozenset):
+        if isinstance(value, (set, frozenset)):
             return kind, frozenset(map(self.value, value))
         return self._object(value)
 
@@ -228,12 +228,15 @@ class _Described:
         if isinstance(value, types.FunctionType):
             cells = (cell.cell_contents for cell in value.__closure__ or ())
             return "function", id(value.__code__), self.value(value.__defaults__), *map(self.value, cells)
-        if isinstance(value, _FUNCTIONS) or not hasattr(value, "__dict__"):
+        attributes = getattr(value, "__dict__", None)
+        if self._is_given and not isinstance(value, _FUNCTIONS):  # which the call may change: it is compared
+            if attributes is None or isinstance(value, Iterable):
+                raise Unfit(f"it is given an object ({type(value).__name__}) that hides what it holds")
+            return "object", self._once(value, lambda _: self.value(dict(attributes)))
+        if isinstance(value, _FUNCTIONS) or attributes is None:
             return "object", id(value)
-        if self._is_given:
-            raise Unfit(f"it is given an object ({type(value).__name__}), which it may change")
-        attributes = cast("dict[str, Any]", vars(value))
-        constants = tuple((name, repr(item)) for name, item in attributes.items() if is_constant(item))
+        named = cast("dict[str, Any]", attributes)
+        constants = tuple((name, repr(item)) for name, item in named.items() if is_constant(item))
         is_data = len(constants) == len(attributes)  # two that hold the same are alike
         return "object", None if is_data else id(value), self._once(value, lambda _: constants)
 
