@@ -204,8 +204,7 @@ class Recorder:
         finally:
             self.is_aside = was_aside
             self.tracer.graph, self.tracer.num_serials = ours, serials
-            for node in reversed(list(aside.nodes)):
-                aside.erase_node(node)
+            self.tracer.erase(aside)
 
     def nested(self) -> Recorder:
         """A recorder for a function that the program hands to an operator."""

@@ -119,6 +119,15 @@ def _telling() -> Callable[[Tensor], Any]:
     return run
 
 
+class Overwritten(Block):
+    """Writes what it computes, parts of it first, with a history."""
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        y = self.up(super().forward(x))
+        y[..., 0].mul_(2)
+        return x + self.down(y.relu_())
+
+
 @dataclass
 class Scaling:
     bias: Tensor
@@ -225,6 +234,7 @@ COPIED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], int]] = {
     "turns": (lambda: Stack(*(made for _ in range(4) for made in (Block(), Gated()))), 4),
     "one block several times": (lambda: Stack(*[Block()] * DEPTH), DEPTH - 2),
     "all values": (lambda: Stack(*_blocks(), all_values=True), DEPTH - 2),
+    "values that are written": (lambda: Stack(*(Overwritten() for _ in range(DEPTH))), DEPTH - 2),
     "objects": (_with_objects, DEPTH - 2),
     "a memory of all": (lambda: _with_memory(Stack(*_blocks())), DEPTH - 2),
     "results of several kinds": (_telling, DEPTH - 2),

@@ -27,10 +27,7 @@ from aotdist.trace.blocks.recording import (
 )
 from aotdist.trace.failures import SPENT
 from aotdist.trace.recorder import Recorder
-
-
-class NotInstantiable(Exception):
-    """An instance cannot do what the block itself would do; the program is traced without instances."""
+from aotdist.trace.tracer import NotInstantiable
 
 
 def comes_of_instances(error: BaseException | None) -> bool:

@@ -28,7 +28,7 @@ from aotdist.torch_seam.own_attributes import (
 )
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
-from aotdist.trace.blocks.backwards import Backwards, NotInstantiable
+from aotdist.trace.blocks.backwards import Backwards
 from aotdist.trace.blocks.copies import Copies
 from aotdist.trace.blocks.functions import Functions
 from aotdist.trace.blocks.kinds import Kind, Reads, Unfit, kind_of
@@ -49,6 +49,7 @@ from aotdist.trace.blocks.recording import (
     writes_since,
 )
 from aotdist.trace.recorder import Recorder
+from aotdist.trace.tracer import NotInstantiable
 
 _FEWEST_OPERATORS = 16
 """A block of fewer is traced at each call: to compare and copy it takes as long."""
