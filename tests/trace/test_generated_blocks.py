@@ -39,7 +39,7 @@ def _counted(block: Block, x: Tensor, memory: Tensor, scaling: Scaling) -> Tenso
     with torch.no_grad():
         block.met[0].add_(x.abs().mean())
         block.met[1] += 1
-    return x / block.met[1]
+    return x / block.met[1].clone()
 
 
 def _normalised(block: Block, x: Tensor, memory: Tensor, scaling: Scaling) -> Tensor:

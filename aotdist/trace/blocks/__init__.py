@@ -14,8 +14,8 @@ traces every call.
    there before, no effect in Python, no choice by data), the kind is known. What is more than that is traced
    at each call, and says why.
 3. **Instance** (`instances.py`): from the third call on the nodes of the forward are copied, what it writes
-   is written, and autograd sees one node. When the backward comes to it, the backward of the recorded call is
-   run by itself, once for each kind of gradients, in a graph aside, and its nodes are copied (`backwards.py`).
+   is written, and autograd sees one node. When the backward comes to it, that of the recorded call is run by
+   itself, once for each kind of gradients, in a graph aside, and its nodes are copied (`backwards.py`).
 
 What FSDP2's hooks do with each parameter, outside of blocks, is a function of one tensor. It is recorded once
 for each kind of tensor, and copied (`functions.py`).
