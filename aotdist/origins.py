@@ -26,6 +26,7 @@ from aotdist.errors import AotdistError, InternalError
 from aotdist.settings import shows_all_frames
 
 _MODULE: ContextVar[str] = ContextVar("aotdist_module", default="")
+_PATHS: ContextVar[Mapping[torch.nn.Module, str]] = ContextVar("aotdist_paths")
 _LINE: ContextVar[str] = ContextVar("aotdist_line", default="")
 _NO_TAGS: Mapping[str, str] = MappingProxyType({})
 _TAGS: ContextVar[Mapping[str, str]] = ContextVar("aotdist_tags", default=_NO_TAGS)
@@ -39,6 +40,21 @@ def current_module() -> str:
 def current_tags() -> Mapping[str, str]:
     """`unit` and `policy` of the operations that run now, if any."""
     return _TAGS.get()
+
+
+def path_of(module: torch.nn.Module) -> str | None:
+    """Qualified name of a module of the program that is captured; None for any other."""
+    return _PATHS.get({}).get(module)
+
+
+@contextlib.contextmanager
+def with_paths(paths: Mapping[torch.nn.Module, str]) -> Generator[None]:
+    """Say which modules the program that is captured inside has, and what they are called."""
+    token = _PATHS.set(paths)
+    try:
+        yield
+    finally:
+        _PATHS.reset(token)
 
 
 def set_current_module(path: str) -> None:

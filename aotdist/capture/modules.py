@@ -23,7 +23,7 @@ from aotdist.capture.constants import is_constant, same_constant
 from aotdist.capture.module_attributes import PrintedSource
 from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
-from aotdist.origins import inside_module, set_current_line, set_current_module
+from aotdist.origins import inside_module, set_current_line, set_current_module, with_paths
 from aotdist.torch_seam.modules import global_module_hooks
 from aotdist.torch_seam.own_attributes import own, shared, within
 
@@ -165,7 +165,10 @@ def following_modules(modules: Mapping[str, nn.Module]) -> Generator[None]:
     """Tell `aotdist.origins` which module's forward, with its hooks, is running."""
     names = {module: name for name, module in modules.items()}
     try:
-        with within(lambda module: inside_module(names[module]) if module in names else None):
+        with (
+            with_paths(names),
+            within(lambda module: inside_module(names[module]) if module in names else None),
+        ):
             yield
     finally:
         set_current_module("")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import sys
 from collections.abc import Callable, Sequence
@@ -40,6 +41,23 @@ def calling_to_be_traced() -> AbstractContextManager[None]:
     they would save all and tag it.
     """
     return _TRACES.applied(True)
+
+
+def calling_checkpoints_by_way_of(call: Callable[..., Any]) -> AbstractContextManager[None]:
+    """In this context and thread, `checkpoint(*args, **kwargs)` runs as `call(run, *args, **kwargs)`.
+
+    Users hold the function by other names. It asks the one beneath it for what Dynamo made of that.
+    """
+    return replaced_here(_beneath_checkpoint(), "__dynamo_disable", call)
+
+
+@functools.cache
+def _beneath_checkpoint() -> Any:
+    fn = inspect.unwrap(checkpoint)
+    if not hasattr(fn, "__dynamo_disable"):  # it is made, and Dynamo imported, when a checkpoint is first run
+        disabled = functools.cache(lambda: torch._dynamo.disable(fn, wrapping=False))
+        fn.__dynamo_disable = lambda *args, **kwargs: disabled()(*args, **kwargs)
+    return fn
 
 
 def said_to_be_compiling() -> AbstractContextManager[None]:

@@ -27,8 +27,9 @@ from torch._subclasses.functional_tensor import _detect_infra_mode
 from torch.utils._mode_utils import no_dispatch
 
 from aotdist.torch_seam.classes import CACHED_SIZES
-from aotdist.torch_seam.modes import torch_functions_off
+from aotdist.torch_seam.modes import torch_functions_off, unrecorded_numbers
 from aotdist.torch_seam.patches import replaced, replaced_here
+from aotdist.torch_seam.symbols import Number, Symbolic, comparable, depends_on_data, number_of
 from aotdist.torch_seam.tensors import storage_id, unwrapped
 from aotdist.torch_seam.trees import pytree
 
@@ -42,13 +43,28 @@ def quiet_fakes() -> AbstractContextManager[None]:
 
 
 def fake_of_its_own(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A fake of `tensor`, on a storage that no other fake has: what tensors share is for traces to say."""
+    """A fake of `tensor`, on a storage that no other fake has: what tensors share is for traces to say.
+
+    A dense tensor takes 10 us, any other 300.
+    """
+    if (memory := _memory_of_dense(tensor)) is not None:
+        size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        return new_fake(mode, size, stride, tensor.dtype, tensor.device, offset=offset, num_bytes=memory)
     converter = mode.fake_tensor_converter.meta_converter
     known, converter.storage_memo = converter.storage_memo, WeakValueDictionary()
     try:
         return mode.from_tensor(tensor, static_shapes=True)
     finally:
         converter.storage_memo = known
+
+
+def _memory_of_dense(tensor: torch.Tensor) -> int | None:
+    """Size in bytes of the storage of a dense tensor of ordinary bits; None for any other."""
+    is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided and not tensor.is_quantized
+    if not is_plain or tensor.is_conj() or tensor.is_neg() or tensor.is_inference():
+        return None
+    memory = tensor.untyped_storage().nbytes()
+    return memory if memory >= tensor.nbytes else None  # FSDP2 takes the memory of a parameter away
 
 
 def fake_on(fake: FakeTensor, device: torch.device) -> FakeTensor:
@@ -84,7 +100,8 @@ def new_fake(
     with torch_functions_off(), torch._C._DisableTorchDispatch():
         meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
         own = meta.untyped_storage().nbytes()
-        if memory is None and (offset or num_bytes not in (None, own)):
+        is_own = comparable(offset) == 0 and (num_bytes is None or comparable(num_bytes) == comparable(own))
+        if memory is None and not is_own:
             room = own + offset * dtype.itemsize if num_bytes is None else num_bytes
             memory = torch.empty(room, dtype=torch.uint8, device="meta").untyped_storage()
         if memory is not None:
@@ -96,14 +113,17 @@ def _fake_of(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> 
     """`FakeTensor(mode, meta, device)` in 3 us instead of 12, from the second of a device on."""
     states = vars(mode).setdefault("states_of_fakes", {})
     state = states.get(device)
-    if state is None or mode._allow_unsafe_data_ptr_access:
+    if state is None:
         fake = FakeTensor(mode, meta, device)
         states[device] = dict(vars(fake))
         return fake
     fake = torch.Tensor._make_subclass(
         FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
     )
-    torch._C._set_throw_on_mutable_data_ptr(fake)
+    if mode._allow_unsafe_data_ptr_access:
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(fake)
+    else:
+        torch._C._set_throw_on_mutable_data_ptr(fake)
     vars(fake).update(state)
     return fake
 
@@ -122,37 +142,46 @@ class Likeness:
         keys: its dispatch keys, in bits; they tell conjugates and tensors made in inference mode.
     """
 
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    memory: int
+    size: tuple[Number, ...]
+    stride: tuple[Number, ...]
+    offset: Number
+    memory: Number
     dtype: torch.dtype
     device: torch.device
     keys: int
 
     @classmethod
     def of(cls, fake: FakeTensor) -> Likeness | None:
-        """What a fake is like; None if there is more to it, or if it has symbolic sizes."""
+        """What a fake is like; None if there is more to it, or if its size depends on data."""
         if fake.constant is not None or fake.layout is not torch.strided or fake.requires_grad:
             return None
-        size, stride, offset = tuple(fake.size()), fake.stride(), fake.storage_offset()
-        memory, keys = fake.untyped_storage().nbytes(), torch._C._dispatch_keys(fake).raw_repr()
-        if any(isinstance(number, torch.SymInt) for number in (*size, *stride, offset, memory)):
-            return None
-        return cls(size, stride, int(offset), memory, fake.dtype, fake.fake_device, keys)
+        size, stride = tuple(map(comparable, fake.size())), tuple(map(comparable, fake.stride()))
+        offset, memory = comparable(fake.storage_offset()), comparable(fake.untyped_storage().nbytes())
+        keys = torch._C._dispatch_keys(fake).raw_repr()
+        found = cls(size, stride, offset, memory, fake.dtype, fake.fake_device, keys)
+        return None if any(map(depends_on_data, found.symbols())) else found
 
     def made(self, mode: FakeTensorMode, owner: torch.Tensor | None) -> FakeTensor:
         """A fake that is like that, in new memory or in that of `owner`."""
+        with unrecorded_numbers() if self.symbols() else nullcontext():
+            return self._made(mode, owner)
+
+    def _made(self, mode: FakeTensorMode, owner: torch.Tensor | None) -> FakeTensor:
         return new_fake(
             mode,
-            self.size,
-            self.stride,
+            [*map(number_of, self.size)],
+            [*map(number_of, self.stride)],
             self.dtype,
             self.device,
-            offset=self.offset,
-            num_bytes=self.memory,
+            offset=number_of(self.offset),
+            num_bytes=number_of(self.memory),
             memory=None if owner is None else owner.untyped_storage(),
         )
+
+    def symbols(self) -> list[torch.SymInt]:
+        """Those of its sizes that are symbolic."""
+        numbers = (*self.size, *self.stride, self.offset, self.memory)
+        return [one.number for one in numbers if isinstance(one, Symbolic)]
 
 
 def may_be_made_anew(mode: FakeTensorMode) -> bool:

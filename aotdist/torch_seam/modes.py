@@ -33,6 +33,18 @@ def no_modes() -> AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+@contextmanager
+def unrecorded_numbers() -> Generator[None]:
+    """No tracer hears of what is computed with symbolic numbers: a product takes 30 us instead of 200."""
+    key = torch._C._TorchDispatchModeKey.PROXY
+    tracing = torch._C._unset_dispatch_mode(key)
+    try:
+        yield
+    finally:
+        if tracing is not None:
+            torch._C._set_dispatch_mode(tracing)
+
+
 def dispatch_keys_kept() -> AbstractContextManager[Any]:
     """Restores, afterwards, which dispatch keys this thread includes and excludes.
 

@@ -42,6 +42,11 @@ def add_node(
     return node
 
 
+def is_erased(node: Node) -> bool:
+    """Whether a node was taken out of its graph."""
+    return node._erased
+
+
 def copy_node(graph: Graph, node: Node, now: Callable[[Node], Any], name: str | None) -> Node:
     """The same operation in a graph, on what `now` gives for each node; `name` as in `add_node`."""
     args, kwargs = map_arg(node.args, now), map_arg(node.kwargs, now)

@@ -19,6 +19,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_slot as _get_proxy_slot
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx
 
 from aotdist.torch_seam.functional import FunctionalTensor, functional_value
+from aotdist.torch_seam.nodes import is_erased
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.trees import pytree, tree_children
 
@@ -57,7 +58,11 @@ def track_number(number: Any, node: torch.fx.Node, tracer: PythonKeyTracer) -> N
 def node_of(fake: torch.Tensor, tracer: PythonKeyTracer) -> torch.fx.Node | None:
     """The node that computed `fake`, or None when it was not recorded."""
     slot = _get_proxy_slot(fake, tracer, None)
-    return None if slot is None else slot.proxy.node
+    if slot is None or not is_erased(slot.proxy.node):
+        return None if slot is None else slot.proxy.node
+    node = tracer.recorded_again(slot.proxy.node)
+    track(fake, node, tracer)
+    return node
 
 
 def node_here(tensor: torch.Tensor) -> torch.fx.Node:

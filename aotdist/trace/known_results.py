@@ -15,6 +15,7 @@ from torch.fx.immutable_collections import immutable_list
 
 from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode, Likeness, may_be_made_anew
 from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.symbols import comparable
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
 
@@ -63,6 +64,8 @@ class KnownResults:
             kind = type(value)
             if kind in _CONSTANTS:
                 found += (kind, value)  # 1 equals 1.0, which gives another dtype
+            elif kind is torch.SymInt:
+                found.append(comparable(value))
             else:
                 found.append(self._described(value) if kind in _LISTS else self._number(value))
         return tuple(found)

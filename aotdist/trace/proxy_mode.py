@@ -287,6 +287,8 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
         for number in pytree.tree_leaves((args, kwargs)):
             if isinstance(number, SYMBOLIC) and isinstance(node := self._size(number), Node):
                 track_number(number, node, self.tracer)
+            elif isinstance(number, FakeTensor):
+                node_of(number, self.tracer)  # which records it again, if it was recorded aside
         if self._refuses_data and torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
             raise DynamicOutputShapeException(func)
         if self._unbacked is None:

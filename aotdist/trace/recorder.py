@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from aotdist.aliasing.version import bump
 from aotdist.capture.arguments import NO_FAKES, UserFakes
 from aotdist.convention.random_numbers import Stream
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
@@ -41,6 +42,7 @@ from aotdist.torch_seam.functional import (
     is_functional_base,
     new_fake,
     quiet_fakes,
+    replace_functional_value,
     second_shell,
 )
 from aotdist.torch_seam.groups import no_objects_exchanged
@@ -184,8 +186,8 @@ class Recorder:
         self._exit.__exit__(*exc)
 
     def can_instantiate(self) -> bool:
-        """Whether what is recorded may be copied: no symbols, and no stream of random numbers."""
-        return self.shape_env is None and self._stream is None and self._within is None
+        """Whether what is recorded may be copied: it draws from no stream and is no part of another trace."""
+        return self._stream is None and self._within is None
 
     def call_functions_by_way_of(self, call: Callable[..., torch.Tensor]) -> None:
         """Let functions that record the same be called by `call`, from now on; see `recorded_once`."""
@@ -202,8 +204,7 @@ class Recorder:
         finally:
             self.is_aside = was_aside
             self.tracer.graph, self.tracer.num_serials = ours, serials
-            for node in reversed(list(aside.nodes)):
-                aside.erase_node(node)
+            self.tracer.erase(aside)
 
     def nested(self) -> Recorder:
         """A recorder for a function that the program hands to an operator."""
@@ -395,10 +396,14 @@ class Recorder:
 
     def traced_value(self, node: torch.fx.Node) -> FunctionalTensor:
         """A new traced tensor that holds the value of a node."""
+        return self._functionalisation.remember(functional(self._fake_of(node), self._functionalisation))
+
+    def _fake_of(self, node: torch.fx.Node) -> torch.Tensor:
+        """The value of a node, which the tracer knows by it."""
         fake = node.meta["val"]
         if node_of(fake, self.tracer) is None:
             track(fake, node, self.tracer)
-        return self._functionalisation.remember(functional(fake, self._functionalisation))
+        return fake
 
     def _node_of(self, tensor: FunctionalTensor) -> torch.fx.Node | None:
         return node_of(functional_value(tensor), self.tracer)
@@ -443,6 +448,12 @@ class Recorder:
     def num_writes(self) -> int:
         """How many tensors operators have written by now."""
         return self._functionalisation.num_writes
+
+    def write(self, tensor: FunctionalTensor, node: torch.fx.Node, num_versions: int) -> None:
+        """Let a tensor that owns its memory hold the value of a node, written in as many versions."""
+        self._functionalisation.num_writes += 1
+        replace_functional_value(tensor, self._fake_of(node))
+        bump(tensor, num_versions)
 
     def num_nodes(self) -> int:
         """How many nodes are recorded by now."""

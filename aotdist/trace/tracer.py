@@ -5,16 +5,22 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
+from torch.fx.node import map_arg
 
 from aotdist.origins import Origins, current_module, current_tags
 from aotdist.torch_seam.autograd import next_sequence_nr, running_node
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
+from aotdist.torch_seam.nodes import add_node, is_erased
 from aotdist.torch_seam.proxies import PythonKeyTracer
 
 Phase = Literal["forward", "backward"]
 
 STAMPED = frozenset({"phase", "source", "module", "unit", "policy", "serial", "grad", "function", "seq_nr"})
 """What `Tracer.stamp` may say of a node."""
+
+
+class NotInstantiable(Exception):
+    """An instance cannot do what the block itself would do; the program is traced without instances."""
 
 
 class Tracer(PythonKeyTracer):
@@ -38,6 +44,10 @@ class Tracer(PythonKeyTracer):
         self._first_seq_nr = next_sequence_nr()
         self._skips: list[tuple[int, int]] = []
         self._of_forward: dict[int, tuple[str, str]] = {}
+        self._erased: dict[torch.fx.Node, tuple[Any, Any]] = {}
+        """Arguments of nodes that were recorded aside."""
+        self._again: dict[torch.fx.Node, torch.fx.Node] = {}
+        """What was recorded again in their place."""
 
     def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
         """A node, stamped."""
@@ -64,6 +74,32 @@ class Tracer(PythonKeyTracer):
         if seq_nr is not None:
             stamp["seq_nr"] = self.counted(seq_nr)
         return stamp
+
+    def erase(self, graph: torch.fx.Graph) -> None:
+        """Empty a graph that something was recorded into aside; see `recorded_again`."""
+        self._erased.update((node, (node.args, node.kwargs)) for node in graph.nodes)
+        for node in reversed(list(graph.nodes)):
+            graph.erase_node(node)
+
+    def recorded_again(self, node: torch.fx.Node) -> torch.fx.Node:
+        """For a node that was erased, one that computes the same here.
+
+        A view of what was written is computed when it is first read, and its tensor holds that from then on:
+        if that was aside (the view is one that autograd saved), others that read it are given that node.
+
+        Raises:
+            NotInstantiable: it was an argument of what was recorded aside.
+        """
+        known = self._again.get(node)
+        if known is not None and not is_erased(known):
+            return known
+        if node.op != "call_function":
+            raise NotInstantiable("what is computed for a block's instances is read elsewhere")
+        given = map_arg(self._erased[node], lambda one: self.recorded_again(one) if is_erased(one) else one)
+        meta = {key: value for key, value in node.meta.items() if key not in STAMPED} | self.stamp()
+        made = add_node(self.graph, node.op, node.target, *given, None, meta)
+        self._again[node] = made
+        return made
 
     def held(self, name: str) -> Any:
         """What the graph holds by a name: a literal tensor, or the graph of an operator."""

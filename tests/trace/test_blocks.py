@@ -6,6 +6,8 @@ import copy
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from typing import Any
 
@@ -13,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import aotdist
 from tests.trace.recorded import recorded
@@ -79,6 +81,30 @@ class Telling(nn.Module):
         }
 
 
+class Normalised(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(3)
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        return super().forward(self.batch(x))
+
+
+class Noting(Block):
+    """Notes what it met, in one of two places of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("met", torch.zeros(2))
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        with torch.no_grad():
+            self.met[1] += x.mean()
+        y = super().forward(x)
+        self.met[1:].add_(1)
+        return y
+
+
 def _telling() -> Callable[[Tensor], Any]:
     blocks = nn.ModuleList(Telling() for _ in range(DEPTH))
 
@@ -91,6 +117,33 @@ def _telling() -> Callable[[Tensor], Any]:
         return x.sum() + torch.stack(costs).sum()
 
     return run
+
+
+class Overwritten(Block):
+    """Writes what it computes, parts of it first, with a history."""
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        y = self.up(super().forward(x))
+        y[..., 0].mul_(2)
+        return x + self.down(y.relu_())
+
+
+@dataclass
+class Scaling:
+    bias: Tensor
+    number: float
+
+
+class Scaled(Block):
+    """Is given an object with a tensor and a number."""
+
+    def forward(self, x: Tensor, memory: Any = None) -> Tensor:
+        return super().forward(x) * memory.number + memory.bias
+
+
+def _with_objects() -> Callable[[Tensor], Any]:
+    stack = Stack(*(Scaled() for _ in range(DEPTH)))
+    return lambda x: stack(x, Scaling(x.mean(-1, keepdim=True), 0.5))
 
 
 def _with_memory(stack: Stack) -> Callable[[Tensor], Any]:
@@ -147,6 +200,30 @@ def _of_transformers() -> Callable[[Tensor], Any]:
     return lambda x: model(inputs_embeds=x).last_hidden_state
 
 
+def _checkpointed(
+    called: Callable[[nn.Module], Any], kind: type[Block] | None = None, **options: Any
+) -> Callable[[Tensor], Any]:
+    """Each block is run by a checkpoint, as what `called` makes of it."""
+    stack = Stack(*_blocks(dropped=0.1) if kind is None else (kind() for _ in range(DEPTH)))
+
+    def run(x: Tensor) -> Any:
+        memory = x.sin()
+        for block in stack.blocks:
+            x = checkpoint(called(block), x, **options)  # type: ignore[assignment]
+        return x * memory
+
+    return run
+
+
+def _saves_products(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = operator is torch.ops.aten.addmm.default
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts(_saves_products)
+
+
 def _blocks(**options: Any) -> list[Block]:
     return [Block(number, **options) for number in range(DEPTH)]
 
@@ -157,6 +234,8 @@ COPIED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], int]] = {
     "turns": (lambda: Stack(*(made for _ in range(4) for made in (Block(), Gated()))), 4),
     "one block several times": (lambda: Stack(*[Block()] * DEPTH), DEPTH - 2),
     "all values": (lambda: Stack(*_blocks(), all_values=True), DEPTH - 2),
+    "values that are written": (lambda: Stack(*(Overwritten() for _ in range(DEPTH))), DEPTH - 2),
+    "objects": (_with_objects, DEPTH - 2),
     "a memory of all": (lambda: _with_memory(Stack(*_blocks())), DEPTH - 2),
     "results of several kinds": (_telling, DEPTH - 2),
     "without grad": (lambda: _under(torch.no_grad, Stack(*_blocks())), DEPTH - 3),
@@ -169,12 +248,29 @@ COPIED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], int]] = {
         DEPTH - 2,
     ),
     "layers of transformers": (_of_transformers, DEPTH - 2),
+    "buffers": (lambda: Stack(*(Normalised() for _ in range(DEPTH))), DEPTH - 2),
+    "parts of buffers": (lambda: Stack(*(Noting() for _ in range(DEPTH))), DEPTH - 2),
+    "buffers under no_grad": (
+        lambda: _under(torch.no_grad, Stack(*(Normalised() for _ in range(DEPTH)))),
+        DEPTH - 3,
+    ),
+    "checkpoints": (lambda: _checkpointed(lambda block: block, use_reentrant=False), DEPTH - 2),
+    "reentrant checkpoints": (lambda: _checkpointed(lambda block: block, use_reentrant=True), DEPTH - 2),
+    "checkpoints of methods": (
+        lambda: _checkpointed(lambda block: partial(block.forward, memory=None), use_reentrant=False),
+        DEPTH - 2,
+    ),
+    "selective checkpoints": (
+        lambda: _checkpointed(lambda block: block, use_reentrant=False, context_fn=_selective),
+        DEPTH - 2,
+    ),
     "stacks in a stack": (lambda: Stack(*(Stack(*_blocks()) for _ in range(3))), DEPTH - 1),
 }
 """Programs with blocks of one kind, and how many calls of these are copied at least."""
 SHARED = {
     "one block several times",
     "all values",
+    "objects",
     "a memory of all",
     "results of several kinds",
     "stacks in a stack",
@@ -182,19 +278,28 @@ SHARED = {
 """Several blocks send gradients to one tensor, in several places each: they are added up behind the block."""
 
 
-def _num_copies(program: Callable[[Tensor], Any]) -> int:
-    call = aotdist.compile(lambda x: program(x), backend="fx")
+OF_SYMBOLIC_SIZES = ("layers", "turns", "a memory of all", "autocast", "encoder", "buffers", "checkpoints")
+
+
+def _num_copies(program: Callable[[Tensor], Any], **settings: Any) -> int:
+    call = aotdist.compile(lambda x: program(x), backend="fx", settings=aotdist.Settings(**settings))
     call(torch.ones(SIZE, requires_grad=True))
     return len(call.artifacts[-1].compilation.traced.copies.instances)
 
 
-@pytest.mark.parametrize("name", COPIED)
-def test_the_graph_is_the_one_of_a_trace_of_each_call(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [*((name, {}) for name in COPIED), *((name, {"dynamic": True}) for name in OF_SYMBOLIC_SIZES)],
+    ids=[*COPIED, *(f"{name}, any size" for name in OF_SYMBOLIC_SIZES)],
+)
+def test_the_graph_is_the_one_of_a_trace_of_each_call(
+    name: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, fewest = COPIED[name]
     program = make()
-    found = recorded(program, SIZE, monkeypatch)
-    expected = recorded(program, SIZE, monkeypatch, instantiate=False)
-    assert _num_copies(program) >= fewest
+    found = recorded(program, SIZE, monkeypatch, **settings)
+    expected = recorded(program, SIZE, monkeypatch, instantiate=False, **settings)
+    assert _num_copies(program, **settings) >= fewest - len(settings)  # the first block meets new symbols
     assert [len(graph) for graph in found] == [len(graph) for graph in expected]
     for graph, other in zip(found, expected, strict=True):
         if name in SHARED:
@@ -224,15 +329,6 @@ class Counting(Block):
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         self.number += 1
         return super().forward(x)
-
-
-class Normalised(Block):
-    def __init__(self) -> None:
-        super().__init__()
-        self.batch = nn.BatchNorm1d(3)
-
-    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
-        return super().forward(self.batch(x))
 
 
 class Keeping(Block):
@@ -337,6 +433,52 @@ def _handing() -> Callable[[Tensor], Any]:
     return run
 
 
+class Drawing(Block):
+    """Takes what it adds from an iterator."""
+
+    def forward(self, x: Tensor, memory: Any = None) -> Tensor:
+        return super().forward(x) + next(memory)
+
+
+def _iterating() -> Callable[[Tensor], Any]:
+    stack = Stack(*(Drawing() for _ in range(DEPTH)))
+    return lambda x: stack(x, iter([1.0, 1.0, 2.0, 1.0, 3.0]))
+
+
+def _with_state() -> Callable[[Tensor], Any]:
+    """One object is given to all blocks; its number is another for the last."""
+    stack = Stack(*(Scaled() for _ in range(3)))
+
+    def run(x: Tensor) -> Any:
+        scaling = Scaling(x.mean(), 0.5)
+        for block in stack.blocks:
+            x = block(x, scaling)
+            scaling.number += 0.5
+        return x
+
+    return run
+
+
+class Overwriting(Block):
+    """Writes the memory that all blocks are given."""
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        y = super().forward(x)
+        assert memory is not None
+        memory.mul_(y.mean())
+        return y
+
+
+def _written_inside() -> Callable[[Tensor], Any]:
+    stack = Stack(*(Overwriting() for _ in range(DEPTH)))
+
+    def run(x: Tensor) -> Any:
+        memory = x.sin()
+        return stack(x, memory) + memory
+
+    return run
+
+
 def _hooked() -> Stack:
     stack = Stack(*_blocks())
     for block in stack.blocks:
@@ -344,21 +486,14 @@ def _hooked() -> Stack:
     return stack
 
 
-def _checkpointed() -> Callable[[Tensor], Any]:
-    stack = Stack(*_blocks(dropped=0.1))
-
-    def run(x: Tensor) -> Any:
-        for block in stack.blocks:
-            x = checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
-        return x
-
-    return run
-
-
 TRACED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], str]] = {
     "its number decides": (lambda: Stack(*(Numbered(k) for k in range(4))), ""),
     "it counts": (lambda: Stack(*(Counting(k) for k in range(DEPTH))), ""),
-    "it writes buffers": (lambda: Stack(*(Normalised() for _ in range(DEPTH))), "writes to what it is given"),
+    "it writes what it is given": (_written_inside, "no buffer"),
+    "a checkpoint writes buffers again": (
+        lambda: _checkpointed(lambda block: block, Normalised, use_reentrant=False),
+        "",
+    ),
     "it keeps values": (lambda: Stack(*(Keeping() for _ in range(DEPTH))), "in Python"),
     "it prints": (lambda: Stack(*(Printing() for _ in range(DEPTH))), "it prints"),
     "a function of the user's": (lambda: Stack(*(Doubling() for _ in range(DEPTH))), "autograd function"),
@@ -366,9 +501,14 @@ TRACED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], str]] = {
     "it writes a part of a tensor outside": (_writing_outside, "closes over"),
     "an object decides": (lambda: _told_outside(Layer()), ""),
     "a module decides": (lambda: _told_outside(nn.Identity()), ""),
-    "it is given an object": (_handing, "given an object"),
+    "it changes an object": (_handing, "or its arguments"),
+    "it is given an iterator": (_iterating, "given an object (list_iterator)"),
+    "an object says which it is": (_with_state, ""),
     "modules in it have hooks": (_hooked, "has hooks"),
-    "it is checkpointed": (_checkpointed, "checkpoint"),
+    "it is called in a checkpoint": (
+        lambda: _checkpointed(lambda block: lambda x: block(x), use_reentrant=False),
+        "in a checkpoint",
+    ),
 }
 """Programs whose blocks are traced at each call, and what is said of that."""
 

@@ -16,13 +16,18 @@ from aotdist.torch_seam.block_gradients import hooks_off, run_backward_up_to
 from aotdist.torch_seam.functional import FunctionalTensor, functional_value
 from aotdist.torch_seam.proxies import track
 from aotdist.trace.blocks.kinds import Unfit, likeness, likeness_of
-from aotdist.trace.blocks.recording import Recorded, Step, Value, checked_nodes, likenesses_of, value_of
+from aotdist.trace.blocks.recording import (
+    Recorded,
+    Step,
+    Value,
+    checked_nodes,
+    counts_of,
+    likenesses_of,
+    value_of,
+)
 from aotdist.trace.failures import SPENT
 from aotdist.trace.recorder import Recorder
-
-
-class NotInstantiable(Exception):
-    """An instance cannot do what the block itself would do; the program is traced without instances."""
+from aotdist.trace.tracer import NotInstantiable
 
 
 def comes_of_instances(error: BaseException | None) -> bool:
@@ -133,6 +138,10 @@ class Backwards:
     ) -> RecordedBackward:
         """What a backward records into the graph aside."""
         recorder, tangents = self._recorder, list[Node]()
+        plains = model.kind.plains()
+        if any(recorder.value(plains[write.position]) is not write.node for write in model.writes):
+            raise NotInstantiable("what a block wrote was written again")
+        counts = counts_of(plains)
         firsts = [None if grad is None else _stand_in_for(grad, recorder, tangents) for grad in grads]
         ends = [pair for pair in zip(model.tensors(), firsts, strict=True) if pair[1] is not None]
         tensors, is_wanted = model.kind.tensors, _first_of_each(model.edges, needed)
@@ -140,6 +149,8 @@ class Backwards:
         with self._noting_pieces(model) as pieces:
             outs, first = zip(*ends, strict=True)
             totals = run_backward_up_to(outs, [tensors[position] for position in wanted], first)
+        if counts_of(plains) != counts:
+            raise NotInstantiable("the backward of a block writes to what the block is given")
         total_of = dict(zip(wanted, totals, strict=True))
         sent = tuple(
             _sent(some, model.edges[position], total_of.get(position), recorder)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -11,11 +13,12 @@ import torch
 from torch import nn
 from torch.fx import Node
 
-from aotdist.origins import current_module
+from aotdist.origins import current_module, path_of
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import next_sequence_nr, node_base
 from aotdist.torch_seam.block_gradients import tensor_ids_of_roots
-from aotdist.torch_seam.functional import FunctionalTensor, data_writes, functional_value
+from aotdist.torch_seam.control_flow import calling_checkpoints_by_way_of
+from aotdist.torch_seam.functional import FunctionalTensor, functional_value
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.own_attributes import (
     calling_forwards_by_way_of,
@@ -25,7 +28,7 @@ from aotdist.torch_seam.own_attributes import (
 )
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
-from aotdist.trace.blocks.backwards import Backwards, NotInstantiable
+from aotdist.trace.blocks.backwards import Backwards
 from aotdist.trace.blocks.copies import Copies
 from aotdist.trace.blocks.functions import Functions
 from aotdist.trace.blocks.kinds import Kind, Reads, Unfit, kind_of
@@ -34,15 +37,19 @@ from aotdist.trace.blocks.recording import (
     Likenesses,
     Recorded,
     Step,
+    Write,
     checked_nodes,
     checked_outs,
     closes_over,
+    counts_of,
     gradients_of,
     likenesses_of,
     nodes_since,
     value_of,
+    writes_since,
 )
 from aotdist.trace.recorder import Recorder
+from aotdist.trace.tracer import NotInstantiable
 
 _FEWEST_OPERATORS = 16
 """A block of fewer is traced at each call: to compare and copy it takes as long."""
@@ -70,6 +77,35 @@ class _Candidate:
     def is_for(self, kind: Kind) -> bool:
         """Whether it says something of a call."""
         return self.reads.hold_for(kind) and (isinstance(self.recorded, str) or not self.has_changed())
+
+
+@dataclass(frozen=True, slots=True)
+class _Called:
+    """A call of a module.
+
+    Args:
+        module: the module.
+        path: its qualified name.
+        function: what runs it: its forward, or a checkpoint.
+        args: what that is given.
+        kwargs: likewise.
+        runs_hooks: whether the module's own hooks run in it.
+    """
+
+    module: nn.Module
+    path: str
+    function: Forward
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    runs_hooks: bool
+
+    def run(self) -> Any:
+        """Its result."""
+        return self.function(*self.args, **self.kwargs)
+
+    def kind(self, met: Callable[[torch.Tensor], torch.Tensor | None]) -> Kind:
+        """Its kind; see `kind_of`."""
+        return kind_of(self.module, self.args, self.kwargs, met, runs_hooks=self.runs_hooks)
 
 
 class Blocks:
@@ -105,44 +141,57 @@ class Blocks:
 
     @contextlib.contextmanager
     def called(self) -> Generator[None]:
-        """While the program runs inside, calls of its modules come here."""
+        """While the program runs inside, calls of its modules come here, checkpoints of one included."""
         if self._watch is None or not self._recorder.can_instantiate():
             yield
             return
         self._recorder.call_functions_by_way_of(Functions(self._recorder).call)
-        with calling_forwards_by_way_of(self._call):
+        with calling_forwards_by_way_of(self._forward), calling_checkpoints_by_way_of(self._checkpoint):
             yield
 
-    def _call(
+    def _forward(
         self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        path = current_module()
+        return self._run(_Called(module, current_module(), forward, args, kwargs, runs_hooks=False))
+
+    def _checkpoint(self, checkpoint: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Run a checkpoint; one of a module is a block, its first argument included."""
+        module = _module_of(args[0]) if args else None
+        path = None if module is None else path_of(module)
+        if module is None or path is None:
+            return checkpoint(*args, **kwargs)
+        return self._run(_Called(module, path, checkpoint, args, kwargs, runs_hooks=True))
+
+    def _run(self, called: _Called) -> Any:
+        path = called.path
         with noting_no_reads():
             try:
-                kind = kind_of(module, args, kwargs, self._met)
+                kind = called.kind(self._met)
             except Unfit as unfit:
                 self._reasons[path] = str(unfit)
                 kind = None
             candidates = [] if kind is None else self._candidates.setdefault(kind.key, [])
             alike = next((one for one in reversed(candidates) if kind and one.is_for(kind)), None)
         if kind is None:
-            return forward(*args, **kwargs)
+            return called.run()
         if alike is not None and isinstance(alike.recorded, Recorded) and alike.is_confirmed:
             return self._instance(alike, kind, path)
         if alike is not None and isinstance(alike.recorded, str):
             self._note_reason(path, alike.recorded)
-            return forward(*args, **kwargs)
+            return called.run()
         assert self._watch is not None, "calls come here only then"
         with noting_no_reads():
             has_changed = self._watch()
         with noting_reads() as reads:
-            result, recorded = self._recorded(module, forward, args, kwargs, kind)
+            result, recorded = self._recorded(called, kind)
         with noting_no_reads():
             if has_changed() and isinstance(recorded, Recorded):
                 recorded = "it changes something in Python"
             candidates.append(self._compared(alike, _Candidate(recorded, Reads.of(kind, reads), has_changed)))
         if isinstance(reason := candidates[-1].recorded, str):
             self._note_reason(path, reason)
+        else:
+            self._reasons.pop(path, None)  # of what a checkpoint calls, which is part of it
         return result
 
     def _note_reason(self, path: str, reason: str) -> None:
@@ -159,33 +208,25 @@ class Blocks:
             return replace(before, is_confirmed=True)
         return replace(now, recorded=difference or "two calls read different attributes")
 
-    def _recorded(
-        self,
-        module: nn.Module,
-        forward: Forward,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        kind: Kind,
-    ) -> tuple[Any, Recorded | str]:
+    def _recorded(self, called: _Called, kind: Kind) -> tuple[Any, Recorded | str]:
         """Trace a call; what it returns, and what was recorded, or why that cannot be copied."""
         recorder, tracer = self._recorder, self._recorder.tracer
         with torch_functions_off():
             plains = kind.plains()
-            inputs, writes = tuple(map(recorder.value, plains)), tuple(map(data_writes, plains))
+            inputs, before = tuple(map(recorder.value, plains)), counts_of(plains)
         last, effects = next(iter(reversed(tracer.graph.nodes)), None), self._num_effects()
         num_writes = recorder.num_writes()
         first, counted = next_sequence_nr(), tracer.next_counted()
-        result = forward(*args, **kwargs)
+        result = called.run()
         nodes = [node for node in nodes_since(tracer.graph.nodes, last) if node.op != "placeholder"]
         if len(nodes) < _FEWEST_OPERATORS:
             return result, _FEW
         try:
             with torch_functions_off(), noting_no_reads():
-                if tuple(map(data_writes, plains)) != writes:
-                    raise Unfit("it writes to what it is given")
+                writes = writes_since(before, plains, set(nodes), recorder)
                 if self._num_effects() != effects:
                     raise Unfit("it prints, checks or chooses by data, or hooks a gradient")
-                after = kind_of(module, args, kwargs, self._met)
+                after = called.kind(self._met)
                 if (after.key, after.attributes) != (kind.key, kind.attributes):
                     raise Unfit("it changes its own attributes, or its arguments")
                 checked_nodes(nodes, recorder)
@@ -199,10 +240,11 @@ class Blocks:
         except Unfit as unfit:
             return result, str(unfit)
         return result, Recorded(
-            path=current_module(),
+            path=called.path,
             kind=kind,
             inputs=inputs,
             steps=steps,
+            writes=writes,
             outs=outs,
             spec=spec,
             first_seq=counted,
@@ -233,11 +275,20 @@ class Blocks:
                 seq_offset=offset,
             )
             last = tracer.num_serials + len(model.steps) - 1
-            call = _Call(self._backwards, model, copying, kind.tensors, last)
+            written = [(plains[write.position], write) for write in model.writes]
+            call = _Call(self._backwards, model, copying, kind.tensors, written, last)
             given = [t for t, count in zip(kind.tensors, model.edges, strict=True) for _ in range(count)]
             tensors = _Instance.apply(call, *given) if given else call.forward()
         tracer.count_from(model.first_seq + offset + model.num_seqs)
         return model.returned(kind, tensors)
+
+
+def _module_of(function: Any) -> nn.Module | None:
+    """The module that a function calls: itself, one whose method it is, or that of a `partial`."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    owner = function.__self__ if isinstance(function, types.MethodType) else function
+    return owner if isinstance(owner, nn.Module) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -249,6 +300,7 @@ class _Call:
         model: the recorded call.
         copying: how its nodes become those of this call.
         given: the tensors that it is given.
+        written: the plain tensors of these that it writes.
         last: the serial of its last node in the forward.
     """
 
@@ -256,11 +308,14 @@ class _Call:
     model: Recorded
     copying: Copying
     given: tuple[torch.Tensor, ...]
+    written: Sequence[tuple[FunctionalTensor, Write]]
     last: int
 
     def forward(self) -> list[torch.Tensor]:
         """Record the forward; its results."""
         self.copying.copy(self.model.steps)
+        for tensor, write in self.written:
+            self.copying.recorder.write(tensor, self.copying.now[write.node], write.num_versions)
         values = (value_of(out, self.copying.recorder) for out in self.model.tensors())
         return [self.copying.put_together(*value) for value in values]
 
@@ -269,6 +324,8 @@ class _Call:
     ) -> list[torch.Tensor | None]:
         """Record the backward; the gradients that the block sends, in order. It may be run several times."""
         recorder, copying = self.copying.recorder, self.copying.again()
+        if any(recorder.value(tensor) is not copying.now[write.node] for tensor, write in self.written):
+            raise NotInstantiable("what a block wrote was written again")
         recorded = self.backwards.of(self.model, grads, needed)
         plains = [plain for grad in grads if grad is not None for plain in plain_tensors(grad)]
         for tangent, plain in zip(recorded.tangents, plains, strict=True):

@@ -19,6 +19,7 @@ from aotdist.torch_seam.autograd import in_backward
 from aotdist.torch_seam.block_gradients import hears_saved_tensors
 from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, functional_value, memory_of
 from aotdist.torch_seam.modes import num_modes, torch_functions_off, under_transform
+from aotdist.torch_seam.symbols import comparable
 
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
 _MOST_OBJECTS = 500
@@ -103,14 +104,17 @@ def kind_of(
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
     met: Callable[[torch.Tensor], torch.Tensor | None],
+    *,
+    runs_hooks: bool,
 ) -> Kind:
     """The kind of a call.
 
     Args:
-        module: what is called; its own hooks run around the call, and are none of it.
+        module: what is called.
         args: its arguments.
         kwargs: likewise.
         met: gives the traced tensor of one that the program has met.
+        runs_hooks: whether the module's own hooks run in the call, rather than around it.
 
     Raises:
         Unfit: what it records depends on more than can be compared.
@@ -118,7 +122,7 @@ def kind_of(
     if in_backward() or under_transform() or hears_saved_tensors():
         raise Unfit("it is called in a backward, in a checkpoint or under a transform of `torch.func`")
     with torch_functions_off():
-        described = _Described(module, met)
+        described = _Described(None if runs_hooks else module, met)
         inside = (described.value(module), *map(described.argument, (args, tuple(kwargs.items()))))
         tensors = tuple(tensor for _, tensor in described.tensors.values())
         around = (ambient(), tuple(current_tags().items()), num_modes())
@@ -129,6 +133,10 @@ def kind_of(
 class _Described:
     """Describes a module, what hangs on it, and arguments, as something to compare.
 
+    Args:
+        root: the module whose hooks are left out, if one's are.
+        met: see `kind_of`.
+
     Attributes:
         tensors: the traced tensors met, by identity, each with its position among them.
         held: objects that are described by their identity.
@@ -136,7 +144,7 @@ class _Described:
         modules: likewise.
     """
 
-    def __init__(self, root: nn.Module, met: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    def __init__(self, root: nn.Module | None, met: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
         self._root, self._met = root, met
         self._numbers: dict[int, int] = {}
         self.tensors: dict[int, tuple[int, torch.Tensor]] = {}
@@ -157,13 +165,15 @@ class _Described:
             return self._tensor(value)
         if isinstance(value, nn.Module):
             return self._once(value, self._module)
-        if kind in (list, tuple, torch.Size):
+        if isinstance(value, (list, tuple)):
             return kind, tuple(map(self.value, value))
         if isinstance(value, dict):
             return kind, tuple((self.value(key), self.value(item)) for key, item in value.items())
         if is_constant(value):
             return kind, repr(value)  # 0.0 is not -0.0
-        if kind in (set, frozenset):
+        if isinstance(value, torch.SymInt):
+            return kind, comparable(value)
+        if isinstance(value, (set, frozenset)):
             return kind, frozenset(map(self.value, value))
         return self._object(value)
 
@@ -218,12 +228,15 @@ class _Described:
         if isinstance(value, types.FunctionType):
             cells = (cell.cell_contents for cell in value.__closure__ or ())
             return "function", id(value.__code__), self.value(value.__defaults__), *map(self.value, cells)
-        if isinstance(value, _FUNCTIONS) or not hasattr(value, "__dict__"):
+        attributes = getattr(value, "__dict__", None)
+        if self._is_given and not isinstance(value, _FUNCTIONS):  # which the call may change: it is compared
+            if attributes is None or isinstance(value, Iterable):
+                raise Unfit(f"it is given an object ({type(value).__name__}) that hides what it holds")
+            return "object", self._once(value, lambda _: self.value(dict(attributes)))
+        if isinstance(value, _FUNCTIONS) or attributes is None:
             return "object", id(value)
-        if self._is_given:
-            raise Unfit(f"it is given an object ({type(value).__name__}), which it may change")
-        attributes = cast("dict[str, Any]", vars(value))
-        constants = tuple((name, repr(item)) for name, item in attributes.items() if is_constant(item))
+        named = cast("dict[str, Any]", attributes)
+        constants = tuple((name, repr(item)) for name, item in named.items() if is_constant(item))
         is_data = len(constants) == len(attributes)  # two that hold the same are alike
         return "object", None if is_data else id(value), self._once(value, lambda _: constants)
 
@@ -247,7 +260,7 @@ def likeness(tensor: torch.Tensor, memories: dict[int, int]) -> Hashable:
         memories: numbers memory by where it is met first; it is added to.
 
     Raises:
-        Unfit: there is more to it than sizes that are numbers.
+        Unfit: there is more to it than that.
     """
     recipe = recipe_of(tensor) if is_wrapper(tensor) else None
     found: list[Hashable] = [recipe]
@@ -267,7 +280,7 @@ def likeness_of(value: torch.Tensor) -> Likeness:
     """
     like = Likeness.of(value) if isinstance(value, FakeTensor) else None
     if like is None:
-        raise Unfit("a tensor has symbolic sizes, or is a constant")
+        raise Unfit("a tensor is sparse, a constant, or of a size that depends on data")
     return like
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import re
+from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -14,12 +15,20 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from aotdist.aliasing.version import version_of
 from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant
 from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild, recipe_of
 from aotdist.torch_seam.autograd import saves_tensors
 from aotdist.torch_seam.block_gradients import consumers_within, functions_of
-from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, is_functional_base
+from aotdist.torch_seam.functional import (
+    FakeTensor,
+    FunctionalTensor,
+    Likeness,
+    data_writes,
+    is_functional_base,
+    memory_of,
+)
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.nodes import add_node
 from aotdist.torch_seam.operators import is_operator
@@ -115,9 +124,10 @@ def nodes_since(nodes: Any, last: Node | None) -> list[Node]:
 
 
 def closes_over(nodes: Sequence[Node], inputs: Sequence[Node]) -> bool:
-    """Whether nodes are given others than these inputs."""
+    """Whether nodes are given other tensors than these inputs."""
     known = {*nodes, *inputs}
-    return any(given not in known for node in nodes for given in node.all_input_nodes)
+    given = {one for node in nodes for one in node.all_input_nodes if one not in known}
+    return any(not isinstance(one.meta.get("val"), torch.SymInt) for one in given)
 
 
 def likenesses_of(steps: Iterable[Step]) -> dict[int, Likeness]:
@@ -174,6 +184,21 @@ class Copying:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class Write:
+    """A tensor that a call was given and wrote (a buffer).
+
+    Args:
+        position: of the tensor, among the plain ones that the call was given.
+        node: its new value.
+        num_versions: by how much its version counter rose.
+    """
+
+    position: int
+    node: Node
+    num_versions: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
     """A call of a block.
 
@@ -182,6 +207,7 @@ class Recorded:
         kind: of the call.
         inputs: the nodes of the plain tensors that it was given.
         steps: what was recorded.
+        writes: what it wrote of what it was given.
         outs: the leaves of what it returned: traced tensors, `Given` and constants.
         spec: the structure of that.
         first_seq: the sequence number of the first autograd node that it made, as the graph counts them.
@@ -197,6 +223,7 @@ class Recorded:
     kind: Kind
     inputs: tuple[Node, ...]
     steps: tuple[Step, ...]
+    writes: tuple[Write, ...]
     outs: tuple[Any, ...]
     spec: pytree.TreeSpec
     first_seq: int
@@ -260,6 +287,9 @@ class Recorded:
             if not same or not _alike(a.meta, b.meta, module):
                 return f"two calls record different operators, at {b.meta['source']}"
             now[a] = b
+        written = ([(w.position, w.node, w.num_versions) for w in one.writes] for one in (self, other))
+        if [(at, now.get(node), count) for at, node, count in next(written)] != next(written):
+            return "two calls write different values"
         made, made_there = ([value_of(out, recorder)[0] for out in one.tensors()] for one in (self, other))
         returned = [tuple(now.get(node, node) for node in nodes) for nodes in made] == made_there
         constants = [[o for o in one.outs if not isinstance(o, torch.Tensor)] for one in (self, other)]
@@ -289,6 +319,9 @@ def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any], module: Callable[
     )
 
 
+_READS_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
 def checked_nodes(nodes: Sequence[Node], recorder: Recorder) -> None:
     """Look at what a call recorded.
 
@@ -300,8 +333,32 @@ def checked_nodes(nodes: Sequence[Node], recorder: Recorder) -> None:
         is_plain = is_operator(node.target) or node.target is operator.getitem
         if not isinstance(held, torch.Tensor) and not is_plain:
             raise Unfit(f"it records more than operators (`{node.name}`)")
-        if torch.Tag.data_dependent_output in getattr(node.target, "tags", ()):
+        if _READS_DATA & {*getattr(node.target, "tags", ())}:
             raise Unfit(f"it reads data (`{node.name}`)")
+
+
+def counts_of(plains: Iterable[FunctionalTensor]) -> list[tuple[int, int]]:
+    """How often the data of each tensor was written by now, and its version."""
+    return [(data_writes(plain), version_of(plain)) for plain in plains]
+
+
+def writes_since(
+    before: Sequence[tuple[int, int]], plains: Sequence[FunctionalTensor], made: set[Node], recorder: Recorder
+) -> tuple[Write, ...]:
+    """The tensors that were written since they had these `counts_of`.
+
+    Raises:
+        Unfit: they are more than buffers, each with memory of its own.
+    """
+    memories, found = Counter(map(memory_of, plains)), list[Write]()
+    for position, (plain, was, now) in enumerate(zip(plains, before, counts_of(plains), strict=True)):
+        if was[0] == now[0]:
+            continue
+        is_buffer = is_functional_base(plain) and not plain.requires_grad and memories[memory_of(plain)] == 1
+        if not is_buffer or recorder.value(plain) not in made:
+            raise Unfit("it writes to what it is given, and that is no buffer")
+        found.append(Write(position, recorder.value(plain), now[1] - was[1]))
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
