@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from aotdist.aliasing.version import bump
+from aotdist.aliasing.overwrite import bump
 from aotdist.capture.arguments import NO_FAKES, UserFakes
 from aotdist.convention.random_numbers import Stream
 from aotdist.convention.rng import SLOTS as RNG_SLOTS

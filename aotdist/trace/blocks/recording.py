@@ -15,7 +15,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from aotdist.aliasing.version import version_of
+from aotdist.aliasing.overwrite import version_of
 from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant
 from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild, recipe_of
