@@ -27,9 +27,10 @@ from torch._subclasses.functional_tensor import _detect_infra_mode
 from torch.utils._mode_utils import no_dispatch
 
 from aotdist.torch_seam.classes import CACHED_SIZES
+from aotdist.torch_seam.comparable import Number, Symbolic, comparable, number_of
 from aotdist.torch_seam.modes import torch_functions_off, unrecorded_numbers
 from aotdist.torch_seam.patches import replaced, replaced_here
-from aotdist.torch_seam.symbols import Number, Symbolic, comparable, depends_on_data, number_of
+from aotdist.torch_seam.symbols import depends_on_data
 from aotdist.torch_seam.tensors import storage_id, unwrapped
 from aotdist.torch_seam.trees import pytree
 

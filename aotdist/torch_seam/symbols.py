@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,33 +17,6 @@ if TYPE_CHECKING:
 
 SYMBOLIC = (torch.SymInt, torch.SymFloat, torch.SymBool)
 """The types of numbers that are not known before a call."""
-
-
-@dataclass(frozen=True, slots=True)
-class Symbolic:
-    """A symbolic size, equal to others of the same expression: to compare these themselves is a guard.
-
-    Args:
-        expression: of sympy's.
-        number: the size.
-    """
-
-    expression: Any
-    number: torch.SymInt = field(compare=False)
-
-
-Number = int | Symbolic
-"""A size that can be compared."""
-
-
-def comparable(size: int | torch.SymInt) -> Number:
-    """A size as something to compare and hash."""
-    return Symbolic(size.node.expr, size) if isinstance(size, torch.SymInt) else size
-
-
-def number_of(size: Number) -> Any:
-    """The size that was made `comparable`."""
-    return size.number if isinstance(size, Symbolic) else size
 
 
 def number_kind(value: Any) -> type[int] | type[float] | None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import inspect
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -287,13 +287,11 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
         for number in pytree.tree_leaves((args, kwargs)):
             if isinstance(number, SYMBOLIC) and isinstance(node := self._size(number), Node):
                 track_number(number, node, self.tracer)
-            elif isinstance(number, FakeTensor):
-                node_of(number, self.tracer)  # which records it again, if it was recorded aside
+            elif isinstance(number, FakeTensor):  # which is recorded again, if it was recorded aside
+                node_of(number, self.tracer)
         if self._refuses_data and torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
             raise DynamicOutputShapeException(func)
-        if self._unbacked is None:
-            return super().__torch_dispatch__(func, types, args, kwargs)
-        with self._unbacked.meeting():
+        with nullcontext() if self._unbacked is None else self._unbacked.meeting():
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __sym_dispatch__(

@@ -21,10 +21,10 @@ from aotdist.trace.blocks.recording import (
     Step,
     Value,
     checked_nodes,
-    counts_of,
     likenesses_of,
     value_of,
 )
+from aotdist.trace.blocks.writes import counts_of
 from aotdist.trace.failures import SPENT
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.tracer import NotInstantiable

@@ -37,17 +37,15 @@ from aotdist.trace.blocks.recording import (
     Likenesses,
     Recorded,
     Step,
-    Write,
     checked_nodes,
     checked_outs,
     closes_over,
-    counts_of,
     gradients_of,
     likenesses_of,
     nodes_since,
     value_of,
-    writes_since,
 )
+from aotdist.trace.blocks.writes import Write, counts_of, writes_since
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.tracer import NotInstantiable
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import operator
 import re
-from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,7 +14,6 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from aotdist.aliasing.overwrite import version_of
 from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant
 from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild, recipe_of
@@ -25,9 +23,7 @@ from aotdist.torch_seam.functional import (
     FakeTensor,
     FunctionalTensor,
     Likeness,
-    data_writes,
     is_functional_base,
-    memory_of,
 )
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.nodes import add_node
@@ -35,6 +31,7 @@ from aotdist.torch_seam.operators import is_operator
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.blocks.kinds import Kind, Unfit, likeness_of
+from aotdist.trace.blocks.writes import Write
 from aotdist.trace.recorder import Recorder
 
 Value = tuple[tuple[Node, ...], Recipe]
@@ -184,21 +181,6 @@ class Copying:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Write:
-    """A tensor that a call was given and wrote (a buffer).
-
-    Args:
-        position: of the tensor, among the plain ones that the call was given.
-        node: its new value.
-        num_versions: by how much its version counter rose.
-    """
-
-    position: int
-    node: Node
-    num_versions: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
 class Recorded:
     """A call of a block.
 
@@ -335,30 +317,6 @@ def checked_nodes(nodes: Sequence[Node], recorder: Recorder) -> None:
             raise Unfit(f"it records more than operators (`{node.name}`)")
         if _READS_DATA & {*getattr(node.target, "tags", ())}:
             raise Unfit(f"it reads data (`{node.name}`)")
-
-
-def counts_of(plains: Iterable[FunctionalTensor]) -> list[tuple[int, int]]:
-    """How often the data of each tensor was written by now, and its version."""
-    return [(data_writes(plain), version_of(plain)) for plain in plains]
-
-
-def writes_since(
-    before: Sequence[tuple[int, int]], plains: Sequence[FunctionalTensor], made: set[Node], recorder: Recorder
-) -> tuple[Write, ...]:
-    """The tensors that were written since they had these `counts_of`.
-
-    Raises:
-        Unfit: they are more than buffers, each with memory of its own.
-    """
-    memories, found = Counter(map(memory_of, plains)), list[Write]()
-    for position, (plain, was, now) in enumerate(zip(plains, before, counts_of(plains), strict=True)):
-        if was[0] == now[0]:
-            continue
-        is_buffer = is_functional_base(plain) and not plain.requires_grad and memories[memory_of(plain)] == 1
-        if not is_buffer or recorder.value(plain) not in made:
-            raise Unfit("it writes to what it is given, and that is no buffer")
-        found.append(Write(position, recorder.value(plain), now[1] - was[1]))
-    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)

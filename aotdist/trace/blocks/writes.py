@@ -1,0 +1,53 @@
+"""What a call of a block wrote of what it was given: its buffers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from aotdist.aliasing.overwrite import version_of
+from aotdist.torch_seam.functional import FunctionalTensor, data_writes, is_functional_base, memory_of
+from aotdist.trace.blocks.kinds import Unfit
+from aotdist.trace.recorder import Recorder
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Write:
+    """A tensor that a call was given and wrote (a buffer).
+
+    Args:
+        position: of the tensor, among the plain ones that the call was given.
+        node: its new value.
+        num_versions: by how much its version counter rose.
+    """
+
+    position: int
+    node: Node
+    num_versions: int
+
+
+def counts_of(plains: Iterable[FunctionalTensor]) -> list[tuple[int, int]]:
+    """How often the data of each tensor was written by now, and its version."""
+    return [(data_writes(plain), version_of(plain)) for plain in plains]
+
+
+def writes_since(
+    before: Sequence[tuple[int, int]], plains: Sequence[FunctionalTensor], made: set[Node], recorder: Recorder
+) -> tuple[Write, ...]:
+    """The tensors that were written since they had these `counts_of`.
+
+    Raises:
+        Unfit: they are more than buffers, each with memory of its own.
+    """
+    memories, found = Counter(map(memory_of, plains)), list[Write]()
+    for position, (plain, was, now) in enumerate(zip(plains, before, counts_of(plains), strict=True)):
+        if was[0] == now[0]:
+            continue
+        is_buffer = is_functional_base(plain) and not plain.requires_grad and memories[memory_of(plain)] == 1
+        if not is_buffer or recorder.value(plain) not in made:
+            raise Unfit("it writes to what it is given, and that is no buffer")
+        found.append(Write(position, recorder.value(plain), now[1] - was[1]))
+    return tuple(found)
