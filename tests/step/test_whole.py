@@ -30,6 +30,8 @@ from tests.step.written import (
     compiled_beside_eager,
     cross_entropy,
     labelled,
+    placed,
+    unplaced,
 )
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -85,19 +87,19 @@ def stepping(
     )
 
 
-def _named(name: str, **options: Any) -> MakeOptimizer:
+def named(name: str, **options: Any) -> MakeOptimizer:
     return lambda params: getattr(torch.optim, name)(params, **options)
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "AdamW": _named("AdamW", lr=0.01),
-    "AdamW foreach": _named("AdamW", lr=0.01, foreach=True),
-    "AdamW fused": _named("AdamW", lr=0.01, fused=True),
-    "Adam amsgrad, maximize": _named("Adam", lr=0.01, amsgrad=True, maximize=True),
-    "SGD": _named("SGD", lr=0.1),
-    "SGD with momentum": _named("SGD", lr=0.1, momentum=0.9, nesterov=True),
+    "AdamW": named("AdamW", lr=0.01),
+    "AdamW foreach": named("AdamW", lr=0.01, foreach=True),
+    "AdamW fused": named("AdamW", lr=0.01, fused=True),
+    "Adam amsgrad, maximize": named("Adam", lr=0.01, amsgrad=True, maximize=True),
+    "SGD": named("SGD", lr=0.1),
+    "SGD with momentum": named("SGD", lr=0.1, momentum=0.9, nesterov=True),
     **{
-        name: _named(name)
+        name: named(name)
         for name in (
             "RMSprop",
             "Adagrad",
@@ -465,8 +467,9 @@ STEPS |= {
 
 @written("scaler, autocast around all, AveragedModel")
 def scaled() -> Written:
-    model = classifier()
+    model = unplaced()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    placed(model, average.module)
     optimizer = adamw(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
 
@@ -509,7 +512,9 @@ def evaluated_between() -> Written:
     def make_model() -> nn.Module:
         first, tied = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8)
         tied.weight = (second := nn.Linear(8, 8)).weight
-        return nn.Sequential(first, nn.BatchNorm1d(8), nn.Dropout(0.3), second, tied)
+        model = nn.Sequential(first, nn.BatchNorm1d(8), nn.Dropout(0.3), second, tied)
+        placed(model)
+        return model
 
     made, seen = training(make_model=make_model), list[torch.Tensor]()
 
@@ -655,7 +660,7 @@ def _power(optimizer: Any, loss: torch.Tensor, exponent: float) -> torch.Tensor:
 
 
 STEPS["a rate that is computed from the iteration"] = _numbered(_warm_up, lambda at: at), 2
-STEPS["a rate that is computed by SGD's"] = _numbered(_warm_up, lambda at: at, _named("SGD", lr=0.1)), 2
+STEPS["a rate that is computed by SGD's"] = _numbered(_warm_up, lambda at: at, named("SGD", lr=0.1)), 2
 STEPS["a rate that depends on the iteration in two ways"] = _numbered(_cosine, lambda at: at), 3
 STEPS["a temperature"] = _numbered(_temperature, lambda at: 1 / (at + 1)), 2
 STEPS["an exponent, of which the formula of a gradient computes"] = (
@@ -697,6 +702,7 @@ weight_of_reversed = torch.tensor(0.5)
 @written("domains that are told apart, by a number that changes (DANN)", 2)
 def domains() -> Written:
     features, labels, of_domain = nn.Linear(8, 6), nn.Linear(6, 4), nn.Linear(6, 2)
+    placed(features, labels, of_domain)
     model = nn.ModuleList([features, labels, of_domain])
     optimizer = adamw(model.parameters())
 
@@ -756,10 +762,12 @@ def _torchao(name: str) -> Build:
     def build() -> Written:
         from torchao import optim
 
-        return training(
-            lambda params: getattr(optim, name)(params, lr=0.01),
-            lambda: nn.Sequential(nn.Linear(8, 512, bias=False), nn.ReLU(), nn.Linear(512, 8, bias=False)),
-        )
+        def make_model() -> nn.Module:
+            model = nn.Sequential(nn.Linear(8, 1024, bias=False), nn.ReLU(), nn.Linear(1024, 8, bias=False))
+            placed(model)
+            return model
+
+        return training(lambda params: getattr(optim, name)(params, lr=0.01), make_model)
 
     return build
 
@@ -924,7 +932,7 @@ def test_optimizers_of_other_threads_are_not_noticed() -> None:
     stop, failures, first = threading.Event(), list[BaseException](), threading.Event()
 
     def train_another() -> None:
-        other = training(_named("SGD", lr=0.01, momentum=0.9))
+        other = training(named("SGD", lr=0.01, momentum=0.9))
         try:
             while not stop.is_set():
                 other.step(*labelled(0))

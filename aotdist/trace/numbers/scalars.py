@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DataGuard
 from aotdist.torch_seam.modes import torch_functions_off
+from aotdist.torch_seam.symbols import as_pytorchs
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.failures import refusal
 from aotdist.trace.numbers import data_guards
@@ -81,6 +82,7 @@ class Scalars:
         self, values: Sequence[tuple[torch.Tensor, torch.Tensor]], node_of: Callable[[torch.Tensor], Node]
     ) -> None:
         self.values = {node_of(stand_in): real for stand_in, real in values}
+        self._node_of = node_of
         self._known: dict[Node, Any] = dict(self.values)
         self._asked: list[tuple[Node, bool]] = []
         self._tokens: dict[float, TracedNumber] = {}
@@ -144,7 +146,11 @@ class Scalars:
         given = (
             argument.made_by if isinstance(argument, TracedNumber) else argument for argument in arguments
         )
-        return self._number(function, tuple(given), kind)
+        number = self._number(function, tuple(given), kind)
+        if kind is int and number.symbol is None and function in _EXACT:
+            symbols = [one.symbol if isinstance(one, TracedNumber) else one for one in arguments]
+            number.symbol = None if None in symbols else function(*symbols)
+        return number
 
     def _number(self, function: Callable[..., Any], arguments: tuple[Any, ...], kind: type) -> TracedNumber:
         """The traced number that `function` computes; the same object for the same arguments."""
@@ -226,9 +232,15 @@ class Scalars:
         """What stands outside of the graph for a number that the program has kept; while it runs, nothing."""
         if not self.is_over:
             raise number.refusal()
+        return self.carrying(number).item()
+
+    def carrying(self, number: TracedNumber) -> torch.Tensor:
+        """A tensor that takes a number out of the graph."""
         with self.followed():
-            tensor = torch.scalar_tensor(number, dtype=DTYPES[number.kind])
-        return tensor.item()
+            tensor = torch.scalar_tensor(number, dtype=DTYPES[number.kind])  # pyright: ignore[reportArgumentType]
+        if number.made_by in self._known:
+            self._node_of(tensor).meta[KNOWN] = self._known[number.made_by]
+        return tensor
 
     def guard(self) -> DataGuard | None:
         """What the program branched on, to be asked of the tensors that `values` are for; None if nothing."""
@@ -273,9 +285,13 @@ class TracedNumber:
     Args:
         scalars: all of that trace.
         made_by: the node that computes it.
+
+    Attributes:
+        symbol: what stands for it outside of the graph, if the call is given it, finds it, or keeps it.
     """
 
     kind: type = bool
+    symbol: Any = None
 
     def __init__(self, scalars: Scalars, made_by: Node) -> None:
         self.scalars = scalars
@@ -289,13 +305,7 @@ class TracedNumber:
 
 
 class _Number(TracedNumber):
-    """A number that Python computes with.
-
-    Attributes:
-        symbol: what stands for it outside of the graph, if it is an argument of the call, or kept.
-    """
-
-    symbol: Any = None
+    """A number that Python computes with."""
 
     def refusal(self) -> UnsupportedProgram:
         """The error of who asks for its value."""
@@ -328,9 +338,16 @@ class _Number(TracedNumber):
         raise self.refusal()
 
     __float__ = __int__ = __index__ = _asked
-    __hash__ = __str__ = __format__ = __array_ufunc__ = _asked
+    __hash__ = __str__ = __format__ = _asked
     __floor__ = __ceil__ = __trunc__ = __round__ = _asked
     numerator = denominator = property(_asked)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """What NumPy's numbers compute with it: they come first in `decay * rate`."""
+        function = _OF_NUMPY.get(ufunc.__name__)
+        if function is None or method != "__call__" or options:
+            raise self.refusal()
+        return self.scalars.apply(function, inputs)
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
@@ -351,6 +368,10 @@ class TracedInt(_Number, torch.SymInt):
     kind = int
 
 
+_EXACT = frozenset({operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg})
+"""What is computed of symbols as it is of whole numbers."""
+
+
 _CLASSES: Mapping[type, type[TracedNumber]] = {bool: TracedNumber, float: TracedFloat, int: TracedInt}
 
 
@@ -363,6 +384,17 @@ def _operator(function: Callable[..., Any], *, reflected: bool = False) -> Calla
     return method
 
 
+_OF_NUMPY: Mapping[str, Callable[..., Any]] = {
+    "add": operator.add,
+    "subtract": operator.sub,
+    "multiply": operator.mul,
+    "divide": operator.truediv,
+    "power": operator.pow,
+    "greater": operator.gt,
+    "greater_equal": operator.ge,
+    "less": operator.lt,
+    "less_equal": operator.le,
+}
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(_Number, f"__{_name}__", _operator(getattr(operator, _name)))
     setattr(_Number, f"__r{_name}__", _operator(getattr(operator, _name), reflected=True))
@@ -386,7 +418,9 @@ class _Tokens(TorchFunctionMode):
     ) -> Any:
         tokens: list[float] = []
 
-        def token(number: Any) -> float:
+        def token(number: Any) -> Any:
+            if isinstance(number, TracedInt) and number.symbol is not None:
+                return as_pytorchs(number.symbol)  # which may be a size
             tokens.append(self._scalars.token(number))
             return tokens[-1]
 
