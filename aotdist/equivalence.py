@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -42,7 +42,7 @@ def _have_same_constants(symbolic: Traced, traced: Traced) -> bool:
     """Whether results and assignments that are no tensors are the same, but for symbols."""
     ours, theirs = _assigned(symbolic.facts), _assigned(traced.facts)
     results, other_results = _results(symbolic), _results(traced)
-    carried = _carried(symbolic.graph)
+    carried, other_carried = _carried(symbolic.graph), _carried(traced.graph)
     if len(results) != len(other_results):
         return False
     pairs = list(zip(results, other_results, strict=True))
@@ -56,7 +56,7 @@ def _have_same_constants(symbolic: Traced, traced: Traced) -> bool:
             return False
         pairs_of_leaves = zip(leaves, other_leaves, strict=True)
         numbers = [(a, b) for a, b in pairs_of_leaves if is_constant(b) or isinstance(b, SYMBOLIC)]
-        if not all(_is_hinted(carried.get(str(a), a), b) for a, b in numbers):
+        if not all(_is_hinted(_told(a, carried), _told(b, other_carried)) for a, b in numbers):
             return False
     return True
 
@@ -79,6 +79,11 @@ def _carried(graph: Graph) -> dict[str, Any]:
     """Numbers that results carry outside, by the names of the results, as they are in this call."""
     results = {slot.path: node for slot, node in graph.named_results().items() if slot.role == "output"}
     return {name: _known(node) for name, node in results.items() if node is not None and _is_known(node)}
+
+
+def _told(number: Any, carried: Mapping[str, Any]) -> Any:
+    """A number, or what it is in this call if a result carries it."""
+    return carried.get(str(number), number) if isinstance(number, SYMBOLIC) else number
 
 
 def _is_known(node: Node) -> bool:

@@ -259,7 +259,6 @@ class _Numbers:
         self.keys = tuple(key for key, _ in keyed)
         self._symbols = [symbol for _, symbol in keyed]
         self._stand_ins = list(map(_holding, self._symbols))
-        self._numbers = list[Any]()
 
     def read_off(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """Of each, a tensor that the program reads it off, and one of this call."""
@@ -269,7 +268,7 @@ class _Numbers:
 
     def put(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Let the trace follow them: in the arguments, which are returned, and in their places."""
-        self._numbers = [stand_in.item() for stand_in in self._stand_ins]
+        self._numbers: list[Any] = [stand_in.item() for stand_in in self._stand_ins]
         for number, symbol in zip(self._numbers, self._symbols, strict=True):
             number.symbol = symbol
         for key, number in zip(self.keys, self._numbers, strict=True):

@@ -191,7 +191,14 @@ def replaced_here(owner: Any, name: str, instead: Callable[..., Any]) -> Abstrac
         name: of the function, or method.
         instead: called with the function that was there, and then with its arguments.
     """
-    return _patch_of(owner, name).applied(instead)
+    patch = _patch_of(owner, name)
+    outer = patch.value
+
+    def chained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        there = original if outer is None else functools.partial(outer, original)
+        return instead(there, *args, **kwargs)
+
+    return patch.applied(chained)
 
 
 def is_replaced_here(owner: Any, name: str) -> bool:

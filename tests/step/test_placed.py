@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, distribute_module, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from tests.ranks.harness import World
 from tests.step.test_trainers import PROGRAMS, MaskedAutoencoder
@@ -54,8 +54,9 @@ def place(kind: str, model: nn.Module) -> None:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """A unit for each layer, and one for what is left."""
-    for layer in model.children():
+    """A unit for each layer, and one for what is left; one for all, if layers share parameters."""
+    are_tied = len(list(model.named_parameters())) < len(list(model.named_parameters(remove_duplicate=False)))
+    for layer in () if are_tied else model.children():
         if any(True for _ in layer.parameters()):
             if isinstance(layer, nn.ModuleList):
                 shard(layer, mesh)
@@ -69,8 +70,12 @@ def split(model: nn.Module, mesh: DeviceMesh) -> None:
     """Products and embeddings by their columns; norms and single parameters are on each rank."""
     for layer in model.modules():
         if type(layer) in (nn.Linear, nn.Embedding):
-            parallelize_module(layer, mesh, ColwiseParallel(output_layouts=Replicate()))
-        elif isinstance(layer, nn.LayerNorm):
+            rows, columns = (
+                RowwiseParallel(input_layouts=Replicate()),
+                ColwiseParallel(output_layouts=Replicate()),
+            )
+            parallelize_module(layer, mesh, rows if getattr(layer, "out_features", 0) == 1 else columns)
+        elif type(layer).__name__.endswith(("LayerNorm", "RMSNorm")):
             distribute_module(layer, mesh, None, _given, _whole)  # type: ignore[arg-type]
         elif isinstance(layer, MaskedAutoencoder):
             token = distribute_tensor(layer.mask_token.data, mesh, [Replicate()])

@@ -891,6 +891,12 @@ def test_trainers(name: str) -> None:
     assert len(compiled.graphs) == NUM_PROGRAMS.get(name, 1)
 
 
+@pytest.mark.slow
+def test_a_queue_by_inductor() -> None:
+    """It is written at a position that is read off a tensor."""
+    compiled_beside_eager(moco, num_steps=4, backend="inductor")
+
+
 def test_observers_that_ask_for_ranges_are_refused() -> None:
     """`FakeQuantize` asks whether computed ranges are valid; the fused one, the default, does not."""
     from torch.ao.quantization import FakeQuantize, MovingAverageMinMaxObserver
