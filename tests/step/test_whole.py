@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -12,8 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -375,9 +380,9 @@ class Trainer:
         return loss.detach()
 
 
-@written("a method: counts, a learning rate by hand, an update at every second call", programs=3)
+@written("a method: counts, a learning rate by hand, an update at every second call", programs=2)
 def method() -> Written:
-    """The first program takes the count for a constant."""
+    """One updates, the other does not."""
     trainer = Trainer()
     keeps = list(trainer.optimizers.values())
     return Written(trainer.training_step, [trainer.model], keeps, lambda: (trainer.steps, trainer.history))
@@ -586,6 +591,43 @@ def loaded_between() -> Written:
     return made
 
 
+@written("a distributed checkpoint is saved, and loaded, between calls")
+def loaded_by_dcp() -> Written:
+    made = training()
+    (model,), (optimizer,), folder = made.models, made.keeps, [tempfile.mkdtemp()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(folder)
+    options: dict[str, Any] = {"checkpoint_id": folder[0], "no_dist": not dist.is_initialized()}
+
+    def between(at: int) -> None:
+        if at == 1:
+            checkpoint_state = get_state_dict(model, optimizer)
+            dcp.save(dict(zip(("model", "optimizer"), checkpoint_state, strict=True)), **options)
+        if at == 3:
+            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            dcp.load(state, **options)
+            loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+            set_state_dict(model, optimizer, **loaded)
+            if dist.is_initialized():
+                dist.barrier()
+            shutil.rmtree(folder[0], ignore_errors=True)
+
+    made.between = between
+    return made
+
+
+@written("an optimizer's step alone")
+def alone() -> Written:
+    model = classifier()
+    optimizer = adamw(model.parameters())
+
+    def between(at: int) -> None:
+        optimizer.zero_grad()
+        cross_entropy(model, *labelled(at)).backward()
+
+    return Written(lambda: optimizer.step(), [model], [optimizer], batch=lambda at: (), between=between)
+
+
 def replaced_between(parts: dict[str, Any], make: Callable[[int], dict[str, Any]]) -> Written:
     """Parts are looked up at each call, and others are there from the third on."""
     parts.update(make(0))
@@ -791,7 +833,7 @@ STEPS["torchao, 8 bits"] = _torchao("AdamW8bit"), 1
 STEPS["torchao, 4 bits"] = _torchao("Adam4bit"), 1
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.filterwarnings("ignore:Detected call of", "ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name: str) -> None:
     build, programs = STEPS[name]
