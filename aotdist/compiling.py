@@ -64,7 +64,7 @@ class Compiling:
         self._said = set[bool]()  # whether programs were dropped, when it was said
         self._guesses = settings.dynamic == "auto" and open_dims is None
         self._fit_one_size = set[Ambient]()  # modes whose programs cannot be compiled for other sizes
-        self._numbers = dict[str, Changing]()  # that were seen to change, by path
+        self._numbers: Changing = {}
 
     def agree_on_state(self, model: nn.Module) -> None:
         """Compare a model's distributed state with the peers', before it runs as it is written.

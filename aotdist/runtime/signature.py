@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -17,9 +17,12 @@ from aotdist.runtime.artifact import Artifact
 from aotdist.subclasses.protocol import rule_of
 from aotdist.torch_seam.modes import class_functions_off, users_modes_off
 
+Changing: TypeAlias = dict[str, tuple[str | Source, bool]]
+"""Numbers that were seen to change, by path: its path or place, and whether a symbol can stand for it."""
+
 
 def changed_since(
-    call: UserCall, artifacts: Sequence[Artifact], modes: Ambient, numbers: Mapping[str, Changing]
+    call: UserCall, artifacts: Sequence[Artifact], modes: Ambient, numbers: Changing
 ) -> tuple[dict[int, frozenset[int]], tuple[str | Source, ...]]:
     """What differs, in what a call is given and finds, from what was compiled so far for these modes.
 
@@ -30,7 +33,7 @@ def changed_since(
         call: the call.
         artifacts: what was compiled.
         modes: those around the call.
-        numbers: those that are known to change, by path.
+        numbers: those that are known to change.
     """
     alike = [artifact for artifact in artifacts if artifact.fit.around.ambient == modes]
     if not alike and not numbers:
@@ -55,36 +58,23 @@ def changed_since(
         if one.path in numbers or any(_is_other(one, each.get(one.path)) for each in leaves)
     ]
     varying = (*differ, *_changed_places(alike, numbers))
-    return dims, tuple(one for one in varying if _path(one) not in numbers or numbers[_path(one)].is_open)
+    return dims, tuple(one for one in varying if numbers.get(_path(one), (one, True))[1])
 
 
-@dataclass(frozen=True, slots=True)
-class Changing:
-    """A number that was seen to change.
-
-    Args:
-        number: its path, if it is an argument, or its place.
-        is_open: whether a symbol can stand for it.
-    """
-
-    number: str | Source
-    is_open: bool
-
-
-def symbols_for(varying: Sequence[str | Source], artifact: Artifact) -> dict[str, Changing]:
-    """Numbers that were guessed to change, by path, and whether the artifact has symbols for them."""
+def symbols_for(varying: Sequence[str | Source], artifact: Artifact) -> Changing:
+    """Numbers that were guessed to change, and whether the artifact has symbols for them."""
     symbols = {leaf.path for leaf in artifact.fit.arguments.leaves if isinstance(leaf, NumberLeaf)}
     symbols |= {count.place.path for count in artifact.fit.numbers.counts}
-    return {_path(one): Changing(one, _path(one) in symbols) for one in varying}
+    return {_path(one): (one, _path(one) in symbols) for one in varying}
 
 
 def _path(number: str | Source) -> str:
     return number.path if isinstance(number, Source) else number
 
 
-def _changed_places(artifacts: Sequence[Artifact], numbers: Mapping[str, Changing]) -> list[Source]:
+def _changed_places(artifacts: Sequence[Artifact], numbers: Changing) -> list[Source]:
     """Places of numbers that are known to change, or are others by now than an artifact is for."""
-    places = [one.number for one in numbers.values() if isinstance(one.number, Source)]
+    places = [one for one, _ in numbers.values() if isinstance(one, Source)]
     found = {place.spot(): place for place in places if is_number(place.read_or(None))}
     for artifact in artifacts:
         for place, number in artifact.fit.numbers_found():

@@ -80,7 +80,7 @@ class _Choice:
     def holds(self, held: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call would choose the same way."""
         leaves = dict(enumerate(pytree.tree_leaves((args, kwargs)))) if self.given else {}
-        numbers = [key.read_or(None) if isinstance(key, Source) else leaves.get(key) for key in self.given]
+        numbers = [key.found() if isinstance(key, Source) else leaves.get(key) for key in self.given]
         return None not in map(number_kind, numbers) and self.guard.is_same(*held, *map(_tensor_of, numbers))
 
 

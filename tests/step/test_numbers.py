@@ -135,6 +135,28 @@ def test_a_branch_by_an_epoch() -> None:
     )  # for one epoch, before the fourth, after
 
 
+def test_what_counts_is_replaced_between_calls() -> None:
+    """A branch is chosen by the number that the call finds."""
+
+    def build() -> Written:
+        trained, held = Averaged(), types.SimpleNamespace(state=types.SimpleNamespace(updates=0))
+
+        def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            loss = trained.train(x, y)
+            held.state.updates += 1
+            if held.state.updates > 3:
+                trained.follow(1 - 0.5 ** (held.state.updates + 1.5))
+            return loss
+
+        def between(at: int) -> None:
+            if at in (5, 7):
+                held.state = types.SimpleNamespace(updates=at - 5)
+
+        return trained.written(step, between=between, logs=lambda: held.state.updates)
+
+    assert len(compiled_beside_eager(build, num_steps=12).graphs) <= 3
+
+
 class ModelEMA:
     """As YOLO's: counts its updates, and its decay follows."""
 

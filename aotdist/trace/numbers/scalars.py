@@ -32,7 +32,7 @@ from aotdist.facts import DataGuard
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.symbols import as_pytorchs
 from aotdist.torch_seam.trees import pytree
-from aotdist.trace.failures import refusal
+from aotdist.trace.failures import needs_value, only_at_a_call, refusal, wants_number
 from aotdist.trace.numbers import data_guards
 from aotdist.trace.numbers.python_numbers import functions_recorded
 
@@ -85,10 +85,8 @@ class Scalars:
         self._node_of = node_of
         self._known: dict[Node, Any] = dict(self.values)
         self._asked: list[tuple[Node, bool]] = []
-        self._tokens: dict[float, TracedNumber] = {}
-        self._arrived: set[float] = set()
-        self._read: list[float] = []
-        self._made: dict[Any, TracedNumber] = {}
+        self._tokens, self._made = dict[float, TracedNumber](), dict[Any, TracedNumber]()
+        self._arrived, self._read = set[float](), list[float]()
         self._numbers = itertools.count(_TOKENS_FROM)
         self._create: CreateNode | None = None
         self._root = torch.nn.Module()
@@ -208,7 +206,7 @@ class Scalars:
             return number
         if not self._arrived.issuperset([*tokens, *self._read]):
             if function in _CONVERSIONS:
-                raise _wants_number(_CONVERSIONS[function])
+                raise wants_number(_CONVERSIONS[function])
             raise needs_value(getattr(function, "__name__", str(function)))
         return result
 
@@ -254,23 +252,6 @@ class Scalars:
             return data_guards.result_of(function, arguments, {}, self._root, self._known)
 
 
-def needs_value(function: str) -> UnsupportedProgram:
-    """An error for a function that computes with a number of the trace, or makes a size of it."""
-    return refusal(
-        f"`{function}` needs the value of a number that differs from call to call (a learning rate, or what "
-        "follows from a step count)",
-        fix="pass it as a tensor, or compute with it in Python before",
-    )
-
-
-def _wants_number(conversion: str) -> UnsupportedProgram:
-    return refusal(
-        f"`{conversion}(tensor)` has to be a number of Python's at once, and it differs from call to call",
-        fix="read it by `tensor.item()`, and compute with it by operators of Python, and by the functions of "
-        "`math`",
-    )
-
-
 _CURRENT: ContextVar[Scalars | None] = ContextVar("aotdist_scalars", default=None)
 
 
@@ -309,11 +290,7 @@ class _Number(TracedNumber):
 
     def refusal(self) -> UnsupportedProgram:
         """The error of who asks for its value."""
-        return refusal(
-            "the program needs the value of a number that is only known at a call (a learning rate, or what "
-            "follows from a step count)",
-            fix="compute with it by operators of Python, and by the functions of `math`",
-        )
+        return only_at_a_call()
 
     @property
     def node(self) -> Any:
@@ -344,7 +321,7 @@ class _Number(TracedNumber):
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
         """What NumPy's numbers compute with it: they come first in `decay * rate`."""
-        function = _OF_NUMPY.get(ufunc.__name__)
+        function = getattr(operator, _OF_NUMPY.get(ufunc.__name__, ""), None)
         if function is None or method != "__call__" or options:
             raise self.refusal()
         return self.scalars.apply(function, inputs)
@@ -384,17 +361,7 @@ def _operator(function: Callable[..., Any], *, reflected: bool = False) -> Calla
     return method
 
 
-_OF_NUMPY: Mapping[str, Callable[..., Any]] = {
-    "add": operator.add,
-    "subtract": operator.sub,
-    "multiply": operator.mul,
-    "divide": operator.truediv,
-    "power": operator.pow,
-    "greater": operator.gt,
-    "greater_equal": operator.ge,
-    "less": operator.lt,
-    "less_equal": operator.le,
-}
+_OF_NUMPY = {"add": "add", "subtract": "sub", "multiply": "mul", "divide": "truediv", "power": "pow"}
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(_Number, f"__{_name}__", _operator(getattr(operator, _name)))
     setattr(_Number, f"__r{_name}__", _operator(getattr(operator, _name), reflected=True))
