@@ -239,7 +239,7 @@ def test_hyperparameters_by_a_schedule_in_an_array(of_numpy: bool) -> None:
         def between(at: int) -> None:
             for group in trained.optimizer.param_groups:
                 group["lr"] = RATES[at] if of_numpy else float(RATES[at])
-                group["weight_decay"] = RATES[at] * 2 if of_numpy else 0.1
+                group["weight_decay"] = RATES[3] if of_numpy else 0.1
 
         return trained.written(trained.train, between=between)
 

@@ -135,15 +135,14 @@ class Scalars:
 
     def apply(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """The number that `function` computes from numbers, some of them traced: traced itself."""
-        ones = [
-            argument.kind(1) if isinstance(argument, TracedNumber) else argument for argument in arguments
-        ]
+        arguments = [
+            float(one) if isinstance(one, float) and not self.is_traced(one) else one for one in arguments
+        ]  # NumPy's floats would be printed as its own
+        ones = [one.kind(1) if isinstance(one, TracedNumber) else one for one in arguments]
         kind = type(function(*ones))
         if kind is int and any(isinstance(one, float) for one in ones):
             kind = float  # which of them `max` and `min` return is not known
-        given = (
-            argument.made_by if isinstance(argument, TracedNumber) else argument for argument in arguments
-        )
+        given = (one.made_by if isinstance(one, TracedNumber) else one for one in arguments)
         number = self._number(function, tuple(given), kind)
         if kind is int and number.symbol is None and function in _EXACT:
             symbols = [one.symbol if isinstance(one, TracedNumber) else one for one in arguments]
