@@ -40,8 +40,8 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (59_163, 42_000),
-    "lines of its core": (33_595, 23_500),
+    "lines of aotdist/": (59_164, 42_000),
+    "lines of its core": (33_596, 23_500),
     "classes of its core": (304, 200),
     "files of aotdist/": (296, 235),
     "import floors": (15, 15),

@@ -52,7 +52,6 @@ KNOWN = "known"
 """Where nodes of numbers that are known before a call note what these are in the call that is traced."""
 _TOKENS_FROM = 1 << 44
 """Tokens are whole numbers from here on: below 2**53, so that floats hold them exactly, and no real sizes."""
-_MAKE_TENSORS = (torch.tensor, torch.as_tensor)
 _READERS = (torch.Tensor.item, torch.Tensor.tolist)
 """Methods that return the number which they read, so that a token may become a traced number again."""
 _CONVERSIONS: Mapping[Any, str] = {
@@ -123,8 +122,7 @@ class Scalars:
                 holds = self._result_of(_READ, arguments)
                 self._asked.append((self._number(_READ, arguments, bool).made_by, holds))
                 return holds
-        kind = _KINDS.get(tensor.dtype)
-        if kind is None:
+        if (kind := _KINDS.get(tensor.dtype)) is None:
             return None
         self._read.append(self.token(self._number(_READ, arguments, kind)))
         return self._read[-1]
@@ -138,15 +136,18 @@ class Scalars:
         arguments = [
             float(one) if isinstance(one, float) and not self.is_traced(one) else one for one in arguments
         ]  # NumPy's floats would be printed as its own
+        symbols = [one.symbol if isinstance(one, TracedNumber) else one for one in arguments]
+        are_whole = all(type(symbol) in (int, torch.SymInt) for symbol in symbols)
+        if are_whole and function in _COMPARISONS:
+            return function(*symbols)
         ones = [one.kind(1) if isinstance(one, TracedNumber) else one for one in arguments]
         kind = type(function(*ones))
         if kind is int and any(isinstance(one, float) for one in ones):
             kind = float  # which of them `max` and `min` return is not known
         given = (one.made_by if isinstance(one, TracedNumber) else one for one in arguments)
         number = self._number(function, tuple(given), kind)
-        if kind is int and number.symbol is None and function in _EXACT:
-            symbols = [one.symbol if isinstance(one, TracedNumber) else one for one in arguments]
-            number.symbol = None if None in symbols else function(*symbols)
+        if are_whole and function in _EXACT:
+            number.symbol = function(*symbols)
         return number
 
     def _number(self, function: Callable[..., Any], arguments: tuple[Any, ...], kind: type) -> TracedNumber:
@@ -200,8 +201,7 @@ class Scalars:
         """
         self._read.clear()
         result = function(*args, **kwargs)
-        number = self.behind(result)
-        if number is not None and function in _READERS:
+        if function in _READERS and (number := self.behind(result)) is not None:
             return number
         if not self._arrived.issuperset([*tokens, *self._read]):
             if function in _CONVERSIONS:
@@ -345,7 +345,8 @@ class TracedInt(_Number, torch.SymInt):
 
 
 _EXACT = frozenset({operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg})
-"""What is computed of symbols as it is of whole numbers."""
+_COMPARISONS = frozenset({operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne})
+"""What is computed of symbols as it is of whole numbers; what they answer is a guard."""
 
 
 _CLASSES: Mapping[type, type[TracedNumber]] = {bool: TracedNumber, float: TracedFloat, int: TracedInt}
@@ -391,7 +392,7 @@ class _Tokens(TorchFunctionMode):
             return tokens[-1]
 
         kwargs = dict(kwargs or {})
-        if func in _MAKE_TENSORS and isinstance(args[0], _Number):
+        if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], _Number):
             # The token would be the tensor's data.
             default = torch.get_default_dtype() if args[0].kind is float else torch.int64
             func, kwargs = torch.scalar_tensor, {"dtype": default, **kwargs}
