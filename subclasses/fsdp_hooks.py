@@ -30,7 +30,7 @@ from aotdist.subclasses.fsdp_unshard import (
 from aotdist.subclasses.protocol import Annotate
 from aotdist.torch_seam.autograd import call_after_backward, in_backward
 from aotdist.torch_seam.fsdp import map_tensors, replace_differentiable, to_device
-from aotdist.torch_seam.patches import replaced_here
+from aotdist.torch_seam.patches import replaced_besides
 from aotdist.torch_seam.tensors import as_parameter
 
 
@@ -312,10 +312,10 @@ def _methods_replaced(units: Mapping[Any, UnitHooks]) -> Generator[None]:
 
     with ExitStack() as stack:
         for cls in set(map(type, params)):
-            stack.enter_context(replaced_here(cls, "reset_sharded_param", reset_sharded_param))
+            stack.enter_context(replaced_besides(cls, "reset_sharded_param", reset_sharded_param))
         for cls in set(map(type, units)):
-            stack.enter_context(replaced_here(cls, "_pre_forward", pre_forward))
-            stack.enter_context(replaced_here(cls, "_post_forward", post_forward))
+            stack.enter_context(replaced_besides(cls, "_pre_forward", pre_forward))
+            stack.enter_context(replaced_besides(cls, "_post_forward", post_forward))
         yield
 
 

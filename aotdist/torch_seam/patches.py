@@ -191,14 +191,15 @@ def replaced_here(owner: Any, name: str, instead: Callable[..., Any]) -> Abstrac
         name: of the function, or method.
         instead: called with the function that was there, and then with its arguments.
     """
+    return _patch_of(owner, name).applied(instead)
+
+
+def replaced_besides(owner: Any, name: str, instead: Callable[..., Any]) -> AbstractContextManager[None]:
+    """As `replaced_here`, where another may be in force, which is then the function that was there."""
     patch = _patch_of(owner, name)
-    outer = patch.value
-
-    def chained(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        there = original if outer is None else functools.partial(outer, original)
-        return instead(there, *args, **kwargs)
-
-    return patch.applied(chained)
+    if (outer := patch.value) is None:
+        return patch.applied(instead)
+    return patch.applied(lambda original, *args: instead(functools.partial(outer, original), *args))
 
 
 def is_replaced_here(owner: Any, name: str) -> bool:

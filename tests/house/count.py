@@ -40,7 +40,7 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (59_164, 42_000),
+    "lines of aotdist/": (59_165, 42_000),
     "lines of its core": (33_596, 23_500),
     "classes of its core": (304, 200),
     "files of aotdist/": (296, 235),
