@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Collection
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -17,7 +17,7 @@ from aotdist.capture.arguments import fakes_of
 from aotdist.capture.assignments import Assignments
 from aotdist.capture.capture import capture
 from aotdist.capture.captured import Captured, Returned
-from aotdist.capture.source import Source
+from aotdist.capture.source import Source, Spot
 from aotdist.capture.watched import assign
 from aotdist.convention import bases as synthetic_base
 from aotdist.convention import dedupe
@@ -155,13 +155,13 @@ def _trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCal
         return job is more
 
     if job.symbolic and (counts or returned.counted):
-        tried(replace(job, counts=tuple(_distinct_places(counts)), counted=returned.counted))
+        tried(job.with_numbers([*counts, *returned.counted]))
     if job.symbolic and job.call.guessed:
         tried(replace(job, opens=True))
     varying = job.call.varying
-    if job.symbolic and varying and not tried(replace(job, counted=(*job.counted, *varying))):
-        for path in varying if len(varying) > 1 else ():  # some of them
-            tried(replace(job, counted=(*job.counted, path)))
+    if job.symbolic and job.lacks(varying) and not tried(job.with_numbers(varying)):
+        for number in varying if len(varying) > 1 else ():  # some of them
+            tried(job.with_numbers([number]))
     leaves = traced_call.before.left()
     flags = {place.spot() for place, _ in _flags(job, traced_call)}
     if not returned.log.deleted() and job.set_up.isdisjoint(flags) and (leaves is not None or flags):
@@ -190,7 +190,8 @@ def _with_symbols(job: Job, times: StageTimes, traced_call: TracedCall) -> Trace
     try:
         symbolic = _trace(job, times)
         symbolic.before.roll_back()
-        chosen = symbolic if _is_equivalent(symbolic, traced_call) else traced_call
+        varying = {place.spot() for place in job.call.varying if isinstance(place, Source)}
+        chosen = symbolic if _is_equivalent(symbolic, traced_call, varying) else traced_call
     except (UnsupportedProgram, _Contradicted):
         pass
     if bring_back is not None:
@@ -198,12 +199,20 @@ def _with_symbols(job: Job, times: StageTimes, traced_call: TracedCall) -> Trace
     return chosen
 
 
-def _is_equivalent(symbolic: TracedCall, traced_call: TracedCall) -> bool:
-    """Whether a trace with symbols is of the same program, and computes with them as with numbers."""
+def _is_equivalent(symbolic: TracedCall, traced_call: TracedCall, varying: Collection[Spot]) -> bool:
+    """Whether a trace with symbols is of the same program, and computes with them as with numbers.
+
+    Args:
+        symbolic: the trace with symbols.
+        traced_call: the one without.
+        varying: spots of numbers that have to stay open, besides those among the arguments.
+    """
+    counts = symbolic.traced.symbols.counts()
+    open_ = (count for count in counts if count.is_given or count.place.spot() in varying)
     return (
         not symbolic.captured.in_backward.assigns_symbols()
         and not _computes_with_what_it_finds(symbolic)
-        and all(symbols_in(count.symbol) for count in symbolic.traced.symbols.counts() if count.is_given)
+        and all(symbols_in(count.symbol) for count in open_)
         and is_same_with_symbols(symbolic.traced, traced_call.traced)
     )
 
@@ -213,10 +222,6 @@ def _computes_with_what_it_finds(call: TracedCall) -> bool:
     traced, theirs = call.traced, call.captured.in_backward.symbols.keys()
     used = {name for size in traced.graph.named_sizes().values() for name in symbols_in(size.meta["val"])}
     return not theirs.isdisjoint(used) or traced.symbols.decides_by(theirs)
-
-
-def _distinct_places(places: Sequence[Source]) -> list[Source]:
-    return list({place.spot(): place for place in places}.values())
 
 
 def _set_up(job: Job, times: StageTimes, traced_call: TracedCall, on_failure: ExitStack) -> TracedCall | None:

@@ -23,7 +23,7 @@ from aotdist.runtime.ranks import (
     board_of_this_process,
     fingerprint_of_state,
 )
-from aotdist.runtime.signature import changed_since, symbols_for, what_changed, what_helps
+from aotdist.runtime.signature import Changing, changed_since, symbols_for, what_changed, what_helps
 from aotdist.settings import Settings, settings_of
 from aotdist.trace.failures import AccumulatesInside
 
@@ -64,7 +64,7 @@ class Compiling:
         self._said = set[bool]()  # whether programs were dropped, when it was said
         self._guesses = settings.dynamic == "auto" and open_dims is None
         self._fit_one_size = set[Ambient]()  # modes whose programs cannot be compiled for other sizes
-        self._numbers = dict[str, bool]()  # arguments that were seen to change, and whether as symbols
+        self._numbers: Changing = {}
 
     def agree_on_state(self, model: nn.Module) -> None:
         """Compare a model's distributed state with the peers', before it runs as it is written.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.fx import Node
 from aotdist.capture.captured import Returned
 from aotdist.capture.constants import is_constant, same_constant
 from aotdist.codegen.fx import print_graph
-from aotdist.facts import Facts, NotATensor
+from aotdist.facts import Facts, Fresh, NotATensor
 from aotdist.program import Graph, Row
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.symbols import SYMBOLIC, computes_exactly, hint
@@ -26,7 +26,7 @@ def is_same_with_symbols(symbolic: Traced, numbers: Traced) -> bool:
     return (
         _is_exact(symbolic)
         and not symbolic.symbols.decides_by(symbolic.symbols.floats())
-        and _have_same_constants(symbolic.facts, numbers.facts)
+        and _have_same_constants(symbolic, numbers)
         and _have_same_operations(symbolic.graph, numbers.graph)
     )
 
@@ -34,14 +34,15 @@ def is_same_with_symbols(symbolic: Traced, numbers: Traced) -> bool:
 def _is_exact(traced: Traced) -> bool:
     """Whether all symbolic numbers are computed as Python computes them."""
     taken = [node.meta["val"] for node in traced.graph.named_sizes().values()]
-    said = pytree.tree_leaves([_results(traced.facts), list(_assigned(traced.facts).values())])
+    said = pytree.tree_leaves([_results(traced), list(_assigned(traced.facts).values())])
     return all(computes_exactly(number) for number in (*taken, *said) if isinstance(number, SYMBOLIC))
 
 
-def _have_same_constants(symbolic: Facts, facts: Facts) -> bool:
+def _have_same_constants(symbolic: Traced, traced: Traced) -> bool:
     """Whether results and assignments that are no tensors are the same, but for symbols."""
-    ours, theirs = _assigned(symbolic), _assigned(facts)
-    results, other_results = _results(symbolic), _results(facts)
+    ours, theirs = _assigned(symbolic.facts), _assigned(traced.facts)
+    results, other_results = _results(symbolic), _results(traced)
+    carried, other_carried = _carried(symbolic.graph), _carried(traced.graph)
     if len(results) != len(other_results):
         return False
     pairs = list(zip(results, other_results, strict=True))
@@ -55,13 +56,46 @@ def _have_same_constants(symbolic: Facts, facts: Facts) -> bool:
             return False
         pairs_of_leaves = zip(leaves, other_leaves, strict=True)
         numbers = [(a, b) for a, b in pairs_of_leaves if is_constant(b) or isinstance(b, SYMBOLIC)]
-        if not all(_is_hinted(a, b) for a, b in numbers):
+        if not all(_is_hinted(_told(a, carried), _told(b, other_carried)) for a, b in numbers):
             return False
     return True
 
 
-def _results(facts: Facts) -> list[Any]:
-    return [fact.value for fact in facts.outputs if isinstance(fact, NotATensor)]
+def _results(traced: Traced) -> list[Any]:
+    """Results that are no tensors; a number that a tensor carries outside is one of them."""
+    facts, found, carried = traced.facts, list[Any](), _carried(traced.graph)
+    for fact in facts.outputs:
+        match fact:
+            case NotATensor(value=value):
+                found.append(value)
+            case Fresh(value=idx) if (name := facts.node_outs[idx].slot.path) in carried:
+                found.append(carried[name])
+            case _:
+                continue
+    return found
+
+
+def _carried(graph: Graph) -> dict[str, Any]:
+    """Numbers that results carry outside, by the names of the results, as they are in this call."""
+    results = {slot.path: node for slot, node in graph.named_results().items() if slot.role == "output"}
+    return {name: _known(node) for name, node in results.items() if node is not None and _is_known(node)}
+
+
+def _told(number: Any, carried: Mapping[str, Any]) -> Any:
+    """A number, or what it is in this call if a result carries it."""
+    return carried.get(str(number), number) if isinstance(number, SYMBOLIC) else number
+
+
+def _is_known(node: Node) -> bool:
+    """Whether what a number is in this call is known, or what a tensor holds that carries it."""
+    return KNOWN in node.meta or (node.target in _OF_CARRIED and _is_known(node.all_input_nodes[0]))
+
+
+def _known(node: Node) -> Any:
+    return node.meta[KNOWN] if KNOWN in node.meta else _known(node.all_input_nodes[0])
+
+
+_OF_CARRIED = (torch.ops.aten.clone.default, torch.ops.aten._local_scalar_dense.default)
 
 
 def _assigned(facts: Facts) -> dict[tuple[int, Any], Any]:
@@ -83,8 +117,8 @@ def _operations(graph: Graph) -> list[tuple[Any, list[Any]]]:
     told: dict[Node, Any] = {node: node.meta["val"] for node in graph.named_sizes().values()}
     found: list[tuple[Any, list[Any]]] = []
     for node in graph.gm.graph.nodes:
-        if KNOWN in node.meta:
-            told[node] = node.meta[KNOWN]
+        if _is_known(node):
+            told[node] = _known(node)
         elif _keeps_all(node):
             told[node] = told[node.args[0]]
         elif not node.users and getattr(node.target, "is_view", False):
@@ -93,6 +127,8 @@ def _operations(graph: Graph) -> list[tuple[Any, list[Any]]]:
             told[node] = f"operation {len(found)}"
             args = pytree.tree_leaves((node.args, node.kwargs))
             args = [told[arg] if isinstance(arg, Node) else arg for arg in args]
+            if node.op == "output":  # numbers that are kept are compared as what they are
+                args = [arg for arg in args if arg is None or isinstance(arg, str)]
             found.append((node.target if node.op in ("call_function", "get_attr") else node.op, args))
     return found
 

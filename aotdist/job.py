@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from aotdist.capture.captured import Captured, UserCall
@@ -46,6 +46,21 @@ class Job:
     counted: tuple[str, ...] = ()
     opens: bool = False
     set_up: frozenset[Any] = frozenset()
+
+    def with_numbers(self, numbers: Iterable[str | Source]) -> Job:
+        """With symbols for more numbers: paths of those among the arguments, and places of others."""
+        paths, places = list(self.counted), {place.spot(): place for place in self.counts}
+        for number in numbers:
+            if isinstance(number, Source):
+                places[number.spot()] = number
+            else:
+                paths.append(number)
+        return replace(self, counts=tuple(places.values()), counted=tuple(dict.fromkeys(paths)))
+
+    def lacks(self, numbers: Iterable[str | Source]) -> bool:
+        """Whether there are symbols for some of these numbers only."""
+        more = self.with_numbers(numbers)
+        return len(more.counts) + len(more.counted) > len(self.counts) + len(self.counted)
 
     def needs_symbols(self) -> bool:
         """Whether it is of no use without symbols."""

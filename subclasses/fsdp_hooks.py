@@ -30,7 +30,7 @@ from aotdist.subclasses.fsdp_unshard import (
 from aotdist.subclasses.protocol import Annotate
 from aotdist.torch_seam.autograd import call_after_backward, in_backward
 from aotdist.torch_seam.fsdp import map_tensors, replace_differentiable, to_device
-from aotdist.torch_seam.patches import replaced_here
+from aotdist.torch_seam.patches import replaced_besides
 from aotdist.torch_seam.tensors import as_parameter
 
 
@@ -287,7 +287,12 @@ def _hooks_replaced(unit: UnitHooks) -> Generator[None]:
 
 @contextmanager
 def _methods_replaced(units: Mapping[Any, UnitHooks]) -> Generator[None]:
-    """Methods given to `register_fsdp_forward_method` call the states of `units`, not the hooks."""
+    """Methods given to `register_fsdp_forward_method` call the states of `units`, not the hooks.
+
+    What `load_state_dict` has written into shards leaves FSDP2's records of them as they are.
+    """
+    params = {param.record: param for unit in units.values() for param in unit.params}
+    hung = {record: _registered(param) for record, param in params.items()}
 
     def pre_forward(run: Callable[..., Any], state: Any, *args: Any) -> Any:
         return units[state].pre_forward(*args) if state in units else run(state, *args)
@@ -295,10 +300,22 @@ def _methods_replaced(units: Mapping[Any, UnitHooks]) -> Generator[None]:
     def post_forward(run: Callable[..., Any], state: Any, *args: Any) -> Any:
         return units[state].post_forward(*args) if state in units else run(state, *args)
 
+    def reset_sharded_param(run: Callable[..., Any], record: Any) -> None:
+        if record not in hung:
+            run(record)
+        elif _registered(params[record]) is not hung[record]:
+            raise UnsupportedProgram(
+                f"`{params[record].path}` is replaced by another tensor (`load_state_dict(assign=True)`)",
+                stage="joint",
+                fix="do so outside of the compiled function",
+            )
+
     with ExitStack() as stack:
+        for cls in set(map(type, params)):
+            stack.enter_context(replaced_besides(cls, "reset_sharded_param", reset_sharded_param))
         for cls in set(map(type, units)):
-            stack.enter_context(replaced_here(cls, "_pre_forward", pre_forward))
-            stack.enter_context(replaced_here(cls, "_post_forward", post_forward))
+            stack.enter_context(replaced_besides(cls, "_pre_forward", pre_forward))
+            stack.enter_context(replaced_besides(cls, "_post_forward", post_forward))
         yield
 
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aotdist.capture.constants import OpaqueArgument, is_constant, is_leaf, same_constant
+from aotdist.capture.constants import OpaqueArgument, is_constant, is_leaf, is_number, same_constant
 from aotdist.capture.instances import (
     fill_instance,
     is_code,
@@ -286,7 +286,7 @@ def _leaf(path: str, value: Any, met: _Met, counted: Container[str], *, of_insta
     if isinstance(value, torch.Tensor):
         met.tensors.append(value)
         return TensorLeaf(path)
-    if path in counted and type(value) in (int, float):
+    if path in counted and is_number(value):
         met.numbers.append(value)
         return NumberLeaf(path, len(met.numbers) - 1, type(value))
     if is_constant(value):

@@ -49,7 +49,7 @@ class UserCall:
             marked, or named by settings.
         differentiates: whether the call runs its own backward: then what it assigns has no history.
         guessed: more of them, that nobody asked for: they are opened where the program stays the same.
-        varying: paths of numbers among the arguments, likewise.
+        varying: numbers, likewise: paths of those among the arguments, and places of others.
         apart: containers whose items the program is given as arguments: an optimizer's state.
         prints: whether every call is to print what the program prints; else the capture prints it.
         number: how many modules like this one were compiled before it, for ranks to tell them apart.
@@ -61,7 +61,7 @@ class UserCall:
     kwargs: Mapping[str, Any]
     dims: Mapping[int, frozenset[int]] = field(default_factory=dict)
     guessed: Mapping[int, frozenset[int]] = field(default_factory=dict)
-    varying: Sequence[str] = ()
+    varying: Sequence[str | Source] = ()
     differentiates: bool = False
     apart: Sequence[Any] = ()
     prints: bool = True

@@ -41,6 +41,11 @@ def is_constant(value: Any) -> bool:
     return isinstance(value, (*_SCALARS, enum.Enum))
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is an `int` or a `float`; NumPy's double, which computes as Python's, is one."""
+    return type(value) in (int, float) or (isinstance(value, float) and type(value).__module__ == "numpy")
+
+
 def same_constant(a: Any, b: Any) -> bool:
     """Whether two constants are interchangeable: `1`, `1.0` and `True`, or zeros, are not.
 

@@ -271,6 +271,11 @@ class ModuleGuard:
         self._counts = counts
         return True
 
+    def constants(self) -> Iterator[tuple[Source, Any]]:
+        """The places of attributes that are constants, and these."""
+        for held, name, value, path in self._constants:
+            yield Source(path, held).item(name, path), value
+
     def described(self) -> dict[str, str]:
         """What is watched, by name, in words: to say why a call needed another artifact."""
         values = {f"`{path}`": repr(value) for _, _, value, path in self._constants}

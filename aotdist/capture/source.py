@@ -231,6 +231,11 @@ class Source:
         except (KeyError, IndexError, AttributeError, TypeError, ValueError):
             return default
 
+    def found(self) -> Any:
+        """What is there now, in the object that is found by now if it begins at one that may be replaced."""
+        root = self.root.source.found() if isinstance(self.root, Held) else self.root
+        return replace(self, root=root).read_or(None)
+
     def write(self, value: Any) -> None:
         """Put `value` there."""
         owner, last = self._owner()

@@ -58,6 +58,7 @@ from aotdist.torch_seam.inductor import (
     submit_compilation,
     tracing_context,
 )
+from aotdist.torch_seam.symbols import depends_on_data
 from aotdist.torch_seam.undo import raise_interrupt
 from aotdist.trace.operators import functionalised as operators
 
@@ -159,7 +160,7 @@ class InductorBackend:
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         with _compiling(gm, emission.fake_mode) as context, cpp_kernels_batched(batches.start):
             prepare_draws(gm)
-            decompose(gm, {**inductor_decompositions(), torch.ops.aten.add.Tensor: _multiplied_first})
+            decompose(gm, {**inductor_decompositions(), **_MADE_OF})
             keep_draws_in_order(gm)
             lay_out_what_is_written(gm)
             keep_scatters(gm)
@@ -208,6 +209,20 @@ def _multiplied_first(x: Any, y: Any, *, alpha: Any = 1) -> Any:
     return NotImplemented if not same or isinstance(alpha, int) and alpha == 1 else x + y * alpha
 
 
+def _put_at(
+    x: torch.Tensor, part: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
+) -> Any:
+    """`slice_scatter` at a position that is read off a tensor: Inductor asks whether that is negative."""
+    if not depends_on_data(start):
+        return NotImplemented
+    at = torch.arange(part.size(dim), device=x.device) * step + start
+    return torch.ops.aten.index_put.default(x, [*[None] * (dim % x.dim()), at], part)
+
+
+_MADE_OF: Decompositions = {
+    torch.ops.aten.add.Tensor: _multiplied_first,
+    torch.ops.aten.slice_scatter.default: _put_at,
+}
 _USE_FX = 'use backend="fx"; "auto" does for graphs that Inductor refuses'
 
 _MAKES_SPARSE = re.compile("_sparse_coo_tensor|embedding_sparse_backward")

@@ -17,7 +17,7 @@ from aotdist.passes.collectives import group_name
 from aotdist.program import GRADIENT_ROLES, Graph
 from aotdist.torch_seam.groups import runs_on_gloo
 from aotdist.torch_seam.operators import HigherOrderOperator
-from aotdist.torch_seam.symbols import spell_number
+from aotdist.torch_seam.symbols import depends_on_data, spell_number
 
 # Gathers into a buffer of the graph's own, where gloo gathers.
 #
@@ -32,6 +32,7 @@ _GATHER = torch.ops._c10d_functional.all_gather_into_tensor.default
 _GATHER_INTO = torch.ops._c10d_functional.all_gather_into_tensor_out.default
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _EMPTY = torch.ops.aten.empty.memory_format
+_SIZE = torch.ops.aten.sym_size.int
 
 
 def gathers_into_buffers(graph: Graph) -> Graph:
@@ -52,15 +53,28 @@ def _gathers_on_gloo(graph: Graph) -> Iterator[Node]:
 
 def _gather_into_buffer(graph: Graph, gather: Node) -> None:
     value, nodes = gather.meta["val"], graph.gm.graph
-    sizes = graph.named_sizes()
     with nodes.inserting_before(gather):
-        shape = [n if isinstance(n, int) else spell_number(n, sizes, nodes) for n in value.shape]
+        shape = [_size_gathered(graph, gather, dim) for dim in range(value.dim())]
         options = {"dtype": value.dtype, "device": value.device}
         buffer = nodes.call_function(_EMPTY, (shape,), options)
     buffer.meta = dict(gather.meta)
     gather.target = _GATHER_INTO
     gather.kwargs = {"out": buffer}
     _hold_until_waited(graph, gather)
+
+
+def _size_gathered(graph: Graph, gather: Node, dim: int) -> int | Node:
+    """A size of what is gathered; one that depends on data is known by what is given."""
+    number, nodes, (given,) = gather.meta["val"].shape[dim], graph.gm.graph, gather.all_input_nodes
+    if not depends_on_data(number):
+        return number if isinstance(number, int) else spell_number(number, graph.named_sizes(), nodes)
+    size = nodes.call_function(_SIZE, (given, dim))
+    size.meta["val"] = given.meta["val"].shape[dim]
+    if dim > 0:
+        return size
+    whole = nodes.call_function(operator.mul, (size, gather.args[1]))
+    whole.meta["val"] = number
+    return whole
 
 
 def _hold_until_waited(graph: Graph, gather: Node) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -17,9 +17,9 @@ from aotdist.aliasing.memory import share_memory
 from aotdist.capture.ambient import Ambient
 from aotdist.capture.arguments import Arguments
 from aotdist.capture.captured import Captured
-from aotdist.capture.environment import constants_but
+from aotdist.capture.environment import constants_but, items_of
 from aotdist.capture.modules import ModuleGuard
-from aotdist.capture.source import Source, held_in
+from aotdist.capture.source import Applied, Source, held_in
 from aotdist.convention.bases import BasePlan, ViewBase
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.mutation import differentiable_writes
@@ -132,6 +132,19 @@ class Guards:
     def without_tensors(self) -> Guards:
         """The same with shells for the tensors of the call."""
         return replace(self, examples=self.examples.map(shell))
+
+    def numbers_found(self) -> Iterator[tuple[Source, Any]]:
+        """The places of constants, numbers among them, and these; of containers, their items."""
+        for source, value in self.around.constants:
+            if source.steps[-1:] == (Applied(items_of),):
+                held = source.owner()
+                keys = value if isinstance(held.read_or(None), Mapping) else enumerate(value)
+                yield from ((held.item(key), item) for key, item in keys)
+            else:
+                yield source, value
+        for _, holds in self.around.holds:
+            if isinstance(holds, ModuleGuard):
+                yield from holds.constants()
 
     def reads_places(self) -> bool:
         """Whether a call has to look anything up besides its arguments."""

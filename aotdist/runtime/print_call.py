@@ -340,7 +340,10 @@ def _conditions(printer: Printer, fit: Guards, *, changes_arguments: bool) -> li
     ]
     for source, value in fit.around.constants:
         conditions.append(_same(printer, source.expression(bind), value, source.path))
-    conditions += [f"type({count.name}) is {count.kind.__name__}" for count in fit.numbers.counts]
+    for count in fit.numbers.counts:
+        name = count.kind.__name__
+        kind = name if count.kind in (int, float) else printer.bind(name, count.kind)
+        conditions.append(f"type({count.name}) is {kind}")
     conditions += [f"{printer.bind(name, function)}()" for name, function in fit.around.holds]
     for idx, primal in fit.dedupe.source.enumerate():
         if fit.dedupe.kept[primal] != idx:

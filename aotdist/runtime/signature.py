@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
 
 import torch
 
 from aotdist.capture.ambient import Ambient
 from aotdist.capture.arguments import CodeLeaf, ConstantLeaf, Leaf, NumberLeaf, read_arguments
 from aotdist.capture.captured import UserCall
+from aotdist.capture.constants import is_number
 from aotdist.capture.modules import ModuleGuard
+from aotdist.capture.source import Source
 from aotdist.runtime.artifact import Artifact
 from aotdist.subclasses.protocol import rule_of
 from aotdist.torch_seam.modes import class_functions_off, users_modes_off
 
+Changing: TypeAlias = dict[str, tuple[str | Source, bool]]
+"""Numbers that were seen to change, by path: its path or place, and whether a symbol can stand for it."""
+
 
 def changed_since(
-    call: UserCall, artifacts: Sequence[Artifact], modes: Ambient, numbers: Mapping[str, bool]
-) -> tuple[dict[int, frozenset[int]], tuple[str, ...]]:
-    """What differs, among the arguments of a call, from what was compiled so far for these modes.
+    call: UserCall, artifacts: Sequence[Artifact], modes: Ambient, numbers: Changing
+) -> tuple[dict[int, frozenset[int]], tuple[str | Source, ...]]:
+    """What differs, in what a call is given and finds, from what was compiled so far for these modes.
 
-    The dimensions of tensors, by the identity of the tensor, and the paths of numbers.
+    The dimensions of tensors, by the identity of the tensor, and numbers: the paths of those among the
+    arguments, and the places of others.
 
     Args:
         call: the call.
         artifacts: what was compiled.
         modes: those around the call.
-        numbers: paths of numbers that are known to change, and whether a symbol can stand for them.
+        numbers: those that are known to change.
     """
     alike = [artifact for artifact in artifacts if artifact.fit.around.ambient == modes]
     if not alike and not numbers:
@@ -44,19 +51,37 @@ def changed_since(
                 dims[key] = dims.get(key, frozenset()).union(found)
     leaves = [{leaf.path: leaf for leaf in artifact.fit.arguments.leaves} for artifact in alike]
     constants = (leaf for leaf in arguments.leaves if isinstance(leaf, ConstantLeaf))
-    held = [leaf for leaf in constants if type(leaf.value) in (int, float)]
+    held = [leaf for leaf in constants if is_number(leaf.value)]
     differ = [
         one.path
         for one in held
         if one.path in numbers or any(_is_other(one, each.get(one.path)) for each in leaves)
     ]
-    return dims, tuple(path for path in differ if numbers.get(path, True))
+    varying = (*differ, *_changed_places(alike, numbers))
+    return dims, tuple(one for one in varying if numbers.get(_path(one), (one, True))[1])
 
 
-def symbols_for(varying: Sequence[str], artifact: Artifact) -> dict[str, bool]:
+def symbols_for(varying: Sequence[str | Source], artifact: Artifact) -> Changing:
     """Numbers that were guessed to change, and whether the artifact has symbols for them."""
     symbols = {leaf.path for leaf in artifact.fit.arguments.leaves if isinstance(leaf, NumberLeaf)}
-    return {path: path in symbols for path in varying}
+    symbols |= {count.place.path for count in artifact.fit.numbers.counts}
+    return {_path(one): (one, _path(one) in symbols) for one in varying}
+
+
+def _path(number: str | Source) -> str:
+    return number.path if isinstance(number, Source) else number
+
+
+def _changed_places(artifacts: Sequence[Artifact], numbers: Changing) -> list[Source]:
+    """Places of numbers that are known to change, or are others by now than an artifact is for."""
+    places = [one for one, _ in numbers.values() if isinstance(one, Source)]
+    found = {place.spot(): place for place in places if is_number(place.read_or(None))}
+    for artifact in artifacts:
+        for place, number in artifact.fit.numbers_found():
+            now = place.read_or(None) if is_number(number) else number
+            if type(now) is type(number) and now != number:
+                found[place.spot()] = place
+    return list(found.values())
 
 
 def _is_other(number: ConstantLeaf, leaf: Leaf | None) -> bool:

@@ -21,8 +21,9 @@ that the recorder recognises among the arguments of operators; if it does not, s
 the number, and the program is rejected. `fx` runs such a graph as it is; for other compilers it is cut in two
 (`codegen/numbers.py`): numbers that follow from step counts and learning rates are computed first, in Python,
 and are elements of one tensor to the rest. Where an optimizer branches on a number, the comparison is
-answered with the values of the call, and is asked again at the next (`step/program.py`). Numbers among the
-arguments that change are such numbers, too: a rate is computed by hand of an iteration.
+answered with the values of the call, and is asked again at the next (`step/program.py`). Numbers that change,
+and that the program is given or finds, are such numbers, too: a rate is computed by hand of an iteration.
+What Python computes of whole numbers alone is a symbol besides, which may be a size.
 
 `train_step` writes such a function for a model, a loss and an optimizer (`step/recipe.py`).
 """

@@ -99,6 +99,9 @@ class Accumulation(TorchFunctionMode):
         found = self._leaves.get(id(tensor if met is None else met))
         if found is not None:
             return found
+        with torch_functions_off():  # which would have words of their own for it
+            if tensor.is_leaf and tensor.grad is not None:
+                _refuse_sparse(tensor, tensor.grad)
         before = tensor.grad if tensor.is_leaf else None  # a user's tensor is met by that
         met = inputs.of_example(tensor)
         tensor = tensor if met is None else met
@@ -169,12 +172,16 @@ class Accumulation(TorchFunctionMode):
             raise refusal(
                 "`backward(inputs=)` is given a tensor that is no leaf", fix="use `torch.autograd.grad`"
             )
-        if grad.layout is not torch.strided:
-            raise refusal(
-                f"a parameter of size {list(grad.shape)} gets a sparse gradient",
-                fix="let it be dense (`nn.Embedding(..., sparse=False)`), or compile the model alone",
-            )
+        _refuse_sparse(leaf.tensor, grad)
         leaf.now = _laid_out_like(grad, leaf.tensor) if leaf.now is None else leaf.now.add_(grad)
+
+
+def _refuse_sparse(param: torch.Tensor, grad: torch.Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise refusal(
+            f"a parameter of size {list(param.shape)} gets a sparse gradient",
+            fix="let it be dense (`nn.Embedding(..., sparse=False)`), or compile the model alone",
+        )
 
 
 def _leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -59,7 +59,7 @@ class Done:
         leaves, spec = pytree.tree_flatten(result)
         self.read = tuple(at for at, leaf in enumerate(leaves) if isinstance(leaf, TracedNumber))
         for at in self.read:
-            (leaves[at],) = _as_tensors(leaves[at])
+            leaves[at] = leaves[at].scalars.carrying(leaves[at])
         self.result = pytree.tree_unflatten(leaves, spec)
 
     def given(self) -> Any:

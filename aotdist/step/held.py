@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from aotdist.capture.constants import is_constant
+from aotdist.capture.constants import is_constant, is_number
 from aotdist.torch_seam.undo import to_undo
 
 
@@ -198,7 +198,7 @@ def _copy(container: Any) -> Any:
 def _is_number(value: Any) -> bool:
     if isinstance(value, tuple):
         return bool(value) and all(map(_is_number, value))
-    return type(value) in (int, float)
+    return is_number(value)
 
 
 def _keys(container: Any) -> Any:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
+from aotdist.capture.source import Source
 from aotdist.compiled import AsWritten, CompiledFunction
 from aotdist.compiling import Compiling
 from aotdist.errors import UnsupportedProgram
@@ -23,8 +24,10 @@ from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.optimizers import note_step, optimizer_hooks, scaler_rules, scaler_state
 from aotdist.torch_seam.patches import formulas_under_modes
 from aotdist.torch_seam.proxies import node_here
-from aotdist.torch_seam.symbols import SYMBOLIC, hint
+from aotdist.torch_seam.symbols import SYMBOLIC, hint, number_kind
+from aotdist.torch_seam.trees import pytree
 from aotdist.trace.numbers.scalars import DTYPES, KNOWN, Scalars
+from aotdist.trace.stand_ins import current_inputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,19 +70,18 @@ class _Choice:
     """What a step branched on.
 
     Args:
-        guard: asks anew, of the numbers that the optimizers hold, and of those among the arguments.
-        given: positions and names of these arguments.
+        guard: asks anew, of the numbers that optimizers hold, and of those that the call is given or finds.
+        given: positions among the leaves of the arguments, and places.
     """
 
     guard: DataGuard
-    given: tuple[int | str, ...]
+    given: tuple[int | Source, ...]
 
     def holds(self, held: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether a call would choose the same way."""
-        arguments = {**dict(enumerate(args)), **kwargs} if self.given else {}
-        numbers = [arguments.get(key) for key in self.given]
-        are_numbers = all(type(number) in DTYPES for number in numbers)
-        return are_numbers and self.guard.is_same(*held, *map(_tensor_of, numbers))
+        leaves = dict(enumerate(pytree.tree_leaves((args, kwargs)))) if self.given else {}
+        numbers = [key.found() if isinstance(key, Source) else leaves.get(key) for key in self.given]
+        return None not in map(number_kind, numbers) and self.guard.is_same(*held, *map(_tensor_of, numbers))
 
 
 def _read(place: HeldItem, given: Mapping[str, torch.Tensor]) -> list[Any]:
@@ -88,7 +90,9 @@ def _read(place: HeldItem, given: Mapping[str, torch.Tensor]) -> list[Any]:
 
 
 def _tensor_of(number: Any) -> torch.Tensor:
-    return torch.tensor(number, dtype=DTYPES[type(number)])
+    kind = number_kind(number)
+    assert kind is not None, "a number"
+    return torch.tensor(number, dtype=DTYPES[kind])
 
 
 class _StepFunction(CompiledFunction):
@@ -184,9 +188,9 @@ class StepProgram:
         for optimizer in self._optimizers:
             _check(optimizer)
         held, given = now.held, {name: kwargs.pop(name) for name in now.tensors()}
-        numbers = _numbers_given(args, kwargs)
-        known = [*((given[name], real) for name, real in now.known_before().items()), *numbers.values()]
-        scalars = Scalars(known, node_here)
+        numbers = _Numbers(args, kwargs)
+        known = [(given[name], real) for name, real in now.known_before().items()]
+        scalars = Scalars([*known, *numbers.read_off()], node_here)
         accumulation = Accumulation()
         done = Done(trace=len(self._traces))
         with (
@@ -199,11 +203,7 @@ class StepProgram:
             for place in held.numbers:
                 place.put(*_read(place, given))
             ahead = [[(place, _read(place, given)) for place in places] for places in now.ahead]
-            read: dict[int | str, Any] = {key: stand_in.item() for key, (stand_in, _) in numbers.items()}
-            for key, number in read.items():
-                number.symbol = args[key] if isinstance(key, int) else kwargs[key]
-            args = tuple(read.get(at, value) for at, value in enumerate(args))
-            kwargs |= {key: number for key, number in read.items() if isinstance(key, str)}
+            args, kwargs = numbers.put()
             scalars.reads = False
             put = [place.owner[place.key] for place in held.numbers]
             written = functools.partial(_written_by, held=held)
@@ -212,20 +212,15 @@ class StepProgram:
                 done.give(self._run(*args, **kwargs))
             if held.has_grown():
                 raise MakesState
+            numbers.take_back()
             done.note(held, {id(place.value): given[place.path] for place in held.tensors}, put)
         scalars.is_over = True
-        if turns.scalers() and (done.tensors or done.numbers):
-            names = " or ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in turns.stepped))
-            raise UnsupportedProgram(
-                f"{names} counts in Python, or replaces its tensors, and a scaler may skip its step",
-                stage="capture",
-                fix="let it count in a tensor, and write its tensors in place",
-            )
+        _refuse_skipped(turns, done)
         done.assigned, done.cleared = accumulation.assigned(), accumulation.cleared()
         done.later = [(later.args, later.kwargs) for later in turns.later]
         self._traces.append(_Trace(turns.stepped, turns.later))
         guard = scalars.guard()
-        self._asked = None if guard is None else _Choice(guard, tuple(numbers))
+        self._asked = None if guard is None else _Choice(guard, numbers.keys)
         self._scalers.update({scaler: _rules_of(scaler) for scaler in turns.scalers()})
         return done
 
@@ -243,20 +238,68 @@ class StepProgram:
             yield
 
 
-def _numbers_given(
-    args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> dict[int | str, tuple[torch.Tensor, torch.Tensor]]:
-    """Of each symbol among the arguments, a tensor that the program reads it off, and one of this call."""
-    given: Mapping[int | str, Any] = {**dict(enumerate(args)), **kwargs}
-    symbols = {key: n for key, n in given.items() if type(n) in SYMBOLIC}
-    found = dict[int | str, tuple[torch.Tensor, torch.Tensor]]()
-    for key, symbol in symbols.items():
-        with no_modes():
-            real = _tensor_of(hint(symbol))
-        stand_in = torch.scalar_tensor(symbol, dtype=DTYPES[type(hint(symbol))])
-        node_here(stand_in).meta[KNOWN] = hint(symbol)
-        found[key] = stand_in, real
-    return found
+class _Numbers:
+    """Numbers that differ from call to call: arguments, and what the program finds elsewhere.
+
+    Args:
+        args: of a traced step, symbols among them.
+        kwargs: likewise.
+
+    Attributes:
+        keys: positions among the leaves of the arguments, and places.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._leaves, self._spec = pytree.tree_flatten((args, dict(kwargs)))
+        places = [count.place for count in current_inputs().counts() if not count.is_given]
+        keyed: list[tuple[int | Source, Any]] = [
+            *((at, leaf) for at, leaf in enumerate(self._leaves) if type(leaf) in SYMBOLIC),
+            *((place, place.read()) for place in places),
+        ]
+        self.keys = tuple(key for key, _ in keyed)
+        self._symbols = [symbol for _, symbol in keyed]
+        self._stand_ins = list(map(_holding, self._symbols))
+
+    def read_off(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Of each, a tensor that the program reads it off, and one of this call."""
+        for symbol, stand_in in zip(self._symbols, self._stand_ins, strict=True):
+            with no_modes():
+                yield stand_in, _tensor_of(hint(symbol))
+
+    def put(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Let the trace follow them: in the arguments, which are returned, and in their places."""
+        self._numbers: list[Any] = [stand_in.item() for stand_in in self._stand_ins]
+        for number, symbol in zip(self._numbers, self._symbols, strict=True):
+            number.symbol = symbol
+        for key, number in zip(self.keys, self._numbers, strict=True):
+            if isinstance(key, Source):
+                key.write(number)
+            else:
+                self._leaves[key] = number
+        return pytree.tree_unflatten(self._leaves, self._spec)
+
+    def take_back(self) -> None:
+        """Let places that the program has not assigned hold their symbols."""
+        for place, number, symbol in zip(self.keys, self._numbers, self._symbols, strict=True):
+            if isinstance(place, Source) and place.read_or(None) is number:
+                place.write(symbol)
+
+
+def _holding(symbol: Any) -> torch.Tensor:
+    stand_in = torch.scalar_tensor(symbol, dtype=DTYPES[type(hint(symbol))])
+    node_here(stand_in).meta[KNOWN] = hint(symbol)
+    return stand_in
+
+
+def _refuse_skipped(turns: Turns, done: Done) -> None:
+    """Refuse what a scaler could not take back where it skips a step."""
+    if turns.scalers() and (done.tensors or done.numbers):
+        names = " or ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in turns.stepped))
+        raise UnsupportedProgram(
+            f"{names} counts in Python, or replaces its tensors, and a scaler may skip its step",
+            stage="capture",
+            fix="let it count in a tensor, and write its tensors in place",
+        )
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:

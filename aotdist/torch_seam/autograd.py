@@ -198,7 +198,10 @@ def saves_tensors(node: Any) -> bool:
     They are read raw: what a checkpoint saved is computed again when it is asked for.
     """
     for name in _names_of_saved(type(node)):
-        raw = getattr(node, name)
+        try:
+            raw = getattr(node, name)
+        except RuntimeError:  # a list of tensors, which one backward has freed
+            continue
         if any(saved.data is not None for saved in (raw if isinstance(raw, tuple) else (raw,))):
             return True
     return False

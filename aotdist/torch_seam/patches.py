@@ -194,6 +194,14 @@ def replaced_here(owner: Any, name: str, instead: Callable[..., Any]) -> Abstrac
     return _patch_of(owner, name).applied(instead)
 
 
+def replaced_besides(owner: Any, name: str, instead: Callable[..., Any]) -> AbstractContextManager[None]:
+    """As `replaced_here`, where another may be in force, which is then the function that was there."""
+    patch = _patch_of(owner, name)
+    if (outer := patch.value) is None:
+        return patch.applied(instead)
+    return patch.applied(lambda original, *args: instead(functools.partial(outer, original), *args))
+
+
 @functools.cache
 def _patch_of(owner: Any, name: str) -> Patch[Callable[..., Any]]:
     @functools.wraps(getattr(owner, name))

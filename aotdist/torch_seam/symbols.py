@@ -23,7 +23,7 @@ def number_kind(value: Any) -> type[int] | type[float] | None:
     """Whether a value is a whole number or a float, known or not; None if it is neither."""
     if type(value) in (int, torch.SymInt):
         return int
-    return float if type(value) in (float, torch.SymFloat) else None
+    return float if isinstance(value, (float, torch.SymFloat)) else None
 
 
 def as_pytorchs(number: Any) -> Any:
@@ -98,6 +98,7 @@ def new_count(env: ShapeEnv, value: float, place: str) -> torch.SymInt | torch.S
     """As `new_symbol`, for a number that is no size: of either sign, zero and one included, or a float."""
     from torch.fx.experimental.symbolic_shapes import DimDynamic
 
+    value = float(value) if isinstance(value, float) else value  # NumPy's are floats, too
     symbol = env.create_unspecified_symbol(value, _place(place), DimDynamic.DYNAMIC)
     create = env.create_symfloatnode if isinstance(value, float) else env.create_symintnode
     made: Any = create(symbol, hint=value)

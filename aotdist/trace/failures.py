@@ -357,3 +357,30 @@ def retyped_unseen(slot: Slot, known: torch.dtype, given: torch.dtype) -> Unsupp
         stage="joint",
         fix=f"change `{slot}` before the call, or use its conversion (`{slot}.to({given})`) inside",
     )
+
+
+def needs_value(function: str) -> UnsupportedProgram:
+    """An error for a function that computes with a number of the trace, or makes a size of it."""
+    return refusal(
+        f"`{function}` needs the value of a number that differs from call to call (a learning rate, or what "
+        "follows from a step count)",
+        fix="pass it as a tensor, or compute with it in Python before",
+    )
+
+
+def wants_number(conversion: str) -> UnsupportedProgram:
+    """An error for a conversion of a number of the trace to one of Python's own."""
+    return refusal(
+        f"`{conversion}(tensor)` has to be a number of Python's at once, and it differs from call to call",
+        fix="read it by `tensor.item()`, and compute with it by operators of Python, and by the functions of "
+        "`math`",
+    )
+
+
+def only_at_a_call() -> UnsupportedProgram:
+    """An error for who asks for the value of a number of the trace."""
+    return refusal(
+        "the program needs the value of a number that is only known at a call (a learning rate, or what "
+        "follows from a step count)",
+        fix="compute with it by operators of Python, and by the functions of `math`",
+    )

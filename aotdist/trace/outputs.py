@@ -38,7 +38,7 @@ from aotdist.facts import (
 )
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors, wrapper_rule
-from aotdist.torch_seam.autograd import creation_meta, is_leaf_with_grad
+from aotdist.torch_seam.autograd import creation_meta, is_leaf_with_grad, released_history
 from aotdist.torch_seam.jagged import is_ragged
 from aotdist.trace.metadata import is_switched_on
 from aotdist.trace.stand_ins import Inputs
@@ -305,7 +305,9 @@ class _Classifier:
         inside = root.steps[len(steps) :]
         for number, made in enumerate(root.made):
             own = slot if made.tensor is out else Slot("output", f"{slot.path}.made[{number}]")
-            value = self._node.add(own, self._log.as_made(made.tensor), history=True)
+            # Gradients of what is detached go nowhere; the step's own backward may have freed the graph.
+            history = out.requires_grad or released_history(made.tensor) is None
+            value = self._node.add(own, self._log.as_made(made.tensor), history=history)
             steps = (*steps, FunctionView(inside, value, creation_meta(made.tensor)))
             inside = made.after
         steps = (*steps, *inside)

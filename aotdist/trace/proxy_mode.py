@@ -52,9 +52,10 @@ from aotdist.torch_seam.proxies import (
 )
 from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, has_floats
 from aotdist.torch_seam.trees import pytree
+from aotdist.trace.failures import needs_value
 from aotdist.trace.known_results import KnownResults
 from aotdist.trace.numbers.data_guards import DataGuards, NeedsSizes, NotKnown, result_of
-from aotdist.trace.numbers.scalars import Scalars, current_scalars, needs_value
+from aotdist.trace.numbers.scalars import Scalars, current_scalars
 from aotdist.trace.numbers.unbacked import Unbacked
 from aotdist.trace.operators import corrections
 from aotdist.trace.operators.random import Draws

@@ -52,7 +52,7 @@ from aotdist.torch_seam.symbols import hint
 from aotdist.torch_seam.tensors import as_parameter, is_unheard, set_versions
 from aotdist.torch_seam.transforms import beneath_transforms
 from aotdist.trace.classes import show_as_example
-from aotdist.trace.numbers.symbols import Symbols
+from aotdist.trace.numbers.symbols import Count, Symbols
 from aotdist.trace.recorder import Recorder
 
 
@@ -143,6 +143,10 @@ class Inputs:
         self._by_example: dict[int, torch.Tensor] = {}
         self._by_tensor: dict[int, PrimalIdx] = {}
         self._of_views: list[PrimalIdx] = []
+
+    def counts(self) -> tuple[Count, ...]:
+        """The numbers that symbols stand for."""
+        return self._symbols.counts()
 
     def add(self, slot: Slot, example: torch.Tensor) -> torch.Tensor:
         """What the traced function is given in place of `example`."""

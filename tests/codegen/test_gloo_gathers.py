@@ -82,3 +82,22 @@ def repeated_case() -> None:
 def test_inductor_writes_nothing_that_a_gather_reads(world2: World) -> None:
     """It reuses memory; without another use behind the wait, a step in twenty had other numbers."""
     world2.run(repeated_case)
+
+
+def as_many_as_are_chosen(x: torch.Tensor) -> torch.Tensor:
+    chosen = x[x[:, 0] > 0]
+    return C10D.wait_tensor(C10D.all_gather_into_tensor(chosen, dist.get_world_size(), "0"))
+
+
+def of_data_case() -> None:
+    """Equal numbers on all ranks, as a router that is the same everywhere has them."""
+    compiled = aotdist.compile(as_many_as_are_chosen, backend="fx")
+    for count in (2, 3, 1):
+        x = torch.full((4, 3), float(dist.get_rank() + 1))
+        x[count:] = -1
+        assert torch.equal(compiled(x), as_many_as_are_chosen(x))
+    assert len(compiled.graphs) == 1
+
+
+def test_how_many_rows_depends_on_data(world2: World) -> None:
+    world2.run(of_data_case)

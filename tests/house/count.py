@@ -40,14 +40,14 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (58_934, 42_000),
-    "lines of its core": (33_449, 23_500),
-    "classes of its core": (304, 200),
-    "files of aotdist/": (296, 235),
+    "lines of aotdist/": (58_270, 42_000),
+    "lines of its core": (32_680, 23_500),
+    "classes of its core": (288, 200),
+    "files of aotdist/": (293, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),
     "most fields of a class": (14, 14),
-    "functions over 60 lines": (2, 4),
+    "functions over 60 lines": (1, 4),
     "files over 400 lines": (8, 8),
     "modules in circles of imports": (0, 0),
 }

@@ -281,3 +281,40 @@ def test_fsdp_is_told_inside_not_to_reduce_and_the_last_backward_does_not(mesh: 
         ):
             step(batches)
     assert model.weight.grad is grad and torch.equal(model.weight.detach(), before)
+
+
+def loading(mesh: DeviceMesh, assign: bool) -> tuple[Any, Any, Callable[[torch.Tensor], Any]]:
+    """Two sharded models, and a step that trains one and loads it into the other."""
+    torch.manual_seed(0)
+    model, copied = (fully_shard(nn.Linear(4, 3), mesh=mesh) for _ in range(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)  # type: ignore[union-attr]
+
+    def step(batch: torch.Tensor) -> None:
+        model(batch).square().mean().backward()  # type: ignore[operator]
+        optimizer.step()
+        optimizer.zero_grad()
+        copied.load_state_dict(model.state_dict(), assign=assign)  # type: ignore[union-attr]
+
+    return model, copied, step
+
+
+def test_a_sharded_model_is_loaded_inside(mesh: DeviceMesh) -> None:
+    """What FSDP2 notes of the shards stays what it is: it runs as it is written afterwards."""
+    found = list[Any]()
+    for wrap in (lambda step: step, lambda step: aotdist.compile(step, backend="fx")):
+        _, copied, step = loading(mesh, assign=False)
+        step = wrap(step)
+        for at in range(4):
+            step(torch.full((2, 4), float(at)))
+        found.append([copied.weight.to_local(), copied(torch.ones(2, 4))])
+    assert all(map(torch.equal, *found))
+    assert len(step.graphs) == 1
+
+
+def test_a_sharded_model_is_not_loaded_inside_by_assignment(mesh: DeviceMesh) -> None:
+    _, copied, step = loading(mesh, assign=True)
+    compiled = aotdist.compile(step, backend="fx")
+    compiled(torch.ones(2, 4))  # as it is written
+    with pytest.raises(aotdist.UnsupportedProgram, match=r"is replaced by another tensor"):
+        compiled(torch.ones(2, 4))
+    copied(torch.ones(2, 4))

@@ -658,6 +658,11 @@ def test_sparse_gradients_are_refused() -> None:
     step(torch.arange(5))
     with refused(match="gets a sparse gradient"):
         step(torch.arange(5))
+    loss_of(model, torch.arange(5)).backward()
+    alone = aotdist.compile(optimizer.step, backend="fx")
+    alone()  # as it is written
+    with refused(match="gets a sparse gradient"):
+        alone()
 
 
 def test_parameters_without_an_optimizer_keep_their_gradients() -> None:

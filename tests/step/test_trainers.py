@@ -12,10 +12,20 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
-from tests.step.written import Build, Written, classifier, compiled_beside_eager, cross_entropy, labelled
+from tests.step.written import (
+    Build,
+    Written,
+    classifier,
+    compiled_beside_eager,
+    cross_entropy,
+    labelled,
+    placed,
+    seeded,
+)
 
 PROGRAMS: dict[str, Build] = {}
 NUM_PROGRAMS = {"diffusion, an average by hand that assigns .data": 2}
@@ -38,6 +48,7 @@ def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
 def gan() -> Written:
     generator = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8))
     critic = nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1), nn.Sigmoid())
+    placed(generator, critic)
     criterion = nn.BCELoss()
     optimizer_d = torch.optim.Adam(critic.parameters(), lr=0.01, betas=(0.5, 0.999))
     optimizer_g = torch.optim.Adam(generator.parameters(), lr=0.01, betas=(0.5, 0.999))
@@ -68,6 +79,7 @@ def gan() -> Written:
 @written("WGAN-GP")
 def penalty() -> Written:
     generator, critic = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+    placed(generator, critic)
     optimizer_d, optimizer_g = adamw(critic), adamw(generator)
 
     def gradient_penalty(real: torch.Tensor, fake: torch.Tensor) -> torch.Tensor:
@@ -100,22 +112,21 @@ def penalty() -> Written:
 
 
 class Tiny(nn.Module):
-    """A language model of 11 tokens."""
+    """A language model of 12 tokens."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.mix, self.head = (
-            nn.Embedding(11, 8),
-            nn.GRU(8, 8, batch_first=True),
-            nn.Linear(8, 11),
-        )
+        self.embed, self.norm = nn.Embedding(12, 8), nn.LayerNorm(8)
+        self.qkv, self.out, self.head = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 12)
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return self.head(self.mix(self.embed(ids))[0])
+        x = self.embed(ids)
+        q, k, v = self.qkv(self.norm(x)).chunk(3, -1)
+        return self.head(x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True)))
 
 
 def preferences(at: int) -> tuple[Any, ...]:
-    ids = torch.randint(0, 11, (6, 5), generator=torch.Generator().manual_seed(at))
+    ids = torch.randint(0, 12, (6, 5), generator=seeded(at))
     mask = torch.ones(6, 5)
     mask[:, :2] = 0
     return ({"ids": ids, "mask": mask},)
@@ -127,6 +138,7 @@ def dpo() -> Written:
     reference = copy.deepcopy(policy).eval()
     for p in reference.parameters():
         p.requires_grad_(False)
+    placed(policy, reference)
     optimizer = adamw(policy)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: min(1.0, (at + 1) / 3))
 
@@ -157,6 +169,7 @@ def dpo() -> Written:
 @written("distillation with a frozen teacher")
 def distillation() -> Written:
     teacher, student = classifier().eval().requires_grad_(False), nn.Linear(8, 4)
+    placed(student)
     optimizer = torch.optim.SGD(student.parameters(), lr=0.1, momentum=0.9, weight_decay=1e-3)
 
     def step(x: torch.Tensor, y: torch.Tensor, temperature: float = 2.0) -> float:
@@ -177,6 +190,11 @@ def distillation() -> Written:
     return Written(step, [teacher, student], [optimizer])
 
 
+def whole(param: torch.Tensor) -> torch.Tensor:
+    """A parameter that each rank has, where tensor parallelism makes a distributed tensor of it."""
+    return param.to_local() if isinstance(param, DTensor) else param
+
+
 class MaskedAutoencoder(nn.Module):
     """He et al., 2022, of six patches."""
 
@@ -195,7 +213,7 @@ class MaskedAutoencoder(nn.Module):
         mask[:, :keep] = 0
         mask = torch.gather(mask, 1, restore)
         latent = self.encoder(kept)
-        tokens = torch.cat([latent, self.mask_token.repeat(n, length - keep, 1)], dim=1)
+        tokens = torch.cat([latent, whole(self.mask_token).repeat(n, length - keep, 1)], dim=1)
         tokens = torch.gather(tokens, 1, restore.unsqueeze(-1).repeat(1, 1, tokens.size(2)))
         loss = ((self.decoder(tokens) - patches) ** 2).mean(-1)
         return (loss * mask).sum() / mask.sum()
@@ -204,6 +222,7 @@ class MaskedAutoencoder(nn.Module):
 @written("MAE, a learning rate by hand, micro-batches that count calls")
 def mae() -> Written:
     model = MaskedAutoencoder()
+    placed(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95))
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
     calls = {"n": 0}
@@ -226,7 +245,7 @@ def mae() -> Written:
         return loss.item()
 
     def patches(at: int) -> tuple[Any, ...]:
-        return (torch.randn(3, 6, 4, generator=torch.Generator().manual_seed(at)),)
+        return (torch.randn(3, 6, 4, generator=seeded(at)),)
 
     def between(at: int) -> None:
         calls["n"] += 1
@@ -262,12 +281,17 @@ class EMA:
             ours.data = ours.data * self.beta + theirs.data * (1 - self.beta)
 
 
+def average_of(ema: Any) -> nn.Module:
+    return ema.copy if isinstance(ema, EMA) else ema.module
+
+
 class DiffusionTrainer:
     """DDPM (Ho et al., 2020) as a class, of which a method is compiled."""
 
     def __init__(self, averages: Callable[[nn.Module], Any]) -> None:
         self.model = Denoiser()
         self.ema = averages(self.model)
+        placed(self.model, average_of(self.ema))
         self.opt = torch.optim.Adam(self.model.parameters(), lr=0.01)
         self.alphas = torch.cumprod(1 - torch.linspace(1e-4, 0.02, 20), 0)
         self.step, self.losses = 0, list[float]()
@@ -323,10 +347,11 @@ def diffusion_by_hand() -> Written:
 @written("PPO, epochs and minibatches inside")
 def ppo() -> Written:
     policy, value = nn.Sequential(nn.Linear(8, 12), nn.Tanh(), nn.Linear(12, 4)), nn.Linear(8, 1)
+    placed(policy, value)
     optimizer = torch.optim.Adam([*policy.parameters(), *value.parameters()], lr=0.01, eps=1e-5)
 
     def rollout(at: int) -> tuple[Any, ...]:
-        g = torch.Generator().manual_seed(at)
+        g = seeded(at)
         acts = torch.randint(0, 4, (8,), generator=g)
         return (
             torch.randn(8, 8, generator=g),
@@ -379,6 +404,7 @@ class Adapted(nn.Module):
 @written("LoRA, micro-batches in a list")
 def lora() -> Written:
     model = nn.Sequential(Adapted(nn.Linear(8, 12)), nn.GELU(), Adapted(nn.Linear(12, 4)))
+    placed(model)
     optimizer = adamw(model)
 
     def step(batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
@@ -407,6 +433,7 @@ def qat() -> Written:
         warnings.simplefilter("ignore")  # PyTorch's own use of what it deprecates
         model.qconfig = get_default_qat_qconfig("fbgemm")
         model = prepare_qat(model)
+    placed(model)
     optimizer = adamw(model)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> float:
@@ -433,6 +460,7 @@ def qat_torchao() -> Written:
         )
 
     model = nn.Sequential(layer(8, 12), nn.ReLU(), layer(12, 4))
+    placed(model)
     optimizer = adamw(model)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -592,6 +620,7 @@ class Queued(nn.Module):
 @written("MoCo, a queue that is written in place")
 def moco() -> Written:
     model = Queued()
+    placed(model)
     optimizer = torch.optim.SGD(model.query.parameters(), lr=0.03, momentum=0.9, weight_decay=1e-4)
 
     def step(x: torch.Tensor, _: Any) -> float:
@@ -637,6 +666,7 @@ def dino() -> Written:
     student, teacher, criterion = projection(), projection(), Centred()
     teacher.load_state_dict(student.state_dict())
     teacher.requires_grad_(False)
+    placed(student, teacher)
     optimizer = adamw(student)
 
     def step(views: list[torch.Tensor], momentum: float) -> float:
@@ -655,7 +685,7 @@ def dino() -> Written:
         return loss.item()
 
     def views(at: int) -> tuple[Any, ...]:
-        generator = torch.Generator().manual_seed(at)
+        generator = seeded(at)
         return [torch.randn(3, 8, generator=generator) for _ in range(4)], 0.9 + at / 200
 
     def between(at: int) -> None:
@@ -698,6 +728,7 @@ class Codebook(nn.Module):
 @written("VQ-VAE, a codebook in buffers")
 def vq_vae() -> Written:
     encoder, codebook, decoder = nn.Linear(8, 4), Codebook(), nn.Linear(4, 8)
+    placed(encoder, decoder)
     model = nn.ModuleList([encoder, codebook, decoder])
     optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=0.01)
 
@@ -766,6 +797,7 @@ class Mixture(nn.Module):
 @written("a mixture of experts, with a loss of its router's")
 def mixture() -> Written:
     model = nn.Sequential(Mixture(), Mixture(), nn.Linear(8, 4))
+    placed(model)
     optimizer = adamw(model)
 
     def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -782,6 +814,7 @@ def mixture() -> Written:
 @written("word2vec, bags of contexts, negative samples")
 def word2vec() -> Written:
     contexts, words = nn.EmbeddingBag(30, 8, mode="mean"), nn.Embedding(30, 8)
+    placed(contexts, words)
     model = nn.ModuleList([contexts, words])
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
 
@@ -797,8 +830,7 @@ def word2vec() -> Written:
 
     def batch(at: int) -> tuple[Any, ...]:
         context, target, negative = (
-            torch.randint(0, 30, size, generator=torch.Generator().manual_seed(at))
-            for size in ((20,), (5,), (5, 3))
+            torch.randint(0, 30, size, generator=seeded(at)) for size in ((20,), (5,), (5, 3))
         )
         return context, torch.arange(0, 20, 4), target, negative
 
@@ -817,6 +849,7 @@ def _huggingface(kind: str) -> Build:
         config = getattr(transformers, f"{kind}Config")(vocab_size=32, pad_token_id=0, **sizes)
         suffix = {"Llama": "ForCausalLM", "GPT2": "LMHeadModel", "T5": "ForConditionalGeneration"}[kind]
         model = getattr(transformers, kind + suffix)(config).train()
+        placed(model)
         decay = [p for p in model.parameters() if p.ndim > 1]
         optimizer = torch.optim.AdamW(
             [
@@ -840,7 +873,7 @@ def _huggingface(kind: str) -> Build:
             return loss.detach().float()
 
         def tokens(at: int) -> tuple[Any, ...]:
-            ids = torch.randint(1, 32, (2, 6), generator=torch.Generator().manual_seed(at))
+            ids = torch.randint(1, 32, (2, 6), generator=seeded(at))
             return ({"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids},)
 
         return Written(step, [model], [optimizer, schedule], batch=tokens)
@@ -856,6 +889,12 @@ for _kind in ("Llama", "GPT2", "T5"):
 def test_trainers(name: str) -> None:
     compiled = compiled_beside_eager(PROGRAMS[name])
     assert len(compiled.graphs) == NUM_PROGRAMS.get(name, 1)
+
+
+@pytest.mark.slow
+def test_a_queue_by_inductor() -> None:
+    """It is written at a position that is read off a tensor."""
+    compiled_beside_eager(moco, num_steps=4, backend="inductor")
 
 
 def test_observers_that_ask_for_ranges_are_refused() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import shutil
+import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterable
@@ -12,8 +14,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
@@ -30,6 +35,8 @@ from tests.step.written import (
     compiled_beside_eager,
     cross_entropy,
     labelled,
+    placed,
+    unplaced,
 )
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -85,19 +92,19 @@ def stepping(
     )
 
 
-def _named(name: str, **options: Any) -> MakeOptimizer:
+def named(name: str, **options: Any) -> MakeOptimizer:
     return lambda params: getattr(torch.optim, name)(params, **options)
 
 
 OPTIMIZERS: dict[str, MakeOptimizer] = {
-    "AdamW": _named("AdamW", lr=0.01),
-    "AdamW foreach": _named("AdamW", lr=0.01, foreach=True),
-    "AdamW fused": _named("AdamW", lr=0.01, fused=True),
-    "Adam amsgrad, maximize": _named("Adam", lr=0.01, amsgrad=True, maximize=True),
-    "SGD": _named("SGD", lr=0.1),
-    "SGD with momentum": _named("SGD", lr=0.1, momentum=0.9, nesterov=True),
+    "AdamW": named("AdamW", lr=0.01),
+    "AdamW foreach": named("AdamW", lr=0.01, foreach=True),
+    "AdamW fused": named("AdamW", lr=0.01, fused=True),
+    "Adam amsgrad, maximize": named("Adam", lr=0.01, amsgrad=True, maximize=True),
+    "SGD": named("SGD", lr=0.1),
+    "SGD with momentum": named("SGD", lr=0.1, momentum=0.9, nesterov=True),
     **{
-        name: _named(name)
+        name: named(name)
         for name in (
             "RMSprop",
             "Adagrad",
@@ -155,6 +162,21 @@ def accumulates() -> Written:
             model[0].weight.grad.mul_(2)
 
     return stepping(step, between=between)
+
+
+@written("the loss of chosen rows is returned as it is")
+def chosen_rows() -> Written:
+    """What chose them is a list of tensors, which the backward has freed."""
+
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        rows = y.argsort()[:4]
+        loss = F.cross_entropy(model(x)[rows], y[rows])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    return stepping(step)
 
 
 @written("gradients are left, and the loss is a number")
@@ -358,9 +380,9 @@ class Trainer:
         return loss.detach()
 
 
-@written("a method: counts, a learning rate by hand, an update at every second call", programs=3)
+@written("a method: counts, a learning rate by hand, an update at every second call", programs=2)
 def method() -> Written:
-    """The first program takes the count for a constant."""
+    """One updates, the other does not."""
     trainer = Trainer()
     keeps = list(trainer.optimizers.values())
     return Written(trainer.training_step, [trainer.model], keeps, lambda: (trainer.steps, trainer.history))
@@ -465,8 +487,9 @@ STEPS |= {
 
 @written("scaler, autocast around all, AveragedModel")
 def scaled() -> Written:
-    model = classifier()
+    model = unplaced()
     average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    placed(model, average.module)
     optimizer = adamw(model.parameters())
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
 
@@ -509,7 +532,9 @@ def evaluated_between() -> Written:
     def make_model() -> nn.Module:
         first, tied = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8)), nn.Linear(8, 8)
         tied.weight = (second := nn.Linear(8, 8)).weight
-        return nn.Sequential(first, nn.BatchNorm1d(8), nn.Dropout(0.3), second, tied)
+        model = nn.Sequential(first, nn.BatchNorm1d(8), nn.Dropout(0.3), second, tied)
+        placed(model)
+        return model
 
     made, seen = training(make_model=make_model), list[torch.Tensor]()
 
@@ -564,6 +589,43 @@ def loaded_between() -> Written:
 
     made.between = between
     return made
+
+
+@written("a distributed checkpoint is saved, and loaded, between calls")
+def loaded_by_dcp() -> Written:
+    made = training()
+    (model,), (optimizer,), folder = made.models, made.keeps, [tempfile.mkdtemp()]
+    if dist.is_initialized():
+        dist.broadcast_object_list(folder)
+    options: dict[str, Any] = {"checkpoint_id": folder[0], "no_dist": not dist.is_initialized()}
+
+    def between(at: int) -> None:
+        if at == 1:
+            checkpoint_state = get_state_dict(model, optimizer)
+            dcp.save(dict(zip(("model", "optimizer"), checkpoint_state, strict=True)), **options)
+        if at == 3:
+            state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+            dcp.load(state, **options)
+            loaded = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
+            set_state_dict(model, optimizer, **loaded)
+            if dist.is_initialized():
+                dist.barrier()
+            shutil.rmtree(folder[0], ignore_errors=True)
+
+    made.between = between
+    return made
+
+
+@written("an optimizer's step alone")
+def alone() -> Written:
+    model = classifier()
+    optimizer = adamw(model.parameters())
+
+    def between(at: int) -> None:
+        optimizer.zero_grad()
+        cross_entropy(model, *labelled(at)).backward()
+
+    return Written(lambda: optimizer.step(), [model], [optimizer], batch=lambda at: (), between=between)
 
 
 def replaced_between(parts: dict[str, Any], make: Callable[[int], dict[str, Any]]) -> Written:
@@ -655,7 +717,7 @@ def _power(optimizer: Any, loss: torch.Tensor, exponent: float) -> torch.Tensor:
 
 
 STEPS["a rate that is computed from the iteration"] = _numbered(_warm_up, lambda at: at), 2
-STEPS["a rate that is computed by SGD's"] = _numbered(_warm_up, lambda at: at, _named("SGD", lr=0.1)), 2
+STEPS["a rate that is computed by SGD's"] = _numbered(_warm_up, lambda at: at, named("SGD", lr=0.1)), 2
 STEPS["a rate that depends on the iteration in two ways"] = _numbered(_cosine, lambda at: at), 3
 STEPS["a temperature"] = _numbered(_temperature, lambda at: 1 / (at + 1)), 2
 STEPS["an exponent, of which the formula of a gradient computes"] = (
@@ -697,6 +759,7 @@ weight_of_reversed = torch.tensor(0.5)
 @written("domains that are told apart, by a number that changes (DANN)", 2)
 def domains() -> Written:
     features, labels, of_domain = nn.Linear(8, 6), nn.Linear(6, 4), nn.Linear(6, 2)
+    placed(features, labels, of_domain)
     model = nn.ModuleList([features, labels, of_domain])
     optimizer = adamw(model.parameters())
 
@@ -756,10 +819,12 @@ def _torchao(name: str) -> Build:
     def build() -> Written:
         from torchao import optim
 
-        return training(
-            lambda params: getattr(optim, name)(params, lr=0.01),
-            lambda: nn.Sequential(nn.Linear(8, 512, bias=False), nn.ReLU(), nn.Linear(512, 8, bias=False)),
-        )
+        def make_model() -> nn.Module:
+            model = nn.Sequential(nn.Linear(8, 1024, bias=False), nn.ReLU(), nn.Linear(1024, 8, bias=False))
+            placed(model)
+            return model
+
+        return training(lambda params: getattr(optim, name)(params, lr=0.01), make_model)
 
     return build
 
@@ -768,7 +833,7 @@ STEPS["torchao, 8 bits"] = _torchao("AdamW8bit"), 1
 STEPS["torchao, 4 bits"] = _torchao("Adam4bit"), 1
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of")
+@pytest.mark.filterwarnings("ignore:Detected call of", "ignore:torch.distributed is disabled")
 @pytest.mark.parametrize("name", STEPS)
 def test_steps(name: str) -> None:
     build, programs = STEPS[name]
@@ -924,7 +989,7 @@ def test_optimizers_of_other_threads_are_not_noticed() -> None:
     stop, failures, first = threading.Event(), list[BaseException](), threading.Event()
 
     def train_another() -> None:
-        other = training(_named("SGD", lr=0.01, momentum=0.9))
+        other = training(named("SGD", lr=0.01, momentum=0.9))
         try:
             while not stop.is_set():
                 other.step(*labelled(0))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,15 +15,47 @@ from torch.distributed.tensor import DTensor
 import aotdist
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors
 
+Place = Callable[[nn.Module], Any]
+"""Shards a model, in place."""
+_PLACES: list[tuple[Place, int]] = []
+
+
+@contextlib.contextmanager
+def placing(place: Place, data_rank: int) -> Generator[None]:
+    """Models that are built inside are sharded; this rank's batches are those of `data_rank`."""
+    _PLACES.append((place, data_rank))
+    try:
+        yield
+    finally:
+        _PLACES.pop()
+
+
+def placed(*models: nn.Module) -> None:
+    """Shard models as the test wants them; where it says nothing they stay what they are."""
+    for place, _ in _PLACES[-1:]:
+        for model in models:
+            place(model)
+
+
+def seeded(at: int) -> torch.Generator:
+    """Draws the batch of a step: ranks that share no batch draw others."""
+    return torch.Generator().manual_seed(at + sum(1000 * data_rank for _, data_rank in _PLACES[-1:]))
+
 
 def labelled(at: int) -> tuple[Any, ...]:
     """Six rows of eight features, and a class of four for each."""
-    generator = torch.Generator().manual_seed(at)
+    generator = seeded(at)
     return torch.randn(6, 8, generator=generator), torch.randint(0, 4, (6,), generator=generator)
 
 
-def classifier() -> nn.Module:
+def unplaced() -> nn.Module:
     return nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.LayerNorm(12), nn.Linear(12, 4))
+
+
+def classifier() -> nn.Module:
+    model = unplaced()
+    placed(model)
+    return model
 
 
 @dataclass

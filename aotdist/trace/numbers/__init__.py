@@ -26,8 +26,8 @@ With `dynamic="auto"` a program's second shape opens the dimensions in which it 
 same modes (`runtime/signature.py`). The call is traced with numbers and with symbols, as for numbers that a
 program counts in; if both are the same operators and constants, but for slices that take all of a dimension,
 the one with symbols is compiled. Ranks decide by themselves: what they agree on holds no local sizes, so both
-programs are the same to the others. So are numbers among the arguments that have changed; one for which no
-symbol can stand is a constant from then on.
+programs are the same to the others. So are numbers that have changed, among the arguments and in the places
+where the program finds them; one for which no symbol can stand is a constant from then on.
 
 Numbers that depend on data
 ---------------------------

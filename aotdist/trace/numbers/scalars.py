@@ -30,8 +30,9 @@ from torch.overrides import TorchFunctionMode
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DataGuard
 from aotdist.torch_seam.modes import torch_functions_off
+from aotdist.torch_seam.symbols import as_pytorchs
 from aotdist.torch_seam.trees import pytree
-from aotdist.trace.failures import refusal
+from aotdist.trace.failures import needs_value, only_at_a_call, refusal, wants_number
 from aotdist.trace.numbers import data_guards
 from aotdist.trace.numbers.python_numbers import functions_recorded
 
@@ -51,7 +52,6 @@ KNOWN = "known"
 """Where nodes of numbers that are known before a call note what these are in the call that is traced."""
 _TOKENS_FROM = 1 << 44
 """Tokens are whole numbers from here on: below 2**53, so that floats hold them exactly, and no real sizes."""
-_MAKE_TENSORS = (torch.tensor, torch.as_tensor)
 _READERS = (torch.Tensor.item, torch.Tensor.tolist)
 """Methods that return the number which they read, so that a token may become a traced number again."""
 _CONVERSIONS: Mapping[Any, str] = {
@@ -81,12 +81,11 @@ class Scalars:
         self, values: Sequence[tuple[torch.Tensor, torch.Tensor]], node_of: Callable[[torch.Tensor], Node]
     ) -> None:
         self.values = {node_of(stand_in): real for stand_in, real in values}
+        self._node_of = node_of
         self._known: dict[Node, Any] = dict(self.values)
         self._asked: list[tuple[Node, bool]] = []
-        self._tokens: dict[float, TracedNumber] = {}
-        self._arrived: set[float] = set()
-        self._read: list[float] = []
-        self._made: dict[Any, TracedNumber] = {}
+        self._tokens, self._made = dict[float, TracedNumber](), dict[Any, TracedNumber]()
+        self._arrived, self._read = set[float](), list[float]()
         self._numbers = itertools.count(_TOKENS_FROM)
         self._create: CreateNode | None = None
         self._root = torch.nn.Module()
@@ -123,8 +122,7 @@ class Scalars:
                 holds = self._result_of(_READ, arguments)
                 self._asked.append((self._number(_READ, arguments, bool).made_by, holds))
                 return holds
-        kind = _KINDS.get(tensor.dtype)
-        if kind is None:
+        if (kind := _KINDS.get(tensor.dtype)) is None:
             return None
         self._read.append(self.token(self._number(_READ, arguments, kind)))
         return self._read[-1]
@@ -135,16 +133,22 @@ class Scalars:
 
     def apply(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         """The number that `function` computes from numbers, some of them traced: traced itself."""
-        ones = [
-            argument.kind(1) if isinstance(argument, TracedNumber) else argument for argument in arguments
-        ]
+        arguments = [
+            float(one) if isinstance(one, float) and not self.is_traced(one) else one for one in arguments
+        ]  # NumPy's floats would be printed as its own
+        symbols = [one.symbol if isinstance(one, TracedNumber) else one for one in arguments]
+        are_whole = all(type(symbol) in (int, torch.SymInt) for symbol in symbols)
+        if are_whole and function in _COMPARISONS:
+            return function(*symbols)
+        ones = [one.kind(1) if isinstance(one, TracedNumber) else one for one in arguments]
         kind = type(function(*ones))
         if kind is int and any(isinstance(one, float) for one in ones):
             kind = float  # which of them `max` and `min` return is not known
-        given = (
-            argument.made_by if isinstance(argument, TracedNumber) else argument for argument in arguments
-        )
-        return self._number(function, tuple(given), kind)
+        given = (one.made_by if isinstance(one, TracedNumber) else one for one in arguments)
+        number = self._number(function, tuple(given), kind)
+        if are_whole and function in _EXACT:
+            number.symbol = function(*symbols)
+        return number
 
     def _number(self, function: Callable[..., Any], arguments: tuple[Any, ...], kind: type) -> TracedNumber:
         """The traced number that `function` computes; the same object for the same arguments."""
@@ -197,12 +201,11 @@ class Scalars:
         """
         self._read.clear()
         result = function(*args, **kwargs)
-        number = self.behind(result)
-        if number is not None and function in _READERS:
+        if function in _READERS and (number := self.behind(result)) is not None:
             return number
         if not self._arrived.issuperset([*tokens, *self._read]):
             if function in _CONVERSIONS:
-                raise _wants_number(_CONVERSIONS[function])
+                raise wants_number(_CONVERSIONS[function])
             raise needs_value(getattr(function, "__name__", str(function)))
         return result
 
@@ -226,9 +229,15 @@ class Scalars:
         """What stands outside of the graph for a number that the program has kept; while it runs, nothing."""
         if not self.is_over:
             raise number.refusal()
+        return self.carrying(number).item()
+
+    def carrying(self, number: TracedNumber) -> torch.Tensor:
+        """A tensor that takes a number out of the graph."""
         with self.followed():
-            tensor = torch.scalar_tensor(number, dtype=DTYPES[number.kind])
-        return tensor.item()
+            tensor = torch.scalar_tensor(number, dtype=DTYPES[number.kind])  # pyright: ignore[reportArgumentType]
+        if number.made_by in self._known:
+            self._node_of(tensor).meta[KNOWN] = self._known[number.made_by]
+        return tensor
 
     def guard(self) -> DataGuard | None:
         """What the program branched on, to be asked of the tensors that `values` are for; None if nothing."""
@@ -240,23 +249,6 @@ class Scalars:
     def _result_of(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         with torch_functions_off():
             return data_guards.result_of(function, arguments, {}, self._root, self._known)
-
-
-def needs_value(function: str) -> UnsupportedProgram:
-    """An error for a function that computes with a number of the trace, or makes a size of it."""
-    return refusal(
-        f"`{function}` needs the value of a number that differs from call to call (a learning rate, or what "
-        "follows from a step count)",
-        fix="pass it as a tensor, or compute with it in Python before",
-    )
-
-
-def _wants_number(conversion: str) -> UnsupportedProgram:
-    return refusal(
-        f"`{conversion}(tensor)` has to be a number of Python's at once, and it differs from call to call",
-        fix="read it by `tensor.item()`, and compute with it by operators of Python, and by the functions of "
-        "`math`",
-    )
 
 
 _CURRENT: ContextVar[Scalars | None] = ContextVar("aotdist_scalars", default=None)
@@ -273,9 +265,13 @@ class TracedNumber:
     Args:
         scalars: all of that trace.
         made_by: the node that computes it.
+
+    Attributes:
+        symbol: what stands for it outside of the graph, if the call is given it, finds it, or keeps it.
     """
 
     kind: type = bool
+    symbol: Any = None
 
     def __init__(self, scalars: Scalars, made_by: Node) -> None:
         self.scalars = scalars
@@ -289,21 +285,11 @@ class TracedNumber:
 
 
 class _Number(TracedNumber):
-    """A number that Python computes with.
-
-    Attributes:
-        symbol: what stands for it outside of the graph, if it is an argument of the call, or kept.
-    """
-
-    symbol: Any = None
+    """A number that Python computes with."""
 
     def refusal(self) -> UnsupportedProgram:
         """The error of who asks for its value."""
-        return refusal(
-            "the program needs the value of a number that is only known at a call (a learning rate, or what "
-            "follows from a step count)",
-            fix="compute with it by operators of Python, and by the functions of `math`",
-        )
+        return only_at_a_call()
 
     @property
     def node(self) -> Any:
@@ -328,9 +314,16 @@ class _Number(TracedNumber):
         raise self.refusal()
 
     __float__ = __int__ = __index__ = _asked
-    __hash__ = __str__ = __format__ = __array_ufunc__ = _asked
+    __hash__ = __str__ = __format__ = _asked
     __floor__ = __ceil__ = __trunc__ = __round__ = _asked
     numerator = denominator = property(_asked)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """What NumPy's numbers compute with it: they come first in `decay * rate`."""
+        function = getattr(operator, _OF_NUMPY.get(ufunc.__name__, ""), None)
+        if function is None or method != "__call__" or options:
+            raise self.refusal()
+        return self.scalars.apply(function, inputs)
 
     def __divmod__(self, other: Any) -> Any:
         return self // other, self % other
@@ -351,6 +344,11 @@ class TracedInt(_Number, torch.SymInt):
     kind = int
 
 
+_EXACT = frozenset({operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg})
+_COMPARISONS = frozenset({operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne})
+"""What is computed of symbols as it is of whole numbers; what they answer is a guard."""
+
+
 _CLASSES: Mapping[type, type[TracedNumber]] = {bool: TracedNumber, float: TracedFloat, int: TracedInt}
 
 
@@ -363,6 +361,7 @@ def _operator(function: Callable[..., Any], *, reflected: bool = False) -> Calla
     return method
 
 
+_OF_NUMPY = {"add": "add", "subtract": "sub", "multiply": "mul", "divide": "truediv", "power": "pow"}
 for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
     setattr(_Number, f"__{_name}__", _operator(getattr(operator, _name)))
     setattr(_Number, f"__r{_name}__", _operator(getattr(operator, _name), reflected=True))
@@ -386,12 +385,14 @@ class _Tokens(TorchFunctionMode):
     ) -> Any:
         tokens: list[float] = []
 
-        def token(number: Any) -> float:
+        def token(number: Any) -> Any:
+            if isinstance(number, TracedInt) and number.symbol is not None:
+                return as_pytorchs(number.symbol)  # which may be a size
             tokens.append(self._scalars.token(number))
             return tokens[-1]
 
         kwargs = dict(kwargs or {})
-        if func in _MAKE_TENSORS and isinstance(args[0], _Number):
+        if func in (torch.tensor, torch.as_tensor) and isinstance(args[0], _Number):
             # The token would be the tensor's data.
             default = torch.get_default_dtype() if args[0].kind is float else torch.int64
             func, kwargs = torch.scalar_tensor, {"dtype": default, **kwargs}

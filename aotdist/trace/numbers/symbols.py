@@ -154,7 +154,7 @@ class Symbols:
 
     def floats(self) -> set[str]:
         """The names of floats that the program finds, and changes."""
-        return {count.name for count in self._counts if count.kind is float}
+        return {count.name for count in self._counts if issubclass(count.kind, float)}
 
     def decides_by(self, names: AbstractSet[str]) -> bool:
         """Whether a guard has one of these symbols."""
