@@ -35,17 +35,11 @@ def of_a_view(x: torch.Tensor, w: torch.Tensor) -> Results:
     return y, view, view * 2, w * 1
 
 
-def of_written_inputs(x: torch.Tensor, w: torch.Tensor) -> Results:
-    w.add_(1)
-    x.add_(1)
-    return x * w, w.sin()
-
-
-@pytest.mark.parametrize("program", [apart, one_of_another, chain, of_a_view, of_written_inputs])
+@pytest.mark.parametrize("program", [apart, one_of_another, chain, of_a_view])
 def test_called_as_in_eager(program: Callable[..., Results]) -> None:
     compiled = aotdist.compile(program, backend="fx")
     num_results = len(program(torch.ones(2, 3), torch.ones(2, 3)))
-    names = list(range(num_results)) + ["x", "w"] * (program is of_written_inputs)
+    names = list(range(num_results))
     chosen = [names, *([name] for name in names), *map(list, itertools.combinations(names, 2))]
     for order, some in itertools.product(itertools.permutations(names), chosen):
         assert heard(compiled, order, some) == heard(program, order, some), (order, some)
