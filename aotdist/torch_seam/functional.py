@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -141,6 +141,7 @@ class Likeness:
         dtype: of its elements.
         device: that it claims to be on.
         keys: its dispatch keys, in bits; they tell conjugates and tensors made in inference mode.
+        symbols: those of its sizes that are symbolic.
     """
 
     size: tuple[Number, ...]
@@ -150,6 +151,7 @@ class Likeness:
     dtype: torch.dtype
     device: torch.device
     keys: int
+    symbols: tuple[torch.SymInt, ...] = field(compare=False)
 
     @classmethod
     def of(cls, fake: FakeTensor) -> Likeness | None:
@@ -159,12 +161,15 @@ class Likeness:
         size, stride = tuple(map(comparable, fake.size())), tuple(map(comparable, fake.stride()))
         offset, memory = comparable(fake.storage_offset()), comparable(fake.untyped_storage().nbytes())
         keys = torch._C._dispatch_keys(fake).raw_repr()
-        found = cls(size, stride, offset, memory, fake.dtype, fake.fake_device, keys)
-        return None if any(map(depends_on_data, found.symbols())) else found
+        numbers = (*size, *stride, offset, memory)
+        symbols = tuple(number.number for number in numbers if isinstance(number, Symbolic))
+        if any(map(depends_on_data, symbols)):
+            return None
+        return cls(size, stride, offset, memory, fake.dtype, fake.fake_device, keys, symbols)
 
     def made(self, mode: FakeTensorMode, owner: torch.Tensor | None) -> FakeTensor:
         """A fake that is like that, in new memory or in that of `owner`."""
-        with unrecorded_numbers() if self.symbols() else nullcontext():
+        with unrecorded_numbers() if self.symbols else nullcontext():
             return self._made(mode, owner)
 
     def _made(self, mode: FakeTensorMode, owner: torch.Tensor | None) -> FakeTensor:
@@ -178,11 +183,6 @@ class Likeness:
             num_bytes=number_of(self.memory),
             memory=None if owner is None else owner.untyped_storage(),
         )
-
-    def symbols(self) -> list[torch.SymInt]:
-        """Those of its sizes that are symbolic."""
-        numbers = (*self.size, *self.stride, self.offset, self.memory)
-        return [one.number for one in numbers if isinstance(one, Symbolic)]
 
 
 def may_be_made_anew(mode: FakeTensorMode) -> bool:

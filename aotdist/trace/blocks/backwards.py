@@ -24,7 +24,7 @@ from aotdist.trace.blocks.recording import (
     likenesses_of,
     value_of,
 )
-from aotdist.trace.blocks.writes import counts_of
+from aotdist.trace.blocks.writes import check_unwritten, counts_of
 from aotdist.trace.failures import SPENT
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.tracer import NotInstantiable
@@ -139,8 +139,7 @@ class Backwards:
         """What a backward records into the graph aside."""
         recorder, tangents = self._recorder, list[Node]()
         plains = model.kind.plains()
-        if any(recorder.value(plains[write.position]) is not write.node for write in model.writes):
-            raise NotInstantiable("what a block wrote was written again")
+        check_unwritten([(plains[write.position], write.node) for write in model.writes], recorder)
         counts = counts_of(plains)
         firsts = [None if grad is None else _stand_in_for(grad, recorder, tangents) for grad in grads]
         ends = [pair for pair in zip(model.tensors(), firsts, strict=True) if pair[1] is not None]

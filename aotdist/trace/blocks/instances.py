@@ -45,7 +45,7 @@ from aotdist.trace.blocks.recording import (
     nodes_since,
     value_of,
 )
-from aotdist.trace.blocks.writes import Write, counts_of, writes_since
+from aotdist.trace.blocks.writes import Write, check_unwritten, counts_of, writes_since
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.tracer import NotInstantiable
 
@@ -322,8 +322,7 @@ class _Call:
     ) -> list[torch.Tensor | None]:
         """Record the backward; the gradients that the block sends, in order. It may be run several times."""
         recorder, copying = self.copying.recorder, self.copying.again()
-        if any(recorder.value(tensor) is not copying.now[write.node] for tensor, write in self.written):
-            raise NotInstantiable("what a block wrote was written again")
+        check_unwritten([(tensor, copying.now[write.node]) for tensor, write in self.written], recorder)
         recorded = self.backwards.of(self.model, grads, needed)
         plains = [plain for grad in grads if grad is not None for plain in plain_tensors(grad)]
         for tangent, plain in zip(recorded.tangents, plains, strict=True):

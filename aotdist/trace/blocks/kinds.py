@@ -6,7 +6,7 @@ import functools
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -228,15 +228,14 @@ class _Described:
         if isinstance(value, types.FunctionType):
             cells = (cell.cell_contents for cell in value.__closure__ or ())
             return "function", id(value.__code__), self.value(value.__defaults__), *map(self.value, cells)
-        attributes = getattr(value, "__dict__", None)
+        attributes: dict[str, Any] | None = getattr(value, "__dict__", None)
         if self._is_given and not isinstance(value, _FUNCTIONS):  # which the call may change: it is compared
             if attributes is None or isinstance(value, Iterable):
                 raise Unfit(f"it is given an object ({type(value).__name__}) that hides what it holds")
-            return "object", self._once(value, lambda _: self.value(dict(attributes)))
+            return "object", self._once(value, lambda _: self.value(attributes))
         if isinstance(value, _FUNCTIONS) or attributes is None:
             return "object", id(value)
-        named = cast("dict[str, Any]", attributes)
-        constants = tuple((name, repr(item)) for name, item in named.items() if is_constant(item))
+        constants = tuple((name, repr(item)) for name, item in attributes.items() if is_constant(item))
         is_data = len(constants) == len(attributes)  # two that hold the same are alike
         return "object", None if is_data else id(value), self._once(value, lambda _: constants)
 
@@ -260,7 +259,7 @@ def likeness(tensor: torch.Tensor, memories: dict[int, int]) -> Hashable:
         memories: numbers memory by where it is met first; it is added to.
 
     Raises:
-        Unfit: there is more to it than that.
+        Unfit: it is sparse, a constant or of a size that depends on data, or it cannot be compared.
     """
     recipe = recipe_of(tensor) if is_wrapper(tensor) else None
     found: list[Hashable] = [recipe]

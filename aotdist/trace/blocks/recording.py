@@ -19,12 +19,7 @@ from aotdist.capture.constants import is_constant
 from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild, recipe_of
 from aotdist.torch_seam.autograd import saves_tensors
 from aotdist.torch_seam.block_gradients import consumers_within, functions_of
-from aotdist.torch_seam.functional import (
-    FakeTensor,
-    FunctionalTensor,
-    Likeness,
-    is_functional_base,
-)
+from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, is_functional_base
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.nodes import add_node
 from aotdist.torch_seam.operators import is_operator
@@ -269,8 +264,8 @@ class Recorded:
             if not same or not _alike(a.meta, b.meta, module):
                 return f"two calls record different operators, at {b.meta['source']}"
             now[a] = b
-        written = ([(w.position, w.node, w.num_versions) for w in one.writes] for one in (self, other))
-        if [(at, now.get(node), count) for at, node, count in next(written)] != next(written):
+        ours_now = tuple(replace(write, node=now[write.node]) for write in self.writes)
+        if ours_now != other.writes:
             return "two calls write different values"
         made, made_there = ([value_of(out, recorder)[0] for out in one.tensors()] for one in (self, other))
         returned = [tuple(now.get(node, node) for node in nodes) for nodes in made] == made_there

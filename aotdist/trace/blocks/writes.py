@@ -12,9 +12,10 @@ from aotdist.aliasing.overwrite import version_of
 from aotdist.torch_seam.functional import FunctionalTensor, data_writes, is_functional_base, memory_of
 from aotdist.trace.blocks.kinds import Unfit
 from aotdist.trace.recorder import Recorder
+from aotdist.trace.tracer import NotInstantiable
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Write:
     """A tensor that a call was given and wrote (a buffer).
 
@@ -51,3 +52,13 @@ def writes_since(
             raise Unfit("it writes to what it is given, and that is no buffer")
         found.append(Write(position, recorder.value(plain), now[1] - was[1]))
     return tuple(found)
+
+
+def check_unwritten(written: Iterable[tuple[FunctionalTensor, Node]], recorder: Recorder) -> None:
+    """Look at tensors that a block wrote, and at the nodes of what they held then, when its backward runs.
+
+    Raises:
+        NotInstantiable: one was written again.
+    """
+    if any(recorder.value(tensor) is not node for tensor, node in written):
+        raise NotInstantiable("what a block wrote was written again")
