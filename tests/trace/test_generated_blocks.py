@@ -130,6 +130,10 @@ def _trained(call: Callable[[Tensor], Tensor], model: nn.Module, sizes: tuple[in
     return found
 
 
+TRACED = frozenset({0, 1, 5, 6, 7, 13, 14, 15, 16, 17, 19, 20, 22, 26, 30, 32, 33, 36, 37})
+"""Models whose blocks read their numbers, or write buffers again in a checkpoint: none of these is copied."""
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_generated_blocks(seed: int) -> None:
     torch.manual_seed(seed)
@@ -141,6 +145,8 @@ def test_generated_blocks(seed: int) -> None:
         ours = Model(seed)
         call = aotdist.compile(ours, backend="fx", settings=aotdist.Settings(instantiate=instantiate))
         found = _trained(call, ours, sizes)
+        is_copied = "traced once" in str(aotdist.explain(call))
+        assert is_copied if instantiate and seed not in TRACED else instantiate or not is_copied
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
             assert (one is None) == (other is None)
