@@ -25,7 +25,9 @@ def refuse_overlapping_write(views: Views, func: OpOverload, target: torch.Tenso
     while shown is not None:
         entry = views.get(shown)
         strided = entry is not None and entry.steps[-1].op in _STRIDED
-        expanded = _repeats_memory(shown)
+        expanded = any(
+            stride == 0 and size > 1 for size, stride in zip(shown.size(), shown.stride(), strict=True)
+        )
         if expanded or (strided and may_repeat(shown)):
             made = "an expanded" if expanded else "a strided"
             raise UnsupportedProgram(
@@ -121,10 +123,6 @@ def uncounted_with_history(func: OpOverload) -> UnsupportedProgram:
         stage="joint",
         fix="write each by itself (`x.mul_(2)` for `torch._foreach_mul_([x], 2)`), or under `no_grad`",
     )
-
-
-def _repeats_memory(tensor: torch.Tensor) -> bool:
-    return any(stride == 0 and size > 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 
 
 def from_storage() -> UnsupportedProgram:

@@ -284,12 +284,9 @@ def _of_reached(reached: Reached) -> Iterator[Watched]:
 def changed_outside_of_modules(reached: Reached) -> Callable[[], bool]:
     """Says whether closures, globals, objects or containers were changed since."""
     # The attributes of most tensors, thousands in a deep model: 0.1 us each instead of 5, for each block.
-    empty, others = list[dict[Any, Any]](), list[Watched]()
-    for one in _of_reached(reached):
-        if isinstance(one.held, dict) and not own(one.held):
-            empty.append(one.held)
-        else:
-            others.append(one)
+    watched = list(_of_reached(reached))
+    empty = [one.held for one in watched if isinstance(one.held, dict) and not own(one.held)]
+    others = [one for one in watched if not isinstance(one.held, dict) or own(one.held)]
     return lambda: any(map(own, empty)) or any(True for one in others for _ in one.changed())
 
 

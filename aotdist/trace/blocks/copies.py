@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 
@@ -29,12 +29,9 @@ class Copies:
         counts = Counter((_NUMBER.sub("*", path), why) for path, why in self.reasons.items())
         several = {named: count for named, count in counts.items() if count > 1}
         paths = {path for path, _ in several} | {_NUMBER.sub("*", path) for path, _ in self.instances}
-        return {named: count for named, count in several.items() if not _lies_in(named[0], paths)}
+        within = tuple(f"{path}." for path in paths if path)
+        return {named: count for named, count in several.items() if not named[0].startswith(within)}
 
 
 NO_COPIES = Copies((), {})
 _NUMBER = re.compile(r"\d+")
-
-
-def _lies_in(path: str, paths: Iterable[str]) -> bool:
-    return any(path.startswith(f"{other}.") for other in paths if other)
