@@ -16,6 +16,7 @@ from aotdist.codegen.contract import Backend
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.codegen.fused_steps import break_up_steps
+from aotdist.codegen.rewritten_blocks import prepared_by_blocks
 from aotdist.convention.stack import Plans
 from aotdist.job import Job
 from aotdist.partition.builder import collector_paused
@@ -206,7 +207,7 @@ def _to_prepare(traced: Traced, backend: Backend) -> Graph:
 
 def _joint_passes(graph: Graph, backend: Backend, settings: Settings) -> tuple[Graph, tuple[PassRecord, ...]]:
     """A joint or an inference graph after its passes, with a record of each; nothing in it is left whole."""
-    graph, records = run_passes(backend.prepare_joint(graph), "joint", settings)
+    graph, records = run_passes(prepared_by_blocks(backend, graph), "joint", settings)
     if settings.loss_chunk_bytes is not None:
         graph = graph.copied()
         decompose(graph.gm, backend.decompositions(), only=WHOLE)

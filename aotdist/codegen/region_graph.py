@@ -5,7 +5,7 @@ It is written anew, without the names and lines of the program that it comes fro
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,7 @@ from aotdist.torch_seam.symbols import expression
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segment:
-    """Nodes of a graph between two collectives, or of one layer.
+    """Nodes of a graph: between two collectives, or of one layer.
 
     Args:
         nodes: in order.
@@ -34,6 +34,14 @@ class Segment:
     ins: tuple[Node, ...]
     outs: tuple[Node, ...]
     writes: Mapping[Node, Node] = field(default_factory=dict[Node, Node])
+
+    @classmethod
+    def of(cls, nodes: Sequence[Node]) -> Segment:
+        """These nodes, with what they read and what is read of them."""
+        inside = set(nodes)
+        read = dict.fromkeys(used for node in nodes for used in node.all_input_nodes)
+        ins = tuple(used for used in read if used not in inside)
+        return cls(tuple(nodes), ins, tuple(node for node in nodes if not inside.issuperset(node.users)))
 
 
 def arguments_of(segment: Segment, gm: GraphModule) -> list[Node]:
@@ -142,7 +150,8 @@ class _Kinds:
             case Node():
                 return "node", self._at[value]
             case torch.Tensor():
-                return tuple(map(self.of, metadata(value)))
+                known = metadata(value)
+                return tuple(map(self.of, known)) if torch.SymInt in map(type, known) else known
             case dict():
                 return tuple((self.of(key), self.of(item)) for key, item in value.items())
             case torch.SymInt():

@@ -204,7 +204,7 @@ def _by_layers(nodes: Sequence[Node]) -> list[Node | Segment]:
 
 def _layers(nodes: Sequence[Node]) -> list[Segment]:
     begins = [0, *where_layers_begin(nodes), len(nodes)]
-    return [_segment(tuple(nodes[begin:end])) for begin, end in pairwise(begins) if begin < end]
+    return [Segment.of(nodes[begin:end]) for begin, end in pairwise(begins) if begin < end]
 
 
 def _between_collectives(nodes: Sequence[Node]) -> list[Node | Segment]:
@@ -212,7 +212,7 @@ def _between_collectives(nodes: Sequence[Node]) -> list[Node | Segment]:
     found: list[Node | Segment] = []
     for is_boundary, run in groupby(nodes, _is_boundary):
         run = tuple(run)
-        segment = _segment(tuple(node for node in run if node not in fill))
+        segment = Segment.of([node for node in run if node not in fill])
         if is_boundary or all(map(is_view, segment.nodes)) or not segment.outs:
             found += run
         else:
@@ -248,13 +248,6 @@ def _fill_buckets(nodes: Sequence[Node]) -> set[Node]:
 
 def _computes(node: Node) -> bool:
     return node.op == "output" or not _is_boundary(node)
-
-
-def _segment(nodes: tuple[Node, ...]) -> Segment:
-    inside = set(nodes)
-    read = dict.fromkeys(used for node in nodes for used in node.all_input_nodes)
-    ins = tuple(used for used in read if used not in inside)
-    return Segment(nodes, ins, tuple(node for node in nodes if not inside.issuperset(node.users)))
 
 
 def _is_compilable(segment: Segment, gm: GraphModule) -> bool:

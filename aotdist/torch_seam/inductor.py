@@ -301,6 +301,13 @@ def moves_collectives() -> bool:
     return moves or _merges_gathers(options) or any(_merges(options, name) for name in _MERGES_OTHERS)
 
 
+def rewrites_whole_graphs() -> bool:
+    """Whether the user has joint graphs rewritten by functions that may look at all of them."""
+    options = inductor_options()
+    return any(options.get(name) for name in _LOOK_AT_ALL)
+
+
+_LOOK_AT_ALL = ("joint_custom_pre_pass", "joint_custom_post_pass", "auto_chunker.enable")
 _MOVES_COLLECTIVES = ("reorder_for_compute_comm_overlap", "_micro_pipeline_tp", "_fuse_ddp_communication")
 _MERGES_OTHERS = ("bucket_reduce_scatters_fx", "bucket_all_reduces_fx")
 

@@ -1,0 +1,243 @@
+"""Joint graphs of repeated blocks, rewritten block by block.
+
+Inductor's rewrites try their patterns on every node: 0.25 s for each layer of a Llama. So what a joint graph
+computes in equal blocks, forward and backward, is taken out of it, rewritten once, and put in the place of
+each. What is around the blocks is rewritten by itself. The compile cache has an entry for each part: a deep
+model finds what a shallow one of its width left.
+
+The graph is that of a rewrite of the whole, but where a pattern reaches beyond a block.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch.fx import Node
+from torch.fx.node import map_aggregate, map_arg
+
+from aotdist.codegen.contract import Backend
+from aotdist.codegen.fx import attribute_of
+from aotdist.codegen.inductor_rewrites import restore_provenance
+from aotdist.codegen.region_graph import Segment, arguments_of, kind_of, region_graph
+from aotdist.codegen.regions import WORTH_IT
+from aotdist.codegen.repeats import SHORTEST
+from aotdist.errors import UnsupportedProgram
+from aotdist.partition.traits import view_base
+from aotdist.program import Graph, Slot
+from aotdist.torch_seam.functional import FakeTensor, new_fake
+from aotdist.torch_seam.inductor import rewrites_whole_graphs
+from aotdist.torch_seam.nodes import add_node
+from aotdist.torch_seam.proxies import graph_module
+
+
+def prepared_by_blocks(backend: Backend, joint: Graph) -> Graph:
+    """A joint or an inference graph as the backend prepares it; equal blocks are prepared once.
+
+    Raises:
+        UnsupportedProgram: the backend fails.
+    """
+    if backend.name != "inductor" or rewrites_whole_graphs():  # other backends have nothing to prepare
+        return backend.prepare_joint(joint)
+    owners = _owners(joint)
+    kinds = list(_equal_blocks(joint, owners).values())
+    inside = {node for segments in kinds for segment in segments for node in segment.nodes}
+    around = [node for node in joint.gm.graph.nodes if node.op == "call_function" and node not in inside]
+    num_rewritten = len(around) + sum(len(segments[0].nodes) for segments in kinds)
+    if num_rewritten > WORTH_IT * (len(around) + len(inside)):
+        return backend.prepare_joint(joint)
+    try:
+        parts = [
+            part
+            for segments in (*kinds, [Segment.of(around)])
+            for part in _prepared(backend, joint, segments, owners)
+        ]
+    except UnsupportedProgram:
+        return backend.prepare_joint(joint)  # which tells the line of the program
+    return _Assembly(joint, parts).graph()
+
+
+def _owners(joint: Graph) -> set[Node]:
+    """The nodes in whose memory the program's outputs lie."""
+    named = joint.named_results().items()
+    return {view_base(node) for slot, node in named if node is not None and slot.role == "output"}
+
+
+# What is equal.
+
+
+def _equal_blocks(joint: Graph, owners: set[Node]) -> dict[Hashable, list[Segment]]:
+    """What a graph computes in modules that are equal, by what they have in common; largest modules first.
+
+    A block is a module with a number in its path: `encoder.layers.3`, or in it `encoder.layers.3.experts.0`.
+    """
+    left = [node for node in joint.gm.graph.nodes if node.op == "call_function" and node.meta.get("module")]
+    found: dict[Hashable, list[Segment]] = {}
+    level = 0
+    while left:
+        blocks = dict[str, list[Node]]()
+        for node in left:
+            if path := _path_to_number(node.meta["module"], level):
+                blocks.setdefault(path, []).append(node)
+        kinds: dict[Hashable, list[Segment]] = {}
+        for segment in (Segment.of(nodes) for nodes in blocks.values() if len(nodes) >= SHORTEST):
+            kind = kind_of(segment, joint.gm), tuple(map(owners.__contains__, segment.outs))
+            kinds.setdefault(kind, []).append(segment)
+        equal = {kind: segments for kind, segments in kinds.items() if len(segments) > 1}
+        inside = {node for segments in equal.values() for segment in segments for node in segment.nodes}
+        left = [node for nodes in blocks.values() for node in nodes if node not in inside]
+        found |= equal
+        level += 1
+    return found
+
+
+@functools.cache
+def _path_to_number(path: str, level: int) -> str:
+    """A path up to its number at `level`, the first of which is at 0; nothing if there are less numbers."""
+    parts = path.split(".")
+    numbers = [at for at, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[: numbers[level] + 1]) if level < len(numbers) else ""
+
+
+# What is rewritten.
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Part:
+    """Nodes of a joint graph, and what they were rewritten to.
+
+    Args:
+        segment: the nodes.
+        graph: takes the place of them.
+    """
+
+    segment: Segment
+    graph: Graph
+
+    def origin(self, node: Node) -> Node | None:
+        """The node that one of `graph` is, or was made of; None for one that a rewrite knows nothing of."""
+        position = node.meta.get("serial")
+        return None if position is None else self.segment.nodes[position]
+
+
+def _prepared(backend: Backend, joint: Graph, equal: Sequence[Segment], owners: set[Node]) -> Iterator[_Part]:
+    first = region_graph(equal[0], joint.gm)
+    for position, node in enumerate(node for node in first.gm.graph.nodes if node.op == "call_function"):
+        node.meta["serial"] = position  # which rewrites keep
+    # Outputs lie in memory of their own, whatever rewrites make of them.
+    outs = (
+        Slot("output", slot.path) if node in owners else slot
+        for node, slot in zip(equal[0].outs, first.outs, strict=True)
+    )
+    prepared = backend.prepare_joint(Graph(first.gm, first.ins, tuple(outs)))
+    yield from (_Part(segment, prepared) for segment in equal)
+
+
+# The whole again.
+
+_Place: TypeAlias = tuple[int, Node]
+"""A node of a part: the part's position, and the node in its graph."""
+
+
+class _Assembly:
+    """Puts parts in the places of the nodes that they were made of, in the order of these.
+
+    Args:
+        joint: the graph.
+        parts: each of its nodes that computes something is in one.
+    """
+
+    def __init__(self, joint: Graph, parts: Sequence[_Part]) -> None:
+        self._joint = joint
+        self._parts = parts
+        self._made = torch.fx.Graph()
+        self._root = torch.nn.Module()
+        self._now: dict[_Place, Node] = {}
+        self._arguments = dict[_Place, Node]()
+        self._makers = dict[Node, _Place | Node]()  # of the nodes of `joint` that parts read
+        for node in joint.placeholders():
+            self._makers[node] = add_node(self._made, "placeholder", node.name, (), {}, node.name, node.meta)
+        for node in joint.gm.graph.find_nodes(op="get_attr"):
+            self._makers[node] = self._held(joint, node)
+        for at, part in enumerate(parts):
+            arguments = arguments_of(part.segment, joint.gm)
+            for placeholder, node in zip(part.graph.placeholders(), arguments, strict=True):
+                self._arguments[at, placeholder] = node
+            for result, node in zip(part.graph.results(), part.segment.outs, strict=True):
+                assert result is not None, "a part returns what others read"
+                self._makers[node] = at, result
+
+    def graph(self) -> Graph:
+        """The graph."""
+        for place in self._in_order():
+            self._make(place)
+        results = (None if node is None else self._made_of(node) for node in self._joint.results())
+        self._made.output(tuple(results))
+        made = Graph(graph_module(self._root, self._made), self._joint.ins, self._joint.outs)
+        restore_provenance(made)
+        return made
+
+    def _in_order(self) -> list[_Place]:
+        """What is to be made, as it stood, and in the order of its part: what is new, ahead of what follows."""
+        stood = {node: position for position, node in enumerate(self._joint.gm.graph.nodes)}
+        found = list[tuple[int, int, int, Node]]()
+        for at, part in enumerate(self._parts):
+            position = len(stood)
+            for back, node in enumerate(reversed(part.graph.gm.graph.nodes)):
+                if node.op == "call_function":
+                    origin = part.origin(node)
+                    position = position if origin is None else min(position, stood[origin])
+                    found.append((position, at, -back, node))
+        return [(at, node) for _, at, _, node in sorted(found, key=lambda each: each[:3])]
+
+    def _make(self, place: _Place) -> None:
+        """A node, and first what it is computed from and is not there yet."""
+        pending = [place]
+        while pending:
+            at, node = pending[-1]
+            found = (self._found((at, read)) for read in node.all_input_nodes)
+            missing = [other for other in found if not isinstance(other, Node)]
+            pending += missing
+            if not missing and pending.pop() not in self._now:
+                self._now[at, node] = self._copied(at, node)
+
+    def _found(self, place: _Place) -> _Place | Node:
+        """The node that was made for one of a part; its place, if none was."""
+        while place not in self._now and place[1].op == "placeholder":
+            maker = self._makers[self._arguments[place]]
+            if isinstance(maker, Node):
+                return maker
+            place = maker
+        return self._now.get(place, place)
+
+    def _made_of(self, node: Node) -> Node | _Place:
+        maker = self._makers[node]
+        return maker if isinstance(maker, Node) else self._found(maker)
+
+    def _copied(self, at: int, node: Node) -> Node:
+        part = self._parts[at]
+        if node.op == "get_attr":
+            return self._held(part.graph, node)
+        origin = part.origin(node)
+        # What is new has its phase, line and module of its neighbours in the whole.
+        meta = {key: value for key, value in node.meta.items() if key != "phase"}
+        meta |= {} if origin is None else origin.meta
+        meta["val"] = map_aggregate(node.meta.get("val"), _again)
+        args, kwargs = map_arg((node.args, node.kwargs), lambda read: self._found((at, read)))
+        name = origin.name if origin is not None and origin.target is node.target else node.name
+        return add_node(self._made, node.op, node.target, args, kwargs, name, meta)
+
+    def _held(self, graph: Graph, node: Node) -> Node:
+        name = f"held_{len(self._made.nodes)}"
+        setattr(self._root, name, attribute_of(graph.gm, node))
+        return add_node(self._made, "get_attr", name, (), {}, name, node.meta)
+
+
+def _again(val: Any) -> Any:
+    """A fake tensor in memory of its own: compilers look which values share some."""
+    if not isinstance(val, FakeTensor) or val.is_conj() or val.is_neg():
+        return val
+    return new_fake(val.fake_mode, val.size(), val.stride(), val.dtype, val.device)
