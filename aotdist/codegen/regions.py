@@ -152,6 +152,8 @@ def _symbols(graph: Graph) -> dict[str, Node]:
 
 def _with_symbols(segment: Segment, symbols: Mapping[str, Node]) -> tuple[Node, ...]:
     """What a region reads, and what its sizes are of."""
+    if not symbols:
+        return segment.ins
     values = (value for node in (*segment.ins, *segment.nodes) for value in tensors_of(node))
     names = {name for value in values for size in _numbers(value) for name in symbols_in(size)}
     return tuple(dict.fromkeys((*segment.ins, *(symbols[name] for name in sorted(names & symbols.keys())))))

@@ -7,12 +7,12 @@ stream, say, stays with the norm that reads it.
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
-from typing import Any
 
 from torch.fx import Node
 from torch.fx.node import map_arg
@@ -60,7 +60,7 @@ def where_layers_begin(nodes: Sequence[Node]) -> list[int]:
     Args:
         nodes: `call_function` nodes, in the order in which they run.
     """
-    forms, losses = [_form(node) for node in nodes], _losses(nodes)
+    forms, losses = _forms(nodes), _losses(nodes)
 
     def cuts(begin: int, end: int) -> Iterator[int]:
         run = longest_run(forms[begin:end])
@@ -119,14 +119,18 @@ def _longest_of(forms: Sequence[Hashable], period: int) -> Run:
     return longest
 
 
-def _form(node: Node) -> Hashable:
-    """An operator up to names: what it computes, its numbers, metadata of what it reads and makes."""
-    arguments = map_arg((node.args, node.kwargs), _value)  # type: ignore[arg-type]
-    return node.target, repr(arguments), repr(_value(node))
+def _forms(nodes: Sequence[Node]) -> list[Hashable]:
+    """Operators up to names: what each computes, its numbers, metadata of what it reads and makes."""
+    numbers = dict[str, int]()
 
+    @functools.cache
+    def number(node: Node) -> int:
+        """Of what a node is known to make, among all of this graph."""
+        value = tuple(map(metadata, tensors_of(node))) or node.meta.get("val")
+        return numbers.setdefault(repr(value), len(numbers))
 
-def _value(node: Node) -> Any:
-    return tuple(map(metadata, tensors_of(node))) or node.meta.get("val")
+    arguments = (map_arg((node.args, node.kwargs), number) for node in nodes)  # type: ignore[arg-type]
+    return [(node.target, repr(given), number(node)) for node, given in zip(nodes, arguments, strict=True)]
 
 
 def _losses(nodes: Sequence[Node]) -> list[int]:

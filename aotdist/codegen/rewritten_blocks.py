@@ -181,7 +181,7 @@ class _Assembly:
         return made
 
     def _in_order(self) -> list[_Place]:
-        """What is to be made, as it stood, and in the order of its part: what is new, ahead of what follows."""
+        """What is to be made, as it stood and in its part's order; what is new, ahead of what follows."""
         stood = {node: position for position, node in enumerate(self._joint.gm.graph.nodes)}
         found = list[tuple[int, int, int, Node]]()
         for at, part in enumerate(self._parts):
