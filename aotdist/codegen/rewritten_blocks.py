@@ -11,17 +11,18 @@ The graph is that of a rewrite of the whole, but where a pattern reaches beyond 
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
 from aotdist.codegen.contract import Backend
 from aotdist.codegen.fx import attribute_of
 from aotdist.codegen.inductor_rewrites import restore_provenance
+from aotdist.codegen.portable import is_plain_constant
 from aotdist.codegen.region_graph import Segment, arguments_of, kind_of, region_graph
 from aotdist.codegen.regions import WORTH_IT
 from aotdist.codegen.repeats import SHORTEST
@@ -30,7 +31,7 @@ from aotdist.partition.traits import view_base
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functional import FakeTensor, new_fake
 from aotdist.torch_seam.inductor import rewrites_whole_graphs
-from aotdist.torch_seam.nodes import add_node
+from aotdist.torch_seam.nodes import add_node, copy_node
 from aotdist.torch_seam.proxies import graph_module
 
 
@@ -49,12 +50,9 @@ def prepared_by_blocks(backend: Backend, joint: Graph) -> Graph:
     num_rewritten = len(around) + sum(len(segments[0].nodes) for segments in kinds)
     if num_rewritten > WORTH_IT * (len(around) + len(inside)):
         return backend.prepare_joint(joint)
+    rewriting = _Rewriting(backend, joint, owners)
     try:
-        parts = [
-            part
-            for segments in (*kinds, [Segment.of(around)])
-            for part in _prepared(backend, joint, segments, owners)
-        ]
+        parts = [part for segments in ([Segment.of(around)], *kinds) for part in rewriting.parts(segments)]
     except UnsupportedProgram:
         return backend.prepare_joint(joint)  # which tells the line of the program
     return _Assembly(joint, parts).graph()
@@ -118,22 +116,111 @@ class _Part:
     graph: Graph
 
     def origin(self, node: Node) -> Node | None:
-        """The node that one of `graph` is, or was made of; None for one that a rewrite knows nothing of."""
-        position = node.meta.get("serial")
-        return None if position is None else self.segment.nodes[position]
+        """The node that one of `graph` is, or was made of; None for one that a rewrite made of several."""
+        position = node.meta.get("serial", len(self.segment.nodes))
+        return self.segment.nodes[position] if position < len(self.segment.nodes) else None
+
+    def given(self, node: Node) -> Node | None:
+        """The node around the segment that one of `graph` stands for; None if it is computed."""
+        position = node.meta.get("serial", 0) - len(self.segment.nodes)
+        return self.segment.ins[position] if position >= 0 else None
 
 
-def _prepared(backend: Backend, joint: Graph, equal: Sequence[Segment], owners: set[Node]) -> Iterator[_Part]:
-    first = region_graph(equal[0], joint.gm)
-    for position, node in enumerate(node for node in first.gm.graph.nodes if node.op == "call_function"):
-        node.meta["serial"] = position  # which rewrites keep
-    # Outputs lie in memory of their own, whatever rewrites make of them.
-    outs = (
-        Slot("output", slot.path) if node in owners else slot
-        for node, slot in zip(equal[0].outs, first.outs, strict=True)
-    )
-    prepared = backend.prepare_joint(Graph(first.gm, first.ins, tuple(outs)))
-    yield from (_Part(segment, prepared) for segment in equal)
+class _Rewriting:
+    """Has the backend rewrite parts of a joint graph.
+
+    Rewrites drop `x + 0`, whoever makes the 0: a part that is given a constant makes it itself.
+
+    Args:
+        backend: whose rewrites these are.
+        joint: the graph.
+        owners: see `_owners`.
+    """
+
+    def __init__(self, backend: Backend, joint: Graph, owners: set[Node]) -> None:
+        self._backend = backend
+        self._joint = joint
+        self._owners = owners
+        self._constants = dict[Node, _Constant]()
+        for node in joint.gm.graph.find_nodes(op="get_attr"):
+            held = attribute_of(joint.gm, node)
+            if isinstance(held, torch.Tensor) and is_plain_constant(held) and held.numel() == 1:
+                self._constants[node] = _Constant(f"{held.dtype} {held.item()}", held)
+
+    def parts(self, equal: Sequence[Segment]) -> Iterator[_Part]:
+        """Equal segments with what each was rewritten to; what is constant in it is known from now on."""
+        graphs: dict[Hashable, Graph] = {}
+        for segment in equal:
+            constants = (self._constants.get(node) for node in segment.ins)
+            key = tuple(constant and constant.text for constant in constants)
+            if key not in graphs:
+                graphs[key] = self._rewritten(segment)
+            yield _Part(segment, graphs[key])
+            for node, result in zip(segment.outs, graphs[key].results(), strict=True):
+                if result is not None and result.target is _FULL:
+                    text = f"{result.args} {result.kwargs}"
+                    self._constants[node] = _Constant(text, _FULL, result.args, result.kwargs)
+
+    def _rewritten(self, segment: Segment) -> Graph:
+        """What a segment is rewritten to; by their `serial` nodes say which of its nodes, or ins, they are."""
+        graph = region_graph(segment, self._joint.gm)
+        nodes, arguments = graph.gm.graph, arguments_of(segment, self._joint.gm)
+        computing = [node for node in nodes.nodes if node.op == "call_function"]
+        for position, node in enumerate(computing):
+            node.meta["serial"] = position
+        ins = dict[Slot, int]()
+        for placeholder, slot, given in zip(graph.placeholders(), graph.ins, arguments, strict=True):
+            position = len(computing) + segment.ins.index(given)
+            constant = self._constants.get(given)
+            if constant is None:
+                ins[slot] = position
+                continue
+            with nodes.inserting_before(computing[0]):
+                made = constant.put(graph.gm, placeholder)
+            made.meta["serial"] = position
+            placeholder.replace_all_uses_with(made)
+            nodes.erase_node(placeholder)
+        # Outputs lie in memory of their own, whatever rewrites make of them.
+        outs = (
+            Slot("output", slot.path) if node in self._owners else slot
+            for node, slot in zip(segment.outs, graph.outs, strict=True)
+        )
+        rewritten = self._backend.prepare_joint(Graph(graph.gm, tuple(ins), tuple(outs)))
+        for placeholder, position in zip(rewritten.placeholders(), ins.values(), strict=True):
+            placeholder.meta["serial"] = (
+                position  # where a rewrite leaves it of `x + 0`, it says that of the sum
+            )
+        return rewritten
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Constant:
+    """A tensor that is the same in all calls.
+
+    Args:
+        text: equal for equal ones.
+        held: the tensor, of one element; or the operator that makes it.
+        args: of the operator.
+        kwargs: of the operator.
+    """
+
+    text: str
+    held: Any
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    def put(self, gm: GraphModule, argument: Node) -> Node:
+        """A node in the place of an argument, at the insertion point of its graph."""
+        if not isinstance(self.held, torch.Tensor):
+            return add_node(
+                gm.graph, "call_function", self.held, self.args, dict(self.kwargs), None, argument.meta
+            )
+        name = f"held_{argument.name}"
+        setattr(gm, name, self.held)
+        return add_node(gm.graph, "get_attr", name, (), {}, name, argument.meta)
+
+
+_FULL = torch.ops.aten.full.default
 
 
 # The whole again.
@@ -156,16 +243,10 @@ class _Assembly:
         self._made = torch.fx.Graph()
         self._root = torch.nn.Module()
         self._now: dict[_Place, Node] = {}
-        self._arguments = dict[_Place, Node]()
         self._makers = dict[Node, _Place | Node]()  # of the nodes of `joint` that parts read
         for node in joint.placeholders():
-            self._makers[node] = add_node(self._made, "placeholder", node.name, (), {}, node.name, node.meta)
-        for node in joint.gm.graph.find_nodes(op="get_attr"):
-            self._makers[node] = self._held(joint, node)
+            self._makers[node] = copy_node(self._made, node, lambda read: read, node.name)
         for at, part in enumerate(parts):
-            arguments = arguments_of(part.segment, joint.gm)
-            for placeholder, node in zip(part.graph.placeholders(), arguments, strict=True):
-                self._arguments[at, placeholder] = node
             for result, node in zip(part.graph.results(), part.segment.outs, strict=True):
                 assert result is not None, "a part returns what others read"
                 self._makers[node] = at, result
@@ -174,8 +255,7 @@ class _Assembly:
         """The graph."""
         for place in self._in_order():
             self._make(place)
-        results = (None if node is None else self._made_of(node) for node in self._joint.results())
-        self._made.output(tuple(results))
+        self._made.output(tuple(map(self._result, self._joint.results())))
         made = Graph(graph_module(self._root, self._made), self._joint.ins, self._joint.outs)
         restore_provenance(made)
         return made
@@ -187,7 +267,7 @@ class _Assembly:
         for at, part in enumerate(self._parts):
             position = len(stood)
             for back, node in enumerate(reversed(part.graph.gm.graph.nodes)):
-                if node.op == "call_function":
+                if node.op == "call_function" and part.given(node) is None:
                     origin = part.origin(node)
                     position = position if origin is None else min(position, stood[origin])
                     found.append((position, at, -back, node))
@@ -206,16 +286,23 @@ class _Assembly:
 
     def _found(self, place: _Place) -> _Place | Node:
         """The node that was made for one of a part; its place, if none was."""
-        while place not in self._now and place[1].op == "placeholder":
-            maker = self._makers[self._arguments[place]]
+        at, node = place
+        while (origin := self._parts[at].given(node)) is not None:
+            maker = self._maker(origin)
             if isinstance(maker, Node):
                 return maker
-            place = maker
+            place = at, node = maker
         return self._now.get(place, place)
 
-    def _made_of(self, node: Node) -> Node | _Place:
-        maker = self._makers[node]
-        return maker if isinstance(maker, Node) else self._found(maker)
+    def _maker(self, node: Node) -> _Place | Node:
+        """What stands for a node of the joint graph: one of a part, an argument, or a tensor that is held."""
+        if node.op == "get_attr" and node not in self._makers:
+            self._makers[node] = self._held(self._joint, node)
+        return self._makers[node]
+
+    def _result(self, node: Node | None) -> Node | _Place | None:
+        maker = None if node is None else self._maker(node)
+        return self._found(maker) if isinstance(maker, tuple) else maker
 
     def _copied(self, at: int, node: Node) -> Node:
         part = self._parts[at]

@@ -108,6 +108,27 @@ class Outputs(Model):
         return values, values[-1].view(-1)
 
 
+class Scaled(nn.Module):
+    """Is given a mask, and holds a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.inner(x.sin() + mask) * torch.tensor(0.5) + torch.tensor(0.0)
+
+
+class GivenMask(Model):
+    """Its mask holds zeros, as that of a batch without padding: a rewrite drops the sum in each block."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        mask, x = (1 - torch.ones(5, 1)) * -1e9, self.embed(x)
+        for block in self.blocks:
+            x = block(x, mask)
+        return self.head(x).square().mean()
+
+
 PROGRAMS: dict[str, Callable[[], Callable[..., Any]]] = {
     "attention": lambda: Model(*(Attention() for _ in range(4))),
     "dropout": lambda: Model(*(Attention(0.2) for _ in range(4))),
@@ -118,6 +139,7 @@ PROGRAMS: dict[str, Callable[[], Callable[..., Any]]] = {
     "a whole step": lambda: whole_step(Model(*(Attention() for _ in range(4)))),
     "an odd one": lambda: Model(Attention(), Attention(), Counting(), Attention(0.5), Attention()),
     "blocks in blocks": lambda: Model(Mixed(), Mixed(), Mixed()),
+    "constants": lambda: GivenMask(*(Scaled() for _ in range(4))),
     "outputs": lambda: Outputs(*(Attention() for _ in range(8))),
 }
 
@@ -131,6 +153,8 @@ def described(graph: Graph) -> list[Any]:
     at: dict[torch.fx.Node, str] = {}
     found = list[Any]()
     for node in graph.gm.graph.nodes:
+        if node.op == "get_attr" and not node.users:  # a rewrite leaves what it needs no longer
+            continue
         at[node] = f"#{len(at)}"
         arguments = map_arg((node.args, node.kwargs), at.__getitem__)
         vals = node.meta.get("val")
