@@ -9,9 +9,10 @@ Inductor takes the time that a graph has nodes, and most of these are the same l
 stand between layers nothing fuses across them, so a graph is cut there, and what is equal up to names is
 compiled once (`codegen/regions.py`). Graphs without collectives are cut where layers begin.
 
-Before that, Inductor rewrites the joint graph: it looks for attention that is written out, and drops what does
-nothing. That takes 0.16 s a layer of a Llama, so it is done once for blocks that are equal, and once for what
-is around them (`codegen/rewritten_blocks.py`). The graph is node for node the one of a rewrite of the whole.
+Before that, Inductor rewrites the joint graph: it looks for attention that is written out, and drops what
+does nothing. That takes 0.16 s a layer of a Llama, so it is done once for blocks that are equal, and once for
+what is around them (`codegen/rewritten_blocks.py`). The graph is node for node the one of a rewrite of the
+whole.
 
 Random numbers under Inductor
 -----------------------------

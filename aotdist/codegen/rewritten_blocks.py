@@ -157,7 +157,7 @@ class _Rewriting:
                 graphs[key] = self._rewritten(segment)
             yield _Part(segment, graphs[key])
             for node, result in zip(segment.outs, graphs[key].results(), strict=True):
-                if result is not None and result.target is _FULL:
+                if result is not None and result.target is _FULL and not result.all_input_nodes:
                     text = f"{result.args} {result.kwargs}"
                     self._constants[node] = _Constant(text, _FULL, result.args, result.kwargs)
 
@@ -186,10 +186,9 @@ class _Rewriting:
             for node, slot in zip(segment.outs, graph.outs, strict=True)
         )
         rewritten = self._backend.prepare_joint(Graph(graph.gm, tuple(ins), tuple(outs)))
+        # Where a rewrite leaves `x` of `x + 0`, that says of itself what the sum did.
         for placeholder, position in zip(rewritten.placeholders(), ins.values(), strict=True):
-            placeholder.meta["serial"] = (
-                position  # where a rewrite leaves it of `x + 0`, it says that of the sum
-            )
+            placeholder.meta["serial"] = position
         return rewritten
 
 

@@ -198,6 +198,23 @@ def compared(program: Callable[..., Any], inputs: Any, patch: pytest.MonkeyPatch
     return given[0] - sum(given[1:])
 
 
+class Flexible(nn.Module):
+    """Takes batches of any size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 32), nn.Linear(32, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = (x @ x.transpose(-2, -1) / x.shape[1]).softmax(-1) + torch.zeros(x.shape[1], x.shape[1])
+        return x + self.down(F.gelu(self.up(self.norm(weights @ x))))
+
+
+def test_sizes_may_be_symbols(monkeypatch: pytest.MonkeyPatch):
+    model = Model(*(Flexible() for _ in range(4)))
+    assert compared(model, [torch.randn(2, 5, 16)], monkeypatch, dynamic=True) > 0
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_the_graph_is_that_of_a_rewrite_of_the_whole(name: str, monkeypatch: pytest.MonkeyPatch):
     torch.manual_seed(0)
