@@ -168,16 +168,16 @@ class _Rewriting:
         computing = [node for node in nodes.nodes if node.op == "call_function"]
         for position, node in enumerate(computing):
             node.meta["serial"] = position
+        positions = {node: position for position, node in enumerate(segment.ins, len(computing))}
         ins = dict[Slot, int]()
         for placeholder, slot, given in zip(graph.placeholders(), graph.ins, arguments, strict=True):
-            position = len(computing) + segment.ins.index(given)
             constant = self._constants.get(given)
             if constant is None:
-                ins[slot] = position
+                ins[slot] = positions[given]
                 continue
             with nodes.inserting_before(computing[0]):
                 made = constant.put(graph.gm, placeholder)
-            made.meta["serial"] = position
+            made.meta["serial"] = positions[given]
             placeholder.replace_all_uses_with(made)
             nodes.erase_node(placeholder)
         # Outputs lie in memory of their own, whatever rewrites make of them.
