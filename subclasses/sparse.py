@@ -57,4 +57,4 @@ class _SparseRule(WrapperRule):
 
 
 WRAPPER_RULE = _SparseRule()
-"""Sparse matrices (`torch.sparse_coo`, `torch.sparse_csr`) that are multiplied by dense ones; sparse gradients."""
+"""Sparse matrices (`torch.sparse_coo`, `torch.sparse_csr`) that dense ones are multiplied by; gradients."""

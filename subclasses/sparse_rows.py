@@ -1,8 +1,9 @@
 """A sparse gradient in a trace: the rows of an embedding that have one, and which rows these are.
 
-It is what `nn.Embedding(sparse=True)` gives: a COO tensor of whole rows. Optimizers coalesce it, look at state
-in its rows, and add such rows to dense tensors. How many distinct ones there are depends on data. Operators that
-order or add up rows are whole in a graph: they make the sparse tensor, and call the kernel that eager calls.
+It is what `nn.Embedding(sparse=True)` gives: a COO tensor of whole rows. Optimizers coalesce it, look at
+state in its rows, and add such rows to dense tensors. How many distinct ones there are depends on data.
+Operators that order or add up rows are whole in a graph: they make the sparse tensor, and call the kernel
+that eager calls.
 
 Shapes: V rows of D numbers in the dense tensor; N that are stored, some of them for one row.
 """
@@ -29,8 +30,8 @@ class SparseRows(SparseMatrix):
     """What a trace has for a sparse gradient; see the module.
 
     Attributes:
-        is_given: whether the call brings it. What holds how many rows is the sparse tensor itself, so no graph
-            writes one.
+        is_given: whether the call brings it. How many rows there are is the sparse tensor's own affair, so no
+            graph writes one.
         num_writes: how often the program wrote it in place.
 
     Shapes: (V, D), of indices (N) and values (N, D).
@@ -156,6 +157,13 @@ def _dense(rows: SparseRows, dtype: torch.dtype | None = None, **_: Any) -> Tens
     return _sum(rows.stored().new_zeros(rows.form[1]), rows) if dtype is None else NotImplemented
 
 
+def _norm(rows: SparseRows, p: Any = None, dim: Sequence[int] = (), keepdim: bool = False) -> Tensor:
+    if len(dim) == 1 or keepdim:
+        return NotImplemented
+    each_once = rows if rows.is_in_order() else _coalesced(rows)
+    return each_once.stored().norm(2 if p is None else p)
+
+
 def _of_values(func: Any) -> Callable[..., Any]:
     """A rule for what is done to each value."""
 
@@ -213,6 +221,7 @@ _RULES: Mapping[Any, Callable[..., Any]] = {
     _ATEN.div_.Tensor: _in_place(_div),
     _ATEN.zero_.default: _emptied,
     _ATEN._to_dense.default: _dense,
+    _ATEN.norm.ScalarOpt_dim: _norm,
     _ATEN._foreach_neg.default: _each(torch.neg),
     _ATEN._foreach_add.List: _each(torch.add),
     _ATEN._foreach_add_.List: _each(Tensor.add_),
@@ -307,8 +316,8 @@ define(
     _unknown_rows,
 )
 define(
-    "sparse_rows_sum(Tensor indices, Tensor values, Tensor others, Tensor added, int[] size, bool is_coalesced, "
-    f"bool are_coalesced, Scalar alpha) -> {_ROWS}",
+    "sparse_rows_sum(Tensor indices, Tensor values, Tensor others, Tensor added, int[] size, "
+    f"bool is_coalesced, bool are_coalesced, Scalar alpha) -> {_ROWS}",
     _run_sum,
     _unknown_rows,
 )
