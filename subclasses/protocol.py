@@ -23,8 +23,11 @@ import torch
 from torch import nn
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.subclasses.sparse_matrix import SparseMatrix, is_sparse, sparse_parts
-from aotdist.subclasses.sparse_matrix import sparse_made as sparse_made
+from aotdist.subclasses.sparse_matrix import SPARSE_PARTS as SPARSE_PARTS
+from aotdist.subclasses.sparse_matrix import SparseMatrix, is_of_rows, is_sparse, sparse_parts
+from aotdist.subclasses.sparse_rows import ADDED_ROWS as ADDED_ROWS
+from aotdist.subclasses.sparse_rows import SparseRows as SparseRows
+from aotdist.subclasses.sparse_rows import sparse_made as sparse_made
 from aotdist.torch_seam.classes import (
     changes_functions,
     dispatches,
@@ -127,7 +130,9 @@ def recipe_of(tensor: torch.Tensor) -> Recipe:
 
 def _class_of(tensor: torch.Tensor) -> type[torch.Tensor]:
     """The class that a tensor has in a trace."""
-    return SparseMatrix if is_sparse(tensor) else type(tensor)
+    if not is_sparse(tensor):
+        return type(tensor)
+    return SparseRows if is_of_rows(tensor) else SparseMatrix
 
 
 def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:

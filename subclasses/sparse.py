@@ -1,7 +1,7 @@
 """Sparse COO and CSR matrices: a wrapper like any other, around indices and values.
 
 Layout and size are constants of a program. How many values there are is the size of plain tensors, and so a
-symbol where it changes from call to call.
+symbol where it changes from call to call; how many rows a gradient has is taken to change.
 """
 
 from __future__ import annotations
@@ -12,22 +12,23 @@ import torch
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import Wrapper, WrapperRule, plain_tensors
-from aotdist.subclasses.sparse_matrix import FIX, FORM_SOURCE, SparseMatrix
+from aotdist.subclasses.sparse_matrix import FIX, FORM_SOURCE, SparseMatrix, is_of_rows
+from aotdist.subclasses.sparse_rows import SparseRows
 
 
 class _SparseRule(WrapperRule):
     sized = False
 
     def owns(self, cls: type[torch.Tensor]) -> bool:
-        return cls is SparseMatrix
+        return issubclass(cls, SparseMatrix)
 
     def refuse(self, tensor: torch.Tensor, path: str) -> None:
         what = None
         if isinstance(tensor, SparseMatrix):
-            what = "is a result"
+            what = None if isinstance(tensor, SparseRows) else "is a result"
         elif tensor.requires_grad:
             what = "requires grad"
-        elif tensor.dim() != 2 or plain_tensors(tensor)[-1].dim() != 1:
+        elif not is_of_rows(tensor) and (tensor.dim() != 2 or plain_tensors(tensor)[-1].dim() != 1):
             what = "is no matrix of numbers"
         if what is not None:
             raise UnsupportedProgram(
@@ -39,6 +40,9 @@ class _SparseRule(WrapperRule):
 
     def compared(self, tensor: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
         return (*tensor.shape, len(plain_tensors(tensor)[-1])), (0, 0, 0)
+
+    def ragged_dims(self, tensor: torch.Tensor) -> frozenset[int]:
+        return frozenset({0} if is_of_rows(tensor) else ())
 
     def dims_inside(self, recipe: Wrapper, name: str, dims: frozenset[int]) -> frozenset[int]:
         match name:
@@ -53,4 +57,4 @@ class _SparseRule(WrapperRule):
 
 
 WRAPPER_RULE = _SparseRule()
-"""Sparse matrices (`torch.sparse_coo`, `torch.sparse_csr`) that are multiplied by dense ones."""
+"""Sparse matrices (`torch.sparse_coo`, `torch.sparse_csr`) that dense ones are multiplied by; gradients."""

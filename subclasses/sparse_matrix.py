@@ -10,7 +10,7 @@ Shapes: R rows and C columns; N stored values; F columns of the dense matrix.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from aotdist.origins import Origins
 from aotdist.subclasses.own_operators import define
 from aotdist.torch_seam.functional import stands_for_another
 from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.trees import pytree
 
 _ATEN = torch.ops.aten
 
@@ -44,14 +45,33 @@ def _is_laid_out(layout: torch.layout) -> bool:
     return layout is torch.sparse_coo or layout is torch.sparse_csr
 
 
+OF_ROWS = ("_indices()[0]", "_values()")
+"""How the parts are read of a sparse tensor of whole rows."""
+SPARSE_PARTS = frozenset({*OF_ROWS, "_indices()", "crow_indices()", "col_indices()", "values()"})
+"""How the parts of sparse tensors are read."""
+
+
+def is_of_rows(tensor: Tensor) -> bool:
+    """Whether a real sparse tensor is one of whole rows, as gradients of embeddings are."""
+    with no_modes():
+        return tensor.is_sparse and (tensor.sparse_dim(), tensor.dense_dim()) == (1, 1)
+
+
+def rows_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Which rows there are, and these."""
+    return tensor._indices()[0], tensor._values()
+
+
 def sparse_parts(tensor: Tensor) -> tuple[Mapping[str, Tensor], Form]:
     """The plain tensors of a real sparse one, indices first, by how they are read; and its form.
 
-    Shapes: (2, N) indices of COO; (R + 1) and (N) of CSR; (N) values.
+    Shapes: (2, N) indices of COO; (R + 1) and (N) of CSR; (N) values. Of rows (N) indices, (N, D) values.
     """
     names = ("_indices", "_values") if tensor.is_sparse else ("crow_indices", "col_indices", "values")
     with no_modes(), torch.no_grad():
-        parts = {f"{name}()": getattr(tensor, name)() for name in names}
+        parts: dict[str, Tensor] = {f"{name}()": getattr(tensor, name)() for name in names}
+        if is_of_rows(tensor):
+            parts = {name: part for name, part in zip(OF_ROWS, rows_of(tensor), strict=True)}
         return parts, (tensor.layout, tensor.shape, tensor.is_sparse and tensor.is_coalesced())
 
 
@@ -67,9 +87,9 @@ class SparseMatrix(Tensor):
 
     form: Form
     part_names: tuple[str, ...]
+    called, remedy = "a matrix", FIX
 
-    @staticmethod
-    def __new__(cls: type[SparseMatrix], parts: Mapping[str, Tensor], form: Form) -> SparseMatrix:
+    def __new__(cls, parts: Mapping[str, Tensor], form: Form) -> Self:
         """Wrap parts; see `sparse_parts`."""
         *_, values = parts.values()
         made: Any = Tensor._make_wrapper_subclass(
@@ -82,9 +102,15 @@ class SparseMatrix(Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Form]:
         return list(self.part_names), self.form
 
-    @staticmethod
-    def __tensor_unflatten__(inner: Mapping[str, Tensor], form: Form, *_size_and_stride: Any) -> SparseMatrix:
-        return SparseMatrix(inner, form)
+    @classmethod
+    def __tensor_unflatten__(cls, inner: Mapping[str, Tensor], form: Form, *_size_and_stride: Any) -> Tensor:
+        *_, values = inner.values()
+        return cls(inner, form) if stands_for_another(values) else made_of([*inner.values()], form)
+
+    @classmethod
+    def rule(cls, func: Any) -> Callable[..., Any] | None:
+        """What an operator does; None if it is refused."""
+        return _RULES.get(func)
 
     @classmethod
     def __torch_dispatch__(
@@ -95,15 +121,15 @@ class SparseMatrix(Tensor):
         Raises:
             UnsupportedProgram: it is no product with a dense matrix.
         """
-        rule = _RULES.get(func)
+        rule = cls.rule(func)
         found = NotImplemented if rule is None else rule(*args, **(kwargs or {}))
         if found is NotImplemented:
-            layout = next(each.form[0] for each in args if isinstance(each, SparseMatrix))
+            layout = next(each.form[0] for each in pytree.tree_leaves(args) if isinstance(each, cls))
             raise UnsupportedProgram(
-                f"`{func}` is given a matrix of layout {layout}",
+                f"`{func}` is given {cls.called} of layout {layout}",
                 where=Origins().current() or None,
                 stage="joint",
-                fix=FIX,
+                fix=cls.remedy,
             )
         return found
 
@@ -115,9 +141,9 @@ class SparseMatrix(Tensor):
         """The values."""
         return vars(self)[self.part_names[-1]]
 
-    def again(self) -> SparseMatrix:
+    def again(self) -> Self:
         """Another tensor of the same parts."""
-        return SparseMatrix(self.parts(), self.form)
+        return type(self)(self.parts(), self.form)
 
     def layout_now(self) -> torch.layout:
         """What `.layout` asks for."""
@@ -176,25 +202,6 @@ def _sum_of_masked(one: Any, other: Any) -> SparseMatrix:
     return SparseMatrix(of_one | {"_values()": of_one["_values()"] + of_other["_values()"]}, one.form)
 
 
-def sparse_made(
-    _func: Any,
-    sparse_dim: int,
-    dense_dim: int,
-    size: Sequence[int],
-    indices: Tensor,
-    values: Tensor,
-    *,
-    is_coalesced: bool | None = None,
-    **_options: Any,
-) -> Tensor:
-    """A COO matrix that a program makes of values with history: PyTorch's fakes of sparse tensors lose it."""
-    has_history = torch.is_grad_enabled() and values.requires_grad
-    if not has_history or (sparse_dim, dense_dim) != (2, 0):
-        return NotImplemented
-    parts = {"_indices()": indices, "_values()": values}
-    return SparseMatrix(parts, (torch.sparse_coo, torch.Size(size), bool(is_coalesced)))
-
-
 _RULES: Mapping[Any, Callable[..., Any]] = {
     torch.ops.prim.layout.default: SparseMatrix.layout_now,
     _ATEN.is_coalesced.default: SparseMatrix.is_in_order,
@@ -210,6 +217,19 @@ _RULES: Mapping[Any, Callable[..., Any]] = {
 }
 
 
+def made_of(parts: Sequence[Tensor], form: Form) -> Tensor:
+    """A real sparse tensor of its parts."""
+    *indices, values = parts
+    layout, size, is_coalesced = form
+    like: Any = {"dtype": values.dtype, "layout": layout, "device": values.device}
+    if layout is not torch.sparse_coo:
+        return _ATEN._sparse_compressed_tensor_unsafe.default(*indices, values, size, **like)
+    (at,) = indices
+    at = at[None] if at.dim() == 1 else at
+    make = _ATEN._sparse_coo_tensor_with_dims_and_tensors.default
+    return make(len(at), values.dim() - 1, size, at, values, is_coalesced=is_coalesced or None, **like)
+
+
 def _run(
     added: Tensor,
     indices: Sequence[Tensor],
@@ -220,12 +240,7 @@ def _run(
     dense: Tensor,
     *by: float,
 ) -> Tensor:
-    like: Any = {"dtype": values.dtype, "layout": layout, "device": values.device}
-    if layout is torch.sparse_coo:
-        make = _ATEN._sparse_coo_tensor_with_dims_and_tensors.default
-        matrix = make(2, 0, size, *indices, values, is_coalesced=is_coalesced, **like)
-    else:
-        matrix = _ATEN._sparse_compressed_tensor_unsafe.default(*indices, values, size, **like)
+    matrix = made_of([*indices, values], (layout, torch.Size(size), is_coalesced))
     beta, alpha = by
     return torch.addmm(added, matrix, dense, beta=beta, alpha=alpha)
 

@@ -32,7 +32,7 @@ from aotdist.codegen.triton import Packed
 from aotdist.errors import AotdistError, BadArtifact, InternalError
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.derive import BackwardRequest
-from aotdist.subclasses.protocol import Wrapper
+from aotdist.subclasses.protocol import SPARSE_PARTS, Wrapper
 from aotdist.torch_seam.autograd import CreationMeta
 from aotdist.torch_seam.dtensor import layout_kinds
 from aotdist.torch_seam.operators import OpOverload
@@ -191,7 +191,8 @@ def _is_attribute(value: Any) -> bool:
 
 def is_attribute_path(value: Any) -> bool:
     """Whether it leads from a wrapper to a tensor inside: `._local_tensor._data`."""
-    return type(value) is str and value.startswith(".") and all(map(_is_attribute, value[1:].split(".")))
+    parts = value[1:].split(".") if type(value) is str and value.startswith(".") else [""]
+    return all(_is_attribute(part) or part in SPARSE_PARTS for part in parts)
 
 
 def _is_function(value: Any) -> bool:

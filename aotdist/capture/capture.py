@@ -100,10 +100,11 @@ def capture(
     slots += [Slot("primal", tensor.path) for tensor in environment.state]
     examples = [*tensors, *(tensor.value for tensor in environment.state)]
     program = Program(fn, Row(slots), Row(examples))
-    dims = {**_dynamic_dims(tensors, examples, settings), **call.dims}
     closed_over = _closed_over(environment)
     state = ((tensor.source(), tensor.value) for tensor in environment.state)
     places = [*_places(arguments, tensors), *state, *environment.reached.tensors]
+    met = [*examples, *(_sparse_gradients(places) if call.differentiates else ())]
+    dims = {**_dynamic_dims(tensors, met, settings), **call.dims}
     scope.enter_context(own_attributes(environment.modules.values()))
     return Captured(
         program=program,
@@ -138,6 +139,11 @@ def _places(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> list[tuple
         (Source(path, Argument(position, tensor)), tensor)
         for position, (path, tensor) in enumerate(zip(paths, tensors, strict=True))
     ]
+
+
+def _sparse_gradients(places: Iterable[tuple[Source, torch.Tensor]]) -> list[torch.Tensor]:
+    """The gradients with as many rows as the batch before had words."""
+    return [one.grad for _, one in places if one.is_leaf and one.grad is not None and one.grad.is_sparse]
 
 
 def _dynamic_dims(

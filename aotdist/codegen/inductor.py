@@ -38,6 +38,7 @@ from aotdist.codegen.portable import portable_of
 from aotdist.codegen.random_operators import draws_as_eager, keep_draws_in_order, prepare_draws, restore_draws
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.program import Graph
+from aotdist.subclasses.protocol import ADDED_ROWS
 from aotdist.torch_seam.ambient import autocast_off, warnings_no_errors
 from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode
 from aotdist.torch_seam.inductor import (
@@ -222,10 +223,11 @@ def _put_at(
 _MADE_OF: Decompositions = {
     torch.ops.aten.add.Tensor: _multiplied_first,
     torch.ops.aten.slice_scatter.default: _put_at,
+    **ADDED_ROWS,
 }
 _USE_FX = 'use backend="fx"; "auto" does for graphs that Inductor refuses'
 
-_MAKES_SPARSE = re.compile("_sparse_coo_tensor|embedding_sparse_backward")
+_MAKES_SPARSE = "_sparse_coo_tensor"
 """Operators whose results are sparse. What the graph knew of that, rewrites of the joint graph lose."""
 
 
@@ -234,7 +236,7 @@ def _refuse_what_goes_wrong(gm: torch.fx.GraphModule) -> None:
 
     The code would take these for dense; they may be results.
     """
-    made = (node for node in gm.graph.nodes if _MAKES_SPARSE.search(str(node.target)))
+    made = (node for node in gm.graph.nodes if _MAKES_SPARSE in str(node.target))
     reads_sparse = (user for node in made for user in node.users if user.op != "output")
     for nodes, of_what in ((reads_sparse, "a sparse tensor"), (linear_algebra(gm), "complex numbers")):
         for node in nodes:

@@ -27,6 +27,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.traits import is_random
 from aotdist.program import Graph, Slot
+from aotdist.subclasses.protocol import ADDED_ROWS
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.symbols import SYMBOLIC
@@ -287,5 +288,6 @@ _RULES: dict[Any, Callable[..., Any]] = {
         for overload in getattr(_ATEN, prefix + name).overloads()
         if not overload.endswith("out")
     },
+    **ADDED_ROWS,
 }
 """What operators, and functions of numbers, are if tensors stand for the numbers."""

@@ -49,10 +49,16 @@ def print_rebuild(printer: Printer, recipe: Recipe, plains: list[str], hint: str
     """An expression for the tensor that `recipe` puts together from `plains`."""
     if isinstance(recipe, Plain):
         return plains[0]
-    if is_symbolic(recipe):
+    if is_symbolic(recipe) and _has_sizes(recipe):
         sized = f"{printer.bind('concrete', concrete)}({printer.bind(hint, recipe)}, symbols)"
         return f"{printer.bind('rebuilt', rebuilt)}({sized})({', '.join(plains)})"
     return f"{printer.bind(f'rebuild_{hint}', rebuilt(recipe))}({', '.join(plains)})"
+
+
+def _has_sizes(recipe: Recipe) -> bool:
+    """Whether a wrapper is made of numbers, too, and not only of what is in it."""
+    is_wrapper = isinstance(recipe, Wrapper)
+    return is_wrapper and (wrapper_rule(recipe.cls).sized or is_symbolic(recipe.context))
 
 
 def _watched(printer: Printer, watch: Watch) -> AbstractContextManager[None]:

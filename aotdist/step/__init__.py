@@ -6,7 +6,9 @@ What `aotdist.compile` is given becomes a step when its trace meets a gradient o
 It is captured as it is written. A torch-function mode (`step/accumulation.py`) makes `backward()` an
 `autograd.grad` inside of the trace and answers for `.grad`: what an input's gradient is when the call begins
 is one more input, and new gradients are laid out as autograd would accumulate them, results that are assigned
-at the end. So a step is an inference program that writes its inputs, and nothing after the trace knows of it.
+at the end. A sparse tensor that the call finds (a gradient, momentum) has other sizes when it is written, so
+a copy is, and the caller's takes over what that holds. So a step is an inference program that writes its
+inputs, and nothing after the trace knows of it.
 
 Hooks of all optimizers say which of them step (`step/turns.py`). What they hold is passed in at each call, by
 name, as it is then (`step/held.py`); what a step assigns anew is returned as results (`step/done.py`).

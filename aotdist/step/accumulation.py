@@ -11,10 +11,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import SparseRows
 from aotdist.torch_seam.autograd import in_backward, nodes_behind
 from aotdist.torch_seam.hooks import has_grad_hooks
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.patches import replaced_here
+from aotdist.torch_seam.trees import pytree
 from aotdist.trace.failures import refusal
 from aotdist.trace.stand_ins import current_inputs
 
@@ -29,11 +31,13 @@ class _Leaf:
         tensor: the leaf, as the program sees it.
         before: the gradient that it had when the call began.
         now: the gradient that it has.
+        begun: what stands for `before` and may be written: of a sparse gradient, another tensor.
     """
 
     tensor: torch.Tensor
     before: torch.Tensor | None
     now: torch.Tensor | None
+    begun: torch.Tensor | None
 
 
 class Accumulation(TorchFunctionMode):
@@ -59,8 +63,18 @@ class Accumulation(TorchFunctionMode):
         return [
             (leaf.tensor, leaf.now)
             for leaf in self._of_inputs()
-            if leaf.now is not None and leaf.now is not leaf.before
+            if leaf.now is not None and leaf.now is not leaf.begun
         ]
+
+    def begun(self) -> list[tuple[SparseRows, SparseRows]]:
+        """Sparse gradients that inputs had, with what stands for them."""
+        found = [(leaf.before, leaf.begun) for leaf in self._of_inputs()]
+        return [(a, b) for a, b in found if isinstance(a, SparseRows) and isinstance(b, SparseRows)]
+
+    def as_given(self, result: Any) -> Any:
+        """A result with the gradients in it that the call was given."""
+        given = {id(leaf.begun): leaf.before for leaf in self._leaves.values()}
+        return pytree.tree_map_only(SparseRows, lambda one: given.get(id(one), one), result)
 
     def cleared(self) -> list[torch.Tensor]:
         """Inputs that had a gradient, and have none."""
@@ -85,6 +99,8 @@ class Accumulation(TorchFunctionMode):
                 return None
         if func is torch.Tensor.backward and not in_backward():
             return self._backward(*args, **(kwargs or {}))
+        if func is torch.sparse_coo_tensor and _are_rows(*args, **(kwargs or {})):
+            return SparseRows.of((args[0][0], args[1]), args[2])
         self._retains = self._retains or func is torch.Tensor.retain_grad
         return func(*args, **(kwargs or {}))
 
@@ -99,15 +115,13 @@ class Accumulation(TorchFunctionMode):
         found = self._leaves.get(id(tensor if met is None else met))
         if found is not None:
             return found
-        with torch_functions_off():  # which would have words of their own for it
-            if tensor.is_leaf and tensor.grad is not None:
-                _refuse_sparse(tensor, tensor.grad)
         before = tensor.grad if tensor.is_leaf else None  # a user's tensor is met by that
         met = inputs.of_example(tensor)
         tensor = tensor if met is None else met
         if not tensor.is_leaf:
             return None
-        self._leaves[id(tensor)] = leaf = _Leaf(tensor, before, before)
+        begun = before.again() if isinstance(before, SparseRows) else before
+        self._leaves[id(tensor)] = leaf = _Leaf(tensor, before, begun, begun)
         return leaf
 
     def _backward(
@@ -172,16 +186,19 @@ class Accumulation(TorchFunctionMode):
             raise refusal(
                 "`backward(inputs=)` is given a tensor that is no leaf", fix="use `torch.autograd.grad`"
             )
-        _refuse_sparse(leaf.tensor, grad)
-        leaf.now = _laid_out_like(grad, leaf.tensor) if leaf.now is None else leaf.now.add_(grad)
+        if leaf.now is None:
+            leaf.now = _laid_out_like(grad, leaf.tensor)
+        elif leaf.now.is_sparse and not grad.is_sparse:
+            leaf.now = grad + leaf.now
+        else:
+            leaf.now.add_(grad)
 
 
-def _refuse_sparse(param: torch.Tensor, grad: torch.Tensor) -> None:
-    if grad.layout is not torch.strided:
-        raise refusal(
-            f"a parameter of size {list(param.shape)} gets a sparse gradient",
-            fix="let it be dense (`nn.Embedding(..., sparse=False)`), or compile the model alone",
-        )
+def _are_rows(indices: Any, values: Any, size: Any = None, **options: Any) -> bool:
+    """Whether a sparse tensor is made as `Adagrad` does: of rows of what it updates."""
+    if torch.is_grad_enabled() or options or size is None or not isinstance(indices, torch.Tensor):
+        return False
+    return (indices.dim(), indices.shape[0], values.dim()) == (2, 1, 2)
 
 
 def _leaves_behind(roots: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -221,6 +238,8 @@ def _laid_out_like(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     What reads gradients in the order of memory (a norm) adds up in another order otherwise. It is detached,
     too: a view that a backward took under `no_grad` could not be written with history (`grad.add_(param)`).
     """
+    if isinstance(grad, SparseRows):
+        return grad.again()
     wanted = torch.empty_like(param).stride()
     if all(size == 1 or a == b for size, a, b in zip(grad.shape, grad.stride(), wanted, strict=True)):
         return grad.detach()

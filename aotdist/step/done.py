@@ -10,6 +10,7 @@ import torch
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.step.held import HeldItem, HeldState
+from aotdist.subclasses.protocol import SparseRows
 from aotdist.torch_seam.symbols import number_kind
 from aotdist.torch_seam.trees import pytree
 from aotdist.torch_seam.undo import PassesPrograms
@@ -37,6 +38,8 @@ class Done:
         read: positions of these numbers among the leaves of `result`.
         assigned: leaves, as the call found them, with their new gradients.
         cleared: leaves that have no gradient any more.
+        overwritten: sparse tensors of the call, each with what it holds now.
+        bumps: how often each of these was written.
         tensors: what replaces tensors that the optimizers hold, by position.
         numbers: new values of numbers that they hold, by position, as tensors.
         later: arguments of what is done when the call has run; see `aotdist.step.turns.Later`.
@@ -49,6 +52,10 @@ class Done:
         default_factory=list[tuple[torch.Tensor, torch.Tensor]]
     )
     cleared: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
+    overwritten: list[tuple[torch.Tensor, torch.Tensor]] = field(
+        default_factory=list[tuple[torch.Tensor, torch.Tensor]]
+    )
+    bumps: tuple[int, ...] = ()
     tensors: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     numbers: dict[int, list[torch.Tensor]] = field(default_factory=dict[int, list[torch.Tensor]])
     later: list[Any] = field(default_factory=list[Any])
@@ -103,12 +110,21 @@ class Done:
             else:
                 raise _other_kind(place, value)
 
+    def overwrite(self, begun: Sequence[tuple[torch.Tensor, SparseRows]]) -> None:
+        """Note which sparse tensors of the call were written: in what stands for them."""
+        written = [(before, now) for before, now in begun if now.num_writes]
+        self.overwritten = [(before, now.again()) for before, now in written]
+        self.bumps = tuple(now.num_writes for _, now in written)
+
     def put(self, held: HeldState) -> None:
         """Assign, at a call, what the step has assigned."""
         for at, tensor in self.tensors.items():
             held.tensors[at].put(tensor)
         for at, numbers in self.numbers.items():
             held.numbers[at].put(*(number.item() for number in numbers))
+        for (before, now), bumps in zip(self.overwritten, self.bumps, strict=True):
+            before.copy_(now)
+            torch.autograd.graph.increment_version([before] * (bumps - 1))
         for leaf, grad in self.assigned:
             leaf.grad = grad
         for leaf in self.cleared:
@@ -116,14 +132,18 @@ class Done:
 
 
 def _flatten(done: Done) -> tuple[list[Any], Any]:
-    parts = [done.result, done.assigned, done.cleared, done.tensors, done.numbers, done.later]
-    return parts, (done.read, done.trace)
+    written = [done.assigned, done.cleared, done.overwritten]
+    return [done.result, *written, done.tensors, done.numbers, done.later], (
+        done.read,
+        done.bumps,
+        done.trace,
+    )
 
 
 def _unflatten(parts: Iterable[Any], rest: Any) -> Done:
-    result, *others = parts
-    read, trace = rest
-    return Done(result, read, *others, trace=trace)
+    result, assigned, cleared, overwritten, *others = parts
+    read, bumps, trace = rest
+    return Done(result, read, assigned, cleared, overwritten, bumps, *others, trace=trace)
 
 
 pytree.register_pytree_node(Done, _flatten, _unflatten)

@@ -20,6 +20,7 @@ from aotdist.step.attributes import methods_of, unchanged
 from aotdist.step.done import Done
 from aotdist.step.held import HeldItem, HeldState
 from aotdist.step.turns import Later, MakesState, Turns, steps_ahead
+from aotdist.subclasses.protocol import SparseRows
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.optimizers import note_step, optimizer_hooks, scaler_rules, scaler_state
 from aotdist.torch_seam.patches import formulas_under_modes
@@ -82,6 +83,15 @@ class _Choice:
         leaves = dict(enumerate(pytree.tree_leaves((args, kwargs)))) if self.given else {}
         numbers = [key.found() if isinstance(key, Source) else leaves.get(key) for key in self.given]
         return None not in map(number_kind, numbers) and self.guard.is_same(*held, *map(_tensor_of, numbers))
+
+
+def _copied(held: HeldState, given: Mapping[str, torch.Tensor]) -> dict[str, SparseRows]:
+    """What may be written in the place of sparse tensors that optimizers hold, as momentum, by name."""
+    copies = {path: each.again() for path, each in given.items() if isinstance(each, SparseRows)}
+    for place in held.tensors:
+        if place.path in copies:
+            place.put(copies[place.path])
+    return copies
 
 
 def _read(place: HeldItem, given: Mapping[str, torch.Tensor]) -> list[Any]:
@@ -205,18 +215,19 @@ class StepProgram:
             ahead = [[(place, _read(place, given)) for place in places] for places in now.ahead]
             args, kwargs = numbers.put()
             scalars.reads = False
-            put = [place.owner[place.key] for place in held.numbers]
+            put, copies = [place.owner[place.key] for place in held.numbers], _copied(held, given)
             written = functools.partial(_written_by, held=held)
             turns = Turns(self._optimizers, scalars, written, ahead, now.asked)
             with turns.heard():
-                done.give(self._run(*args, **kwargs))
+                done.give(accumulation.as_given(self._run(*args, **kwargs)))
             if held.has_grown():
                 raise MakesState
             numbers.take_back()
-            done.note(held, {id(place.value): given[place.path] for place in held.tensors}, put)
+            done.note(held, {id(place.value): {**given, **copies}[place.path] for place in held.tensors}, put)
         scalars.is_over = True
         _refuse_skipped(turns, done)
         done.assigned, done.cleared = accumulation.assigned(), accumulation.cleared()
+        done.overwrite([*accumulation.begun(), *((given[path], copy) for path, copy in copies.items())])
         done.later = [(later.args, later.kwargs) for later in turns.later]
         self._traces.append(_Trace(turns.stepped, turns.later))
         guard = scalars.guard()

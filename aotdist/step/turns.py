@@ -59,7 +59,8 @@ class Scaling:
 
     def _check(self, optimizer: torch.optim.Optimizer, factor: torch.Tensor) -> None:
         params = [param for group in optimizer.param_groups for param in group["params"]]
-        grads = [grad for param in params if (grad := param.grad) is not None]
+        found = (grad for param in params if (grad := param.grad) is not None)
+        grads = [grad._values() if grad.is_sparse else grad for grad in found]
         found_inf = torch.full((), 0.0, dtype=torch.float32, device=self._scale.device)
         for dtype in dict.fromkeys(grad.dtype for grad in grads):
             alike = [grad for grad in grads if grad.dtype == dtype]

@@ -59,7 +59,8 @@ def in_place_twin(op: OpOverload) -> OpOverload | None:
     if op is torch.ops.aten.copy.default:
         return torch.ops.aten.copy_.default
     namespace, _, name = op._schema.name.partition("::")
-    if torch.Tag.pointwise not in op.tags and not name.startswith(("_foreach_", "_fused_")):
+    is_ours = namespace == "aotdist"
+    if not is_ours and torch.Tag.pointwise not in op.tags and not name.startswith(("_foreach_", "_fused_")):
         return None
     packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
     overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]

@@ -54,13 +54,13 @@ def printed_by(blocks: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 PROMISES = {
-    "differences": 32,
+    "differences": 33,
     "from_torch_compile": 8,
     "index": 0,
     "my_training_loop": 20,
     "passes": 8,
     "subclasses": 2,
-    "train_step": 15,
+    "train_step": 16,
 }
 
 

@@ -40,9 +40,9 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (58_270, 42_000),
-    "lines of its core": (32_680, 23_500),
-    "classes of its core": (288, 200),
+    "lines of aotdist/": (58_280, 42_000),
+    "lines of its core": (32_634, 23_500),
+    "classes of its core": (287, 200),
     "files of aotdist/": (293, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),

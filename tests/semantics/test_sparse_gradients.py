@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 import aotdist
-from aotdist.errors import UnsupportedProgram
 
 
 class Words(nn.Module):
@@ -73,8 +72,7 @@ def parts(grad: torch.Tensor) -> list[torch.Tensor]:
     return [grad._indices(), grad._values(), torch.tensor(grad.is_coalesced())]
 
 
-@pytest.mark.filterwarnings("ignore:aotdist. Inductor does not compile")
-@pytest.mark.parametrize("backend", ["fx", "auto"])
+@pytest.mark.parametrize("backend", ["fx", "inductor"])
 @pytest.mark.parametrize("name", MODELS)
 def test_training(name: str, backend: str) -> None:
     torch.manual_seed(0)
@@ -112,8 +110,3 @@ def test_sparse_adam() -> None:
     expected = trained(model, torch.optim.SparseAdam(model.parameters(), lr=0.1))
     found = trained(call, torch.optim.SparseAdam(compiled.parameters(), lr=0.1))
     assert all(map(torch.equal, found, expected))
-
-
-def test_inductor_refuses_to_add_sparse_gradients() -> None:
-    with pytest.raises(UnsupportedProgram, match="of a sparse tensor"):
-        aotdist.compile(Words(2), backend="inductor")(batches()[0]).sum().backward()

@@ -650,21 +650,6 @@ def test_accumulation_does_not_ask_what_clips() -> None:
     assert len(step.graphs) == 1 + 3  # one that adds; updates for no norms, one, two and three that are kept
 
 
-def test_sparse_gradients_are_refused() -> None:
-    """A trace knows of no element of them, and `SparseAdam` would do nothing."""
-    model = nn.Embedding(10, 4, sparse=True)
-    optimizer = torch.optim.SparseAdam(model.parameters())
-    step = aotdist.train_step(model, loss_of, optimizer, backend="fx")
-    step(torch.arange(5))
-    with refused(match="gets a sparse gradient"):
-        step(torch.arange(5))
-    loss_of(model, torch.arange(5)).backward()
-    alone = aotdist.compile(optimizer.step, backend="fx")
-    alone()  # as it is written
-    with refused(match="gets a sparse gradient"):
-        alone()
-
-
 def test_parameters_without_an_optimizer_keep_their_gradients() -> None:
     train(Pair.of(lambda params: torch.optim.AdamW(params[:2], lr=0.01)))
 

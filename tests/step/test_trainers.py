@@ -837,6 +837,81 @@ def word2vec() -> Written:
     return Written(step, [model], [optimizer], batch=batch)
 
 
+class Node2Vec(nn.Module):
+    """PyTorch Geometric's: walks from a node, and walks to nodes that are none of its neighbours."""
+
+    def __init__(self, num_nodes: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(num_nodes, 8, sparse=True)
+
+    def loss(self, pos_rw: torch.Tensor, neg_rw: torch.Tensor) -> torch.Tensor:
+        eps, losses = 1e-15, []
+        for walk, sign in ((pos_rw, 1), (neg_rw, -1)):
+            start, rest = walk[:, 0], walk[:, 1:].contiguous()
+            h_start = self.embedding(start).view(walk.size(0), 1, 8)
+            h_rest = self.embedding(rest.view(-1)).view(walk.size(0), -1, 8)
+            out = torch.sigmoid((h_start * h_rest).sum(dim=-1).view(-1))
+            losses.append(-torch.log((out if sign > 0 else 1 - out) + eps).mean())
+        return losses[0] + losses[1]
+
+
+@written("node2vec, sparse gradients")
+def node2vec() -> Written:
+    model = Node2Vec(20)
+    optimizer = torch.optim.SparseAdam(list(model.parameters()), lr=0.01)
+
+    def train(pos_rw: torch.Tensor, neg_rw: torch.Tensor) -> float:
+        model.train()
+        optimizer.zero_grad()
+        loss = model.loss(pos_rw, neg_rw)
+        loss.backward()
+        optimizer.step()
+        return loss.item()
+
+    def walks(at: int) -> tuple[Any, ...]:
+        return tuple(torch.randint(0, 20, (6, 4), generator=seeded(at + seed)) for seed in (0, 100))
+
+    return Written(train, [model], [optimizer], batch=walks)
+
+
+class Recommender(nn.Module):
+    """Factors and biases of users and items, and a head: a sparse and a dense optimizer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items = (nn.Embedding(15, 6, sparse=True) for _ in range(2))
+        self.biases = nn.Embedding(15, 1, sparse=True)
+        self.head = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 1))
+
+    def forward(self, user: torch.Tensor, item: torch.Tensor) -> torch.Tensor:
+        pair = self.users(user), self.items(item)
+        rating = self.head(torch.cat(pair, -1)) + self.biases(user) + self.biases(item)
+        return (rating + (pair[0] * pair[1]).sum(-1, keepdim=True)).squeeze(-1)
+
+
+@written("recommender, sparse and dense gradients")
+def recommender() -> Written:
+    model = Recommender()
+    sparse = [p for name, p in model.named_parameters() if not name.startswith("head")]
+    optimizers = torch.optim.SparseAdam(sparse, lr=0.02), adamw(model.head)
+
+    def step(user: torch.Tensor, item: torch.Tensor, rating: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(model(user, item), rating)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.head.parameters(), 1.0)
+        for optimizer in optimizers:
+            optimizer.step()
+        return loss.detach()
+
+    def ratings(at: int) -> tuple[Any, ...]:
+        pair = (torch.randint(0, 15, (8,), generator=seeded(at + seed)) for seed in (0, 100))
+        return (*pair, torch.rand(8, generator=seeded(at)))
+
+    return Written(step, [model], optimizers, batch=ratings)
+
+
 def _huggingface(kind: str) -> Build:
     def build() -> Written:
         import transformers

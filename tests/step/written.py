@@ -116,6 +116,7 @@ def _assert_same_tensor(ours: torch.Tensor, eager: torch.Tensor, path: str, clos
         assert isinstance(eager, DTensor) and ours.placements == eager.placements, path
         _assert_same_tensor(ours.to_local(), eager.to_local(), path, close)
     elif is_wrapper(ours):
+        assert (ours.is_sparse and ours.is_coalesced()) == (eager.is_sparse and eager.is_coalesced()), path
         assert_same(list(plain_tensors(ours)), list(plain_tensors(eager)), path, close)
     elif close:
         torch.testing.assert_close(ours, eager, rtol=1e-3, atol=1e-4, msg=lambda said: f"{path}: {said}")

@@ -225,3 +225,31 @@ def test_all_else_is_refused(run: Callable[[Tensor], Any], says: str) -> None:
 def test_other_sparse_tensors_are_refused(make: Callable[[], Tensor], says: str) -> None:
     with pytest.raises(UnsupportedProgram, match=says):
         aotdist.compile(lambda a, x: a @ x, backend="fx")(make(), torch.ones(NODES, 2))
+
+
+def rows_of_two_words() -> Tensor:
+    """What an embedding's gradient is."""
+    return torch.sparse_coo_tensor([[3, 1, 3]], torch.arange(6.0).view(3, 2), (5, 2))
+
+
+def test_rows_of_a_gradient_are_arguments_and_results() -> None:
+    def program(rows: Tensor) -> tuple[Tensor, ...]:
+        return rows, rows.coalesce(), -rows / 3, rows + rows.coalesce(), torch.ones(5, 2).add(rows, alpha=0.3)
+
+    given = rows_of_two_words()
+    found, expected = aotdist.compile(program, backend="fx")(given), program(given)
+    assert found[0] is given
+    for one, other in zip(found, expected, strict=True):
+        assert one.layout is other.layout and one.shape == other.shape
+        pairs = [(one, other)]
+        if one.is_sparse:
+            assert one.is_coalesced() == other.is_coalesced()
+            pairs = [(one._indices(), other._indices()), (one._values(), other._values())]
+        assert all(torch.equal(*pair) for pair in pairs)
+
+
+def test_rows_that_are_given_are_not_written() -> None:
+    with pytest.raises(UnsupportedProgram, match="that the call is given is written in place"):
+        aotdist.compile(lambda rows: rows.mul_(2), backend="fx")(rows_of_two_words())
+    doubled = aotdist.compile(lambda rows: rows.clone().mul_(2), backend="fx")(rows_of_two_words())
+    assert torch.equal(doubled.to_dense(), (rows_of_two_words() * 2).to_dense())

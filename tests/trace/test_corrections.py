@@ -86,10 +86,6 @@ def leaf(*size: int) -> Tensor:
     return torch.randn(size, requires_grad=True)
 
 
-def twice(look_up: Callable[[Tensor], Tensor], indices: Tensor) -> Tensor:
-    return look_up(indices) * look_up(indices.flip(0))
-
-
 def caught(x: Tensor) -> Tensor:
     try:
         return x.mT.view(-1) * 2
@@ -119,11 +115,6 @@ EXAMPLES: dict[str, Example] = {
     ),
     "singular values alone": Example(torch.linalg.svdvals, lambda: [torch.randn(40, 30)]),
     "decompositions without vectors": Example(torch.linalg.svdvals, lambda: [torch.randn(40, 30)]),
-    "sparse gradients beside padding": Example(
-        lambda i, w: twice(lambda i: F.embedding(i, w, padding_idx=1, sparse=True), i),
-        lambda: [torch.tensor([1, 2, 1, 3]), leaf(5, 3)],
-        training=True,
-    ),
     "checks of data": Example(
         lambda x, w: torch.istft(x, 16, window=w),
         lambda: [torch.randn(2, 9, 17, dtype=torch.complex64), torch.hann_window(16)],

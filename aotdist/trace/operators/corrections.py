@@ -79,12 +79,6 @@ CORRECTIONS: tuple[Correction, ...] = (
         "vectors are computed along with the values that are asked for, by another algorithm",
     ),
     Correction(
-        "sparse gradients beside padding",
-        "function",
-        functions_of_data.EMBEDDINGS,
-        "the sparse gradient beside a padding index asks how many indices are none",
-    ),
-    Correction(
         "checks of data",
         "function",
         functions_of_data.CHECKS,
@@ -190,11 +184,16 @@ CORRECTIONS: tuple[Correction, ...] = (
         kinds=((operators.has_twin, operators.with_twin),),
     ),
     Correction(
+        "backward of bags",
+        "operator",
+        functions_of_data.BAGS,
+        "a fake of a sparse gradient has no rows",
+    ),
+    Correction(
         "sparse matrices",
         "operator",
         {torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors.default: sparse_made},
-        "of values with a history, fakes have no values, and so no gradient for them",
-        release="2.13",
+        "fakes of them have no values: rows would be none, and a history would be lost",
     ),
     Correction(
         "refused operators",
@@ -219,12 +218,6 @@ CORRECTIONS: tuple[Correction, ...] = (
         "fake",
         fakes.GROUPED,
         "only bf16 is taken, and rows have no gaps behind them",
-    ),
-    Correction(
-        "backward of bags",
-        "fake",
-        fakes.BAGS,
-        "an empty map from indices to bags is taken as it is",
     ),
     Correction(
         "settled sizes",

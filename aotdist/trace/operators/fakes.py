@@ -9,8 +9,6 @@ that come.
   `constant_pad_nd`, Fourier transforms, `complex` and `polar`. Each size would have an artifact of its own.
 - Grouped products (of experts) fakes allow in bf16 only, and without the gaps behind rows that the kernels
   leave: these begin at multiples of 16 bytes.
-- The backward of `embedding_bag` with sparse gradients makes the map from indices to bags where the forward's
-  kernel did without it; its fake takes the empty map as it is, and has as many gradients as that.
 - What cannot be a view, fakes refuse with a `ValueError`; who then reshapes catches a `RuntimeError`.
 - What writes into a part of a storage keeps its offset; the cache of fakes forgets it.
 
@@ -70,18 +68,6 @@ def _grouped_product(
     return torch.empty_strided((*in_groups, rows, columns), strides, dtype=dtype, device=a.device)
 
 
-def _bag_backward(
-    func: OpOverload,
-    grad: torch.Tensor,
-    indices: torch.Tensor,
-    offsets: torch.Tensor,
-    bag_of: torch.Tensor,
-    *others: Any,
-) -> Any:
-    """With the map that the kernel makes where it gets an empty one."""
-    return func(grad, indices, offsets, bag_of if bag_of.numel() else torch.empty_like(indices), *others)
-
-
 def _in_python(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """By PyTorch's kernels in Python, which keep symbols."""
     numbers = [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves(args)]
@@ -120,7 +106,6 @@ def _normalised(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 GROUPED: Mapping[Any, Callable[..., Any]] = {_ATEN._grouped_mm.default: _grouped_product}
-BAGS: Mapping[Any, Callable[..., Any]] = {_ATEN._embedding_bag_backward.default: _bag_backward}
 SETTLED: Mapping[Any, Callable[..., Any]] = dict.fromkeys(
     (
         _ATEN._fft_c2c.default,

@@ -5,7 +5,7 @@
   raises.
 - *Linear algebra* asks whether a tensor is a plain one, and computes vectors otherwise along with the values
   that are asked for, by another algorithm, which rounds otherwise; and leaves `out=` as it is.
-- *Sparse gradients* of embeddings with a padding index have a row for each index that is none.
+- *Sparse gradients* of bags have no rows where they are fakes.
 - *Results of unknown sizes*: the forward of a CTC loss keeps for the backward as much as the longest target
   needs; the fake result has the size that the targets' own allows, and only the backward's kernel looks at
   it. `linalg.lstsq` leaves residuals out where a matrix is not of full rank; the fake result has them.
@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from aotdist.sizes import is_symbolic
+from aotdist.subclasses.protocol import SparseRows
 from aotdist.torch_seam.autograd import running_node
 from aotdist.torch_seam.checks import check_all, gaussian_nll_loss
 from aotdist.torch_seam.functional import DataDependentOutputException
@@ -162,58 +163,21 @@ DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {
 }
 """What is called for the decompositions in them; the third argument of each asks for the vectors."""
 
-_LIBRARY.define(
-    "embedding_sparse_backward(Tensor grad, Tensor indices, SymInt num_weights, int padding_idx) -> Tensor"
-)
-_EMBEDDING_BACKWARD = torch.ops.aotdist.embedding_sparse_backward.default
 
-
-@torch.library.impl(_LIBRARY, "embedding_sparse_backward", "CompositeExplicitAutograd")
-def _embedding_backward(grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int) -> Tensor:
-    return torch.ops.aten.embedding_sparse_backward(grad, indices, num_weights, padding_idx, False)
-
-
-def _without_padding(grad: Tensor, indices: Tensor, num_weights: int, padding_idx: int) -> Tensor:
-    return torch.ops.aten.embedding_sparse_backward(grad, indices, num_weights, -1, False)
-
-
-torch.library.register_fake("aotdist::embedding_sparse_backward", _without_padding, lib=_LIBRARY)
-
-
-class _Embedding(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, weight: Tensor, indices: Tensor, padding_idx: int, renorm: Mapping[str, Any]
-    ) -> Tensor:
-        ctx.save_for_backward(indices)
-        ctx.num_weights, ctx.padding_idx = weight.size(0), padding_idx
-        return functional.embedding(indices, weight, padding_idx, sparse=True, **renorm)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        (indices,) = ctx.saved_tensors
-        padding_idx = ctx.padding_idx % ctx.num_weights
-        return _EMBEDDING_BACKWARD(grads[0], indices, ctx.num_weights, padding_idx), None, None, None
-
-
-def _embedding(
-    _func: Callable[..., Tensor],
-    input: Tensor,  # noqa: A002  (the name that callers use)
-    weight: Tensor,
-    padding_idx: int | None = None,
-    max_norm: float | None = None,
-    norm_type: float = 2.0,
-    scale_grad_by_freq: bool = False,
-    sparse: bool = False,
+def _bag_backward(
+    _func: OpOverload,
+    grad: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    bag_of: Tensor,
+    *others: Any,
 ) -> Tensor:
-    """`torch.nn.functional.embedding`, with a gradient that can be traced."""
-    if sparse and padding_idx is not None and not scale_grad_by_freq:
-        return _Embedding.apply(weight, input, padding_idx, {"max_norm": max_norm, "norm_type": norm_type})
-    return NotImplemented
+    is_sparse = others[5]
+    return SparseRows.of_bags(grad, indices, offsets, bag_of, *others) if is_sparse else NotImplemented
 
 
-EMBEDDINGS: Mapping[Any, Callable[..., Any]] = {functional.embedding: _embedding}
-"""What is called for embeddings."""
+BAGS: Mapping[Any, Callable[..., Any]] = {_ATEN._embedding_bag_backward.default: _bag_backward}
+"""What is called for backwards of bags."""
 
 
 def _like_loss(log_probs: Tensor, targets: Tensor, *_lengths: Any) -> tuple[Tensor, Tensor]:
