@@ -228,7 +228,8 @@ def test_a_row_is_needed(name: str, without: Callable[[str], None]) -> None:
     without(name)
     is_right = False
     with contextlib.suppress(Exception):
-        is_right = example.is_as_in_eager()
+        # The second compilation finds what PyTorch's cache of fakes has of the first.
+        is_right = example.is_as_in_eager() and example.is_as_in_eager()
     assert not is_right, f"torch {torch.__version__} no longer needs `{name}`"
 
 
