@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, NewType, TypeAlias, TypeVar, cast
 
 import torch
 
-from aotdist.torch_seam.nodes import copied_graph
+from aotdist.torch_seam.nodes import calls_of, copied_graph
 from aotdist.torch_seam.packed_graphs import HeldGraph, Places
 from aotdist.torch_seam.proxies import graph_module
 
@@ -193,6 +193,10 @@ class Graph:
     def placeholders(self) -> list[torch.fx.Node]:
         """The argument nodes, in the order of `ins`."""
         return self.gm.graph.find_nodes(op="placeholder")
+
+    def calls(self, is_wanted: Callable[[torch.fx.Node], bool]) -> list[torch.fx.Node]:
+        """The calls whose function is wanted, in order: of several calls of one, the first is asked."""
+        return calls_of(self.gm.graph, is_wanted)
 
     def is_backward(self) -> bool:
         """Whether it is a backward that was cut off."""

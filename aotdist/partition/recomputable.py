@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Iterable
+from typing import Any
 
 from torch.fx import Node
 
@@ -63,31 +64,27 @@ LONGEST_CHAIN = 50
 """Most operators in a row that may run again: a fused kernel of more spills registers."""
 
 
-@functools.cache
-def _base_name(op: OpOverload) -> str:
-    return op.name().partition(".")[0]
-
-
-def _is_one_of(node: Node, names: frozenset[str]) -> bool:
-    return isinstance(node.target, OpOverload) and _base_name(node.target) in names
-
-
 _CHEAP = POINTWISE | MOVES | CREATIONS
 _FUSED_ONCE = REDUCTIONS | LOOKUPS | RANDOM
+
+
+@functools.cache
+def _is_one_of(op: Any, names: frozenset[str]) -> bool:
+    return isinstance(op, OpOverload) and op.name().partition(".")[0] in names
 
 
 def is_cheap(node: Node) -> bool:
     """Whether a compiler would fuse the node away: running it again costs next to nothing."""
     if node.op != "call_function" or is_effectful(node):
         return False
-    return _is_one_of(node, _CHEAP) or is_view(node)
+    return _is_one_of(node.target, _CHEAP) or is_view(node)
 
 
 def is_border(node: Node) -> bool:
     """Whether fusion ends here: a library call, a collective, an operator that we don't know."""
     if node.op != "call_function" or is_getitem(node) or is_wait(node):
         return False
-    return not is_cheap(node) and not _is_one_of(node, _FUSED_ONCE)
+    return not is_cheap(node) and not _is_one_of(node.target, _FUSED_ONCE)
 
 
 def chain_breaks(order: Iterable[Node], fixed: Container[Node]) -> set[Node]:

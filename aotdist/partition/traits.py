@@ -103,9 +103,9 @@ def is_random(node: Node) -> bool:
 
 
 @functools.cache
-def _op_is_pure(op: OpOverload) -> bool:
+def _op_is_effectful(op: OpOverload) -> bool:
     probe = torch.fx.Graph().create_node("call_function", op)
-    return not probe.is_impure()
+    return op is not _WAIT and (op in _CHECKS or probe.is_impure())
 
 
 def is_effectful(node: Node) -> bool:
@@ -114,10 +114,10 @@ def is_effectful(node: Node) -> bool:
     Random operators do: eager advances the generator. Waits do not: a collective that nobody
     reads is dropped together with its wait.
     """
-    if node.op != "call_function" or is_wait(node):
+    if node.op != "call_function":
         return False
     if isinstance(node.target, OpOverload):
-        return node.target in _CHECKS or not _op_is_pure(node.target)
+        return _op_is_effectful(node.target)
     return is_random(node) or node.is_impure()
 
 

@@ -57,13 +57,15 @@ def _named_arguments(graph: Graph) -> Iterator[Fault]:
 
 
 def _no_mutation(graph: Graph) -> Iterator[Fault]:
-    for node in graph.gm.graph.nodes:
-        if not isinstance(node.target, OpOverload) or not writes_arguments(node.target):
-            continue
+    for node in graph.calls(_writes):
         if not is_copy_back(node):
             yield node, "writes to its argument"
         elif node.next.op != "output" and not is_copy_back(node.next):
             yield node, "copies into an argument before the end of the graph"
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and writes_arguments(node.target)
 
 
 def _values_known(graph: Graph) -> Iterator[Fault]:
@@ -82,9 +84,7 @@ def _in_order(graph: Graph) -> Iterator[Fault]:
 
 
 def _waited_once(graph: Graph) -> Iterator[Fault]:
-    for node in graph.gm.graph.nodes:
-        if not is_collective(node):
-            continue
+    for node in graph.calls(is_collective):
         started = node.users if isinstance(node.meta.get("val"), (list, tuple)) else [node]
         for result in started:
             waits = sum(is_wait(user) for user in result.users)

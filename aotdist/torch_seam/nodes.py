@@ -32,7 +32,20 @@ def add_node(
     """
     if name is None:
         name = _NAMES.get(target) or _NAMES.setdefault(target, graph._target_to_str(target))
-    name = graph._graph_namespace.create_name(name, None)
+    return _added(graph, op, target, args, kwargs, _free_name(graph, name), meta, type_expr)
+
+
+def _added(
+    graph: Graph,
+    op: str,
+    target: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    name: str,
+    meta: Mapping[str, Any],
+    type_expr: Any,
+) -> Node:
+    """A node of a name that no other has."""
     node = Node(graph, name, op, target, args, kwargs, type_expr)
     node.meta.update(meta)
     graph._graph_namespace.associate_name_with_obj(name, node)
@@ -42,21 +55,46 @@ def add_node(
     return node
 
 
+def _free_name(graph: Graph, like: str) -> str:
+    """What FX calls a node that is to be called `like`, in 0.3 us instead of 1.6 where others are called so."""
+    names = graph._graph_namespace
+    used, counts = names._used_names, names._base_count
+    if like not in used or like not in counts or like[-1].isdigit():
+        return names.create_name(like, None)
+    number = counts[like] + 1
+    while (name := f"{like}_{number}") in used:
+        number += 1
+    used.add(name)
+    counts[like] = number
+    return name
+
+
+def calls_of(graph: Graph, is_wanted: Callable[[Node], bool]) -> list[Node]:
+    """The calls in a graph whose function is wanted, in order: of several calls of one, the first is asked."""
+    kinds = graph._find_nodes_lookup_table.table.items()
+    calls = (nodes for (op, _), nodes in kinds if op == "call_function" and nodes)
+    return sorted(node for nodes in calls if is_wanted(next(iter(nodes))) for node in nodes)
+
+
 def is_erased(node: Node) -> bool:
     """Whether a node was taken out of its graph."""
     return node._erased
 
 
-def copy_node(graph: Graph, node: Node, now: Callable[[Node], Any], name: str | None) -> Node:
-    """The same operation in a graph, on what `now` gives for each node; `name` as in `add_node`."""
-    args, kwargs = map_arg(node.args, now), map_arg(node.kwargs, now)
-    return add_node(graph, node.op, node.target, args, kwargs, name, node.meta, node.type)
+def copy_node(graph: Graph, node: Node, now: Callable[[Node], Any]) -> Node:
+    """The same operation in a graph, on what `now` gives for each node; called as the node, if that is free."""
+    used, name, kwargs = graph._graph_namespace._used_names, node.name, node.kwargs
+    if name in used:
+        name = _free_name(graph, name)
+    used.add(name)
+    args, kwargs = map_arg(node.args, now), map_arg(kwargs, now) if kwargs else kwargs
+    return _added(graph, node.op, node.target, args, kwargs, name, node.meta, node.type)
 
 
 def copied_graph(graph: Graph) -> Graph:
     """The same graph in nodes of its own; what their `meta` holds is shared."""
     made, copies = Graph(tracer_cls=graph._tracer_cls), dict[Node, Node]()
     for node in graph.nodes:
-        copies[node] = copy_node(made, node, copies.__getitem__, node.name)
+        copies[node] = copy_node(made, node, copies.__getitem__)
     made._codegen = copy.deepcopy(graph._codegen)
     return made
