@@ -25,7 +25,7 @@ from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source, kee
 from aotdist.capture.watched import Watched, assign, fill, put_back
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import numbers_of_data
-from aotdist.torch_seam.own_attributes import own, shared
+from aotdist.torch_seam.own_attributes import own, shared, with_shared
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
 from aotdist.torch_seam.undo import to_undo
@@ -294,15 +294,19 @@ def _variable(source: Source) -> Watched:
     return Watched(source, None, source.read_or(ABSENT), functools.partial(source.read_or, ABSENT))
 
 
+_OF_ROOT = ((), (Attribute("__dict__"),))
+"""The steps to a container that is known, rather than looked up at each call."""
+
+
 def _container(source: Source, container: list[Any] | dict[Any, Any]) -> Watched:
     """`container`, at a place from which each call reaches its own."""
+    held = shared(container)
     if source.is_of_argument:
         place = source
-    elif source.steps in ((), (Attribute("__dict__"),)):
-        place = Source(source.path, container)
+    elif source.steps in _OF_ROOT:
+        place = Source(source.path, held)
     else:
-        place = Source(source.path, Held(source, shared(container)))
-    held = shared(container)
+        place = Source(source.path, Held(source, held))
     read = functools.partial(_kept if isinstance(held, dict) else kept_by, held)
     return Watched(place, held, read(), read, functools.partial(_item, place, keeper_of(held)))
 
@@ -315,5 +319,5 @@ def _item(place: Source, cls: type[Any] | None, position: int, key: Any) -> Sour
 
 def _kept(dictionary: dict[Any, Any]) -> dict[Any, Any]:
     """What a dictionary holds for this thread; those of a module's state are what all threads share."""
-    kept = kept_by(own(dictionary))
-    return {key: shared(value) for key, value in kept.items()} if kept else kept
+    held = own(dictionary)
+    return with_shared(kept_by(held)) if held else {}
