@@ -11,7 +11,13 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from aotdist.torch_seam.functional import FunctionalTensor, Likeness, functional_value, is_functional_base
+from aotdist.torch_seam.functional import (
+    FunctionalTensor,
+    Likeness,
+    functional_value,
+    is_functional_base,
+    making_fakes,
+)
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.trace.blocks.kinds import Unfit, likeness_of
@@ -35,13 +41,13 @@ class _Chain:
         given: the node of its argument.
         steps: what it recorded.
         result: the node of its result.
-        likenesses: what its values are like, by identity.
+        likenesses: see `likenesses_of`.
     """
 
     given: Node
     steps: tuple[Step, ...]
     result: Node
-    likenesses: dict[int, Likeness]
+    likenesses: dict[int, tuple[Likeness, int]]
 
 
 class Functions:
@@ -99,7 +105,7 @@ class Functions:
         like = Likenesses(chain.likenesses, recorder, memory)
         for step in chain.steps:
             meta = {name: value for name, value in step.node.meta.items() if name not in STAMPED}
-            now[step.node] = step.copied(
-                tracer.graph, now, meta | tracer.stamp() | {"val": like(step.node.meta["val"])}
-            )
+            with making_fakes():
+                meta["val"] = like(meta["val"])
+            now[step.node] = step.copied(tracer.graph, now, meta | tracer.stamp())
         return recorder.traced_value(now[chain.result])
