@@ -294,16 +294,15 @@ def _variable(source: Source) -> Watched:
     return Watched(source, None, source.read_or(ABSENT), functools.partial(source.read_or, ABSENT))
 
 
-_OF_ROOT = ((), (Attribute("__dict__"),))
-"""The steps to a container that is known, rather than looked up at each call."""
+_ITS_ATTRIBUTES = (Attribute("__dict__"),)
 
 
 def _container(source: Source, container: list[Any] | dict[Any, Any]) -> Watched:
     """`container`, at a place from which each call reaches its own."""
     held = shared(container)
-    if source.is_of_argument:
+    if source.is_of_argument or not source.steps:
         place = source
-    elif source.steps in _OF_ROOT:
+    elif source.steps == _ITS_ATTRIBUTES:
         place = Source(source.path, held)
     else:
         place = Source(source.path, Held(source, held))

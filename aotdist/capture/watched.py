@@ -79,7 +79,7 @@ class Watched:
 
 
 def _are_same(before: Any, now: Any) -> bool:
-    """Whether two dictionaries or lists hold the same objects: a deep model has thousands, most of which do."""
+    """Whether dictionaries or lists hold the same objects, as nearly all of the thousands in a deep model."""
     if len(before) != len(now) or not all(map(operator.is_, before, now)):
         return False
     return not isinstance(before, dict) or all(map(operator.is_, before.values(), now.values()))

@@ -28,6 +28,7 @@ from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.passes.overlap import fill_waits
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functions import function_of, num_function_modes
+from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.operators import OpOverload, inference_rnn, native_callable, training_rnn
 from aotdist.torch_seam.profiling import RecordFunctionFast
 
@@ -255,7 +256,7 @@ def _deaths(graph: torch.fx.Graph) -> dict[Node, list[Node]]:
     """For each node, the locals whose last use it is; what the output returns never dies."""
     last_use: dict[Node, Node] = {}
     for user in graph.nodes:
-        for used in user.all_input_nodes:
+        for used in inputs_of(user):
             last_use[used] = user
     deaths: dict[Node, list[Node]] = {}
     for used, user in last_use.items():

@@ -14,6 +14,7 @@ from typing import Any
 from torch.fx import Node
 
 from aotdist.partition.traits import is_effectful, is_getitem, is_view, is_wait
+from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.operators import OpOverload
 
 
@@ -97,10 +98,10 @@ def chain_breaks(order: Iterable[Node], fixed: Container[Node]) -> set[Node]:
     lengths: dict[Node, int] = {}
     breaks: set[Node] = set()
     for node in order:
-        if node in fixed or not node.all_input_nodes:
+        if node in fixed or not inputs_of(node):
             lengths[node] = 0
             continue
-        lengths[node] = max(lengths[i] for i in node.all_input_nodes) + (not is_view(node))
+        lengths[node] = max(lengths[i] for i in inputs_of(node)) + (not is_view(node))
         if lengths[node] > LONGEST_CHAIN:
             breaks.add(node)
             lengths[node] = 0

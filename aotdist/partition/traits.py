@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.symbols import SYMBOLIC, estimate
 
@@ -142,8 +143,8 @@ def view_base(node: Node) -> Node:
 
 def storage_root(node: Node) -> Node:
     """The node that allocated the memory which `node`'s result lives in; waiting allocates none."""
-    while node.all_input_nodes and (is_view(node) or is_wait(node)):
-        node = node.all_input_nodes[0]
+    while (is_view(node) or is_wait(node)) and (inputs := inputs_of(node)):
+        node = next(iter(inputs))
     return node
 
 

@@ -23,6 +23,7 @@ from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.traits import is_effectful, is_view, phase_of, storage_root, value_bytes
 from aotdist.program import Graph
 from aotdist.settings import Settings
+from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.symbols import surely_equal
 
@@ -86,7 +87,7 @@ def _needed(graph: Graph, order: list[Node], stands_for: Mapping[Node, Node]) ->
     needed = {stands_for.get(n, n) for n in roots}
     for node in reversed(order):
         if node in needed:
-            needed.update(stands_for.get(i, i) for i in node.all_input_nodes)
+            needed.update(stands_for.get(i, i) for i in inputs_of(node))
     return needed
 
 

@@ -15,6 +15,7 @@ from torch.fx import Node
 from aotdist.errors import InternalError
 from aotdist.partition.traits import is_collective, is_copy_back, is_wait
 from aotdist.program import Graph, Split
+from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.operators import OpOverload, writes_arguments
 
 _NEIGHBOURS = 10
@@ -77,7 +78,7 @@ def _values_known(graph: Graph) -> Iterator[Fault]:
 def _in_order(graph: Graph) -> Iterator[Fault]:
     seen: set[Node] = set()
     for node in graph.gm.graph.nodes:
-        for source in node.all_input_nodes:
+        for source in inputs_of(node):
             if source not in seen:
                 yield node, f"uses `{source.name}` before it is computed"
         seen.add(node)

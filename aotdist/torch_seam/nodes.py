@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,7 +57,7 @@ def _added(
 
 
 def _free_name(graph: Graph, like: str) -> str:
-    """What FX calls a node that is to be called `like`, in 0.3 us instead of 1.6 where others are called so."""
+    """What FX calls one more node that is to be called `like`, in 0.3 us instead of 1.6."""
     names = graph._graph_namespace
     used, counts = names._used_names, names._base_count
     if like not in used or like not in counts or like[-1].isdigit():
@@ -70,10 +71,14 @@ def _free_name(graph: Graph, like: str) -> str:
 
 
 def calls_of(graph: Graph, is_wanted: Callable[[Node], bool]) -> list[Node]:
-    """The calls in a graph whose function is wanted, in order: of several calls of one, the first is asked."""
+    """The calls whose function is wanted, in order: of several calls of one, the first is asked."""
     kinds = graph._find_nodes_lookup_table.table.items()
     calls = (nodes for (op, _), nodes in kinds if op == "call_function" and nodes)
     return sorted(node for nodes in calls if is_wanted(next(iter(nodes))) for node in nodes)
+
+
+inputs_of: Callable[[Node], Mapping[Node, None]] = operator.attrgetter("_input_nodes")
+"""The nodes that a node is given, each once, in 0.04 us; `all_input_nodes` lists them in 0.3."""
 
 
 def is_erased(node: Node) -> bool:
@@ -82,7 +87,7 @@ def is_erased(node: Node) -> bool:
 
 
 def copy_node(graph: Graph, node: Node, now: Callable[[Node], Any]) -> Node:
-    """The same operation in a graph, on what `now` gives for each node; called as the node, if that is free."""
+    """The same operation in a graph, on what `now` gives for each node; called the same, if it can be."""
     used, name, kwargs = graph._graph_namespace._used_names, node.name, node.kwargs
     if name in used:
         name = _free_name(graph, name)

@@ -106,8 +106,8 @@ class Likenesses:
             return type(value)(map(self, value)) if isinstance(value, (list, tuple)) else value
         made = self._made.get(id(value))
         if made is None:
-            like, memory = self._known[id(value)]
-            made = self._made[id(value)] = like.made_inside(self._recorder.fake_mode, self._memory.get(memory))
+            (like, memory), mode = self._known[id(value)], self._recorder.fake_mode
+            made = self._made[id(value)] = like.made_inside(mode, self._memory.get(memory))
             self._memory.setdefault(memory, made)
         return made
 
