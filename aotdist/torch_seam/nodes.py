@@ -49,9 +49,9 @@ def _added(
     """A node of a name that no other has."""
     node = Node(graph, name, op, target, args, kwargs, type_expr)
     node.meta.update(meta)
-    graph._graph_namespace.associate_name_with_obj(name, node)
+    graph._graph_namespace._obj_to_name[node] = name
     graph._insert(node)
-    graph._find_nodes_lookup_table.insert(node)
+    graph._find_nodes_lookup_table.table[op, target if op == "call_function" else None][node] = None
     graph._len += 1
     return node
 

@@ -120,14 +120,18 @@ class _Packer(pickle.Pickler):
         super().__init__(file, protocol=5)
         self._places = places
         self._known: dict[int, int] = {}
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
         self.live: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
         """How to write what is no number, text, list, tuple or dictionary."""
         cls = type(obj)
         if cls is Node:
-            # Most have no `kwargs`, and FX's own dictionary of none would be asked for.
-            return _node, (obj.op, obj.target, obj.args, dict(obj.kwargs), obj.name, obj.meta, obj.type)
+            # FX's own dictionary would be asked for; few differ in what `meta` has, which takes a fifth less.
+            names = tuple(obj.meta)
+            names = self._names.setdefault(names, names)
+            made_of = obj.op, obj.target, obj.args, dict(obj.kwargs), obj.name
+            return _node, (names, tuple(obj.meta.values()), obj.type, *made_of)
         if cls is FakeTensor and (place := self._places.of(obj)) is not None:
             return _fake, place
         if cls is immutable_list:
@@ -154,7 +158,7 @@ class _Unpacker(pickle.Unpickler):
         super().__init__(file)
         self._makers = {maker.__name__: maker for maker in _MAKERS} | {"slice": slice, "device": torch.device}
         self._makers |= {
-            _node.__name__: functools.partial(add_node, graph),
+            _node.__name__: functools.partial(_added, graph),
             _live.__name__: live.__getitem__,
         }
 
@@ -189,7 +193,12 @@ def _named(cls: Any, items: tuple[Any, ...]) -> Any:
     return cls._make(items)
 
 
-def _node(*args: Any) -> NoReturn:
+def _added(graph: Graph, names: tuple[str, ...], values: tuple[Any, ...], kind: Any, *made_of: Any) -> Node:
+    """The node that was written so, in a graph."""
+    return add_node(graph, *made_of, meta=dict(zip(names, values, strict=True)), type_expr=kind)
+
+
+def _node(*said: Any) -> NoReturn:
     """Written for a node, with what `add_node` is given; whoever reads it has the graph."""
     raise NotImplementedError
 

@@ -159,7 +159,7 @@ class Copying:
         tracer, now = self.recorder.tracer, self.now
         with making_fakes():
             for step in steps:
-                meta = step.node.meta | {"module": self.module(step.node.meta["module"])}
+                meta: dict[str, Any] = {**step.node.meta, "module": self.module(step.node.meta["module"])}
                 if "seq_nr" in meta:
                     meta["seq_nr"] += self.seq_offset
                 if "val" in meta:
