@@ -289,6 +289,8 @@ def likeness_of(value: torch.Tensor) -> Likeness:
 
 def _is_comparable(value: Any) -> bool:
     """Whether a recipe, or something in it, is made of what compares by value."""
+    if type(value) in _CONSTANTS:
+        return True
     if isinstance(value, (Wrapper, Plain, Constant)):
         return all(_is_comparable(getattr(value, each.name)) for each in fields(value))
     if isinstance(value, (list, tuple)):
