@@ -133,7 +133,8 @@ def likenesses_of(steps: Iterable[Step]) -> dict[int, tuple[Likeness, int]]:
     """
     values = pytree.tree_leaves([step.node.meta.get("val") for step in steps])
     fakes = (value for value in values if isinstance(value, FakeTensor))
-    return {id(fake): (likeness_of(fake), storage_id(fake)) for fake in fakes}
+    with torch_functions_off():
+        return {id(fake): (likeness_of(fake), storage_id(fake)) for fake in fakes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +198,7 @@ class Recorded:
         edges: for each tensor of `kind.tensors`, how many gradients the block sends to it.
         consumers: the autograd nodes that send them: node, position among what it sends, and the tensor.
         saves: whether autograd saved tensors.
-        likenesses: see `likenesses_of`; those of its backwards are added.
+        likenesses: see `likenesses_of`; added when another call recorded the same, and by its backwards.
         parameters: what each module had as its parameters: under FSDP2, other tensors than between calls.
     """
 
