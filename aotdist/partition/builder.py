@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import GraphModule, Node
-from torch.fx.node import map_arg
 
 from aotdist.partition.traits import is_size
 from aotdist.program import Graph, Slot
@@ -47,15 +46,11 @@ class GraphBuilder:
 
     def copy(self, node: Node) -> Node:
         """The same operation on the new graph's values."""
-        self.env[node] = copy_node(self.graph, node, self.env.__getitem__)
-        return self.env[node]
+        return self._copy(node, node.name)
 
     def copy_as_theirs(self, node: Node) -> Node:
         """`copy`, called as PyTorch's tracer calls it; a constant keeps its name."""
-        name = node.name if node.op == "get_attr" else operator_name(node.target)
-        args, kwargs = map_arg((node.args, node.kwargs), self.env.__getitem__)
-        self.env[node] = add_node(self.graph, node.op, node.target, args, kwargs, name, node.meta, node.type)
-        return self.env[node]
+        return self._copy(node, node.name if node.op == "get_attr" else operator_name(node.target))
 
     def copy_all(self, nodes: Iterable[Node]) -> None:
         """`copy` each, in order."""
@@ -77,6 +72,10 @@ class GraphBuilder:
         """Closes the graph; `results` are nodes of the new graph."""
         self.graph.output(tuple(results))
         return Graph(graph_module(self.source, self.graph), tuple(ins), tuple(outs))
+
+    def _copy(self, node: Node, name: str | None) -> Node:
+        self.env[node] = copy_node(self.graph, node, self.env.__getitem__, name)
+        return self.env[node]
 
 
 def returning(graph: Graph, outs: Sequence[Slot]) -> Graph:

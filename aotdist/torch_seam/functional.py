@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Generator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -100,35 +100,15 @@ def new_fake(
         memory: a storage that it lies in; one of its own, if not given.
     """
     with torch_functions_off(), torch._C._DisableTorchDispatch():
-        return _new_fake(mode, size, stride, dtype, device, offset, num_bytes, memory)
-
-
-@contextmanager
-def making_fakes() -> Generator[None]:
-    """Inside, nobody hears of what is done to tensors: for whoever makes many fakes (2 us for each)."""
-    with torch_functions_off(), torch._C._DisableTorchDispatch():
-        yield
-
-
-def _new_fake(
-    mode: FakeTensorMode,
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    offset: int,
-    num_bytes: int | None,
-    memory: torch.UntypedStorage | None,
-) -> FakeTensor:
-    meta = torch.empty_strided(size, stride, dtype=dtype, device=_META)
-    if memory is None:
-        own = meta.untyped_storage().nbytes()
-        if comparable(offset) == 0 and (num_bytes is None or comparable(num_bytes) == comparable(own)):
-            return _fake_of(mode, meta, device)
-        room = own + offset * dtype.itemsize if num_bytes is None else num_bytes
-        memory = torch.empty(room, dtype=torch.uint8, device=_META).untyped_storage()
-    meta.set_(memory, offset, size, stride)
-    return _fake_of(mode, meta, device)
+        meta = torch.empty_strided(size, stride, dtype=dtype, device=_META)
+        if memory is None:
+            own = meta.untyped_storage().nbytes()
+            if comparable(offset) == 0 and (num_bytes is None or comparable(num_bytes) == comparable(own)):
+                return _fake_of(mode, meta, device)
+            room = own + offset * dtype.itemsize if num_bytes is None else num_bytes
+            memory = torch.empty(room, dtype=torch.uint8, device=_META).untyped_storage()
+        meta.set_(memory, offset, size, stride)
+        return _fake_of(mode, meta, device)
 
 
 def _fake_of(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
@@ -189,21 +169,16 @@ class Likeness:
         return cls(size, stride, offset, memory, fake.dtype, fake.fake_device, keys, symbols)
 
     def made(self, mode: FakeTensorMode, owner: torch.Tensor | None) -> FakeTensor:
-        """A fake that is like that, in new memory or in that of `owner`; see `made_inside`."""
-        with torch_functions_off(), torch._C._DisableTorchDispatch():
-            return self.made_inside(mode, owner)
-
-    def made_inside(self, mode: FakeTensorMode, owner: torch.Tensor | None) -> FakeTensor:
-        """The same inside of `making_fakes`."""
+        """A fake that is like that, in new memory or in that of `owner`."""
+        numbers: Any = self.size, self.stride, self.offset, self.memory
+        if self.symbols:
+            size, stride, *others = numbers
+            numbers = [*map(number_of, size)], [*map(number_of, stride)], *map(number_of, others)
+        size, stride, offset, num_bytes = numbers
         memory = None if owner is None else owner.untyped_storage()
-        size, stride, offset, num_bytes = self.size, self.stride, self.offset, self.memory
-        if not self.symbols:
-            return _new_fake(mode, size, stride, self.dtype, self.device, offset, num_bytes, memory)  # type: ignore[arg-type]
-        size, stride = tuple(map(number_of, size)), tuple(map(number_of, stride))
-        with unrecorded_numbers():
-            return _new_fake(
-                mode, size, stride, self.dtype, self.device, number_of(offset), number_of(num_bytes), memory
-            )
+        own = self.dtype, self.device
+        with unrecorded_numbers() if self.symbols else nullcontext():
+            return new_fake(mode, size, stride, *own, offset=offset, num_bytes=num_bytes, memory=memory)
 
 
 def may_be_made_anew(mode: FakeTensorMode) -> bool:

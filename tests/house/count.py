@@ -40,8 +40,8 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (58_270, 42_000),
-    "lines of its core": (32_680, 23_500),
+    "lines of aotdist/": (58_380, 42_000),
+    "lines of its core": (32_730, 23_500),
     "classes of its core": (288, 200),
     "files of aotdist/": (293, 235),
     "import floors": (15, 15),

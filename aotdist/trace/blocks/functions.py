@@ -11,13 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from aotdist.torch_seam.functional import (
-    FunctionalTensor,
-    Likeness,
-    functional_value,
-    is_functional_base,
-    making_fakes,
-)
+from aotdist.torch_seam.functional import FunctionalTensor, Likeness, functional_value, is_functional_base
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.trace.blocks.kinds import Unfit, likeness_of
@@ -41,13 +35,13 @@ class _Chain:
         given: the node of its argument.
         steps: what it recorded.
         result: the node of its result.
-        likenesses: see `likenesses_of`.
+        likenesses: what its values are like, by identity.
     """
 
     given: Node
     steps: tuple[Step, ...]
     result: Node
-    likenesses: dict[int, tuple[Likeness, int]]
+    likenesses: dict[int, Likeness]
 
 
 class Functions:
@@ -105,7 +99,7 @@ class Functions:
         like = Likenesses(chain.likenesses, recorder, memory)
         for step in chain.steps:
             meta = {name: value for name, value in step.node.meta.items() if name not in STAMPED}
-            with making_fakes():
-                meta["val"] = like(meta["val"])
-            now[step.node] = step.copied(tracer.graph, now, meta | tracer.stamp())
+            now[step.node] = step.copied(
+                tracer.graph, now, meta | tracer.stamp() | {"val": like(step.node.meta["val"])}
+            )
         return recorder.traced_value(now[chain.result])

@@ -19,13 +19,7 @@ from aotdist.capture.constants import is_constant
 from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild, recipe_of
 from aotdist.torch_seam.autograd import saves_tensors
 from aotdist.torch_seam.block_gradients import consumers_within, functions_of
-from aotdist.torch_seam.functional import (
-    FakeTensor,
-    FunctionalTensor,
-    Likeness,
-    is_functional_base,
-    making_fakes,
-)
+from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, is_functional_base
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.nodes import add_node
 from aotdist.torch_seam.operators import is_operator
@@ -76,7 +70,7 @@ class Likenesses:
     """Makes fakes like those of recorded nodes, which share memory where they do.
 
     Args:
-        known: what fakes are like, and the memory that they lie in, by identity.
+        known: what fakes are like, by identity.
         recorder: whose fakes they are.
         memory: for memory of recorded fakes, a fake in the memory that stands for it; it is added to.
         made: what stands for recorded fakes, by identity; likewise.
@@ -84,7 +78,7 @@ class Likenesses:
 
     def __init__(
         self,
-        known: dict[int, tuple[Likeness, int]],
+        known: dict[int, Likeness],
         recorder: Recorder,
         memory: dict[int, torch.Tensor],
         made: dict[int, Any] | None = None,
@@ -101,13 +95,13 @@ class Likenesses:
         self._memory[storage_id(recorded)] = fake
 
     def __call__(self, value: Any) -> Any:
-        """What a node's value is for a copy of the node; inside of `making_fakes`."""
+        """What a node's value is for a copy of the node."""
         if not isinstance(value, FakeTensor):
             return type(value)(map(self, value)) if isinstance(value, (list, tuple)) else value
         made = self._made.get(id(value))
         if made is None:
-            (like, memory), mode = self._known[id(value)], self._recorder.fake_mode
-            made = self._made[id(value)] = like.made_inside(mode, self._memory.get(memory))
+            like, memory = self._known[id(value)], storage_id(value)
+            made = self._made[id(value)] = like.made(self._recorder.fake_mode, self._memory.get(memory))
             self._memory.setdefault(memory, made)
         return made
 
@@ -125,16 +119,15 @@ def closes_over(nodes: Sequence[Node], inputs: Sequence[Node]) -> bool:
     return any(not isinstance(one.meta.get("val"), torch.SymInt) for one in given)
 
 
-def likenesses_of(steps: Iterable[Step]) -> dict[int, tuple[Likeness, int]]:
-    """What the values of nodes are like, and the memory that they lie in, by identity.
+def likenesses_of(steps: Iterable[Step]) -> dict[int, Likeness]:
+    """What the values of nodes are like, by identity.
 
     Raises:
         Unfit: there is more to one.
     """
     values = pytree.tree_leaves([step.node.meta.get("val") for step in steps])
-    fakes = (value for value in values if isinstance(value, FakeTensor))
     with torch_functions_off():
-        return {id(fake): (likeness_of(fake), storage_id(fake)) for fake in fakes}
+        return {id(value): likeness_of(value) for value in values if isinstance(value, FakeTensor)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,19 +151,17 @@ class Copying:
     def copy(self, steps: Iterable[Step]) -> None:
         """Record copies."""
         tracer, now = self.recorder.tracer, self.now
-        with making_fakes():
-            for step in steps:
-                meta: dict[str, Any] = {**step.node.meta, "module": self.module(step.node.meta["module"])}
-                if "seq_nr" in meta:
-                    meta["seq_nr"] += self.seq_offset
-                if "val" in meta:
-                    meta["val"] = self.like(meta["val"])
-                if step.node.op == "get_attr":
-                    node = tracer.constant(str(step.node.target))
-                    node.meta.update(meta, serial=node.meta["serial"])
-                else:
-                    node = step.copied(tracer.graph, now, meta | {"serial": tracer.next_serial()})
-                now[step.node] = node
+        for step in steps:
+            meta: dict[str, Any] = {**step.node.meta, "module": self.module(step.node.meta["module"])}
+            if "seq_nr" in meta:
+                meta["seq_nr"] += self.seq_offset
+            if "val" in meta:
+                meta["val"] = self.like(meta["val"])
+            if step.node.op == "get_attr":
+                now[step.node] = node = tracer.constant(str(step.node.target))
+                node.meta.update(meta, serial=node.meta["serial"])
+            else:
+                now[step.node] = step.copied(tracer.graph, now, meta | {"serial": tracer.next_serial()})
 
     def again(self) -> Copying:
         """The same by now, for more copies that this one will not know."""
@@ -198,7 +189,8 @@ class Recorded:
         edges: for each tensor of `kind.tensors`, how many gradients the block sends to it.
         consumers: the autograd nodes that send them: node, position among what it sends, and the tensor.
         saves: whether autograd saved tensors.
-        likenesses: see `likenesses_of`; added when another call recorded the same, and by its backwards.
+        likenesses: what its values are like, by identity: added once another call recorded the same, and by
+            its backwards.
         parameters: what each module had as its parameters: under FSDP2, other tensors than between calls.
     """
 
@@ -214,7 +206,7 @@ class Recorded:
     edges: tuple[int, ...]
     consumers: tuple[tuple[Any, int, int], ...]
     saves: bool
-    likenesses: dict[int, tuple[Likeness, int]]
+    likenesses: dict[int, Likeness]
     parameters: Mapping[int, Mapping[str, torch.Tensor | None]]
 
     @contextmanager
