@@ -11,7 +11,7 @@ from typing import Any, Generic, Literal, NewType, TypeAlias, TypeVar, cast
 
 import torch
 
-from aotdist.torch_seam.nodes import copied_graph
+from aotdist.torch_seam.nodes import calls_of, copied_graph, inputs_of
 from aotdist.torch_seam.packed_graphs import HeldGraph, Places
 from aotdist.torch_seam.proxies import graph_module
 
@@ -194,6 +194,10 @@ class Graph:
         """The argument nodes, in the order of `ins`."""
         return self.gm.graph.find_nodes(op="placeholder")
 
+    def calls(self, is_wanted: Callable[[torch.fx.Node], bool]) -> list[torch.fx.Node]:
+        """The calls whose function is wanted, in order: of several calls of one, the first is asked."""
+        return calls_of(self.gm.graph, is_wanted)
+
     def is_backward(self) -> bool:
         """Whether it is a backward that was cut off."""
         roles = {slot.role for slot in self.outs}
@@ -227,14 +231,14 @@ class Graph:
         needed = set(roots)
         for node in reversed(self.gm.graph.nodes):
             if node in needed and node not in stop:
-                needed.update(node.all_input_nodes)
+                needed.update(inputs_of(node))
         return needed
 
     def descendants(self, roots: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
         """`roots` and all nodes that are computed from them, the output node left out."""
         reached = set(roots)
         for node in self.gm.graph.nodes:
-            if node.op != "output" and not reached.isdisjoint(node.all_input_nodes):
+            if node.op != "output" and not reached.isdisjoint(inputs_of(node)):
                 reached.add(node)
         return reached
 

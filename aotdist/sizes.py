@@ -128,7 +128,7 @@ def is_symbolic(value: Any) -> bool:
     """Whether a symbol stands anywhere in `value`."""
     if isinstance(value, SYMBOLIC):
         return True
-    return any(is_symbolic(part) for part in _parts(value))
+    return type(value) is not int and any(map(is_symbolic, _parts(value)))  # most parts are sizes
 
 
 def numbers_of_data(value: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import functools
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -25,10 +25,13 @@ from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source, kee
 from aotdist.capture.watched import Watched, assign, fill, put_back
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import numbers_of_data
-from aotdist.torch_seam.own_attributes import own, shared
+from aotdist.torch_seam.own_attributes import own, shared, with_shared
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
 from aotdist.torch_seam.undo import to_undo
+
+_Place: TypeAlias = tuple[Source, list[Any] | dict[Any, Any]]
+"""A container, and where to find it."""
 
 
 class Assignments:
@@ -43,11 +46,11 @@ class Assignments:
     def __init__(
         self, modules: Mapping[str, nn.Module], reached: Reached, ruled: Collection[nn.Module]
     ) -> None:
-        self._watched: list[Watched] = [
-            *_of_modules(modules),
-            *_of_parameters({path: module for path, module in modules.items() if module not in ruled}),
-            *_of_reached(reached),
-        ]
+        parameters = _of_parameters({path: module for path, module in modules.items() if module not in ruled})
+        places = [*_of_modules(modules), *parameters, *_containers(reached)]
+        self._empty = [place for place in places if _is_empty(place[1])]
+        self._watched = [_watched(*place) for place in places if not _is_empty(place[1])]
+        self._watched += _variables(reached)
         self._wholes = [
             Watched(source, held, tuple(held), functools.partial(tuple, held))
             for source, held in reached.assignable.wholes
@@ -112,7 +115,11 @@ class Assignments:
 
     def _changed(self) -> Iterator[tuple[Source, Any, Any]]:
         """Place, value before and value now of all that was assigned, or deleted; see `Watched.changed`."""
-        return (change for watched in self._watched for change in watched.changed())
+        return (change for watched in (*self._watched, *self._filled()) for change in watched.changed())
+
+    def _filled(self) -> Iterator[Watched]:
+        """Those of the containers that were empty, as half of them are in a deep model, and are not."""
+        return (_watched(*place, was_empty=True) for place in self._empty if own(place[1]))
 
     def side_effects(self) -> list[str]:
         """Places that were given an object which no call makes anew: an effect of the capture only."""
@@ -158,7 +165,7 @@ class Assignments:
 
     def roll_back(self) -> None:
         """Put back everything that was assigned, for the program to run once more."""
-        for watched in (*self._wholes, *self._watched):
+        for watched in (*self._wholes, *self._watched, *self._filled()):
             watched.undo()
 
     @contextmanager
@@ -248,27 +255,29 @@ def _refuse_deletion(place: Source, before: Any, value: Any) -> None:
         )
 
 
-def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[Watched]:
+def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[_Place]:
     for path, module in modules.items():
         for held in (vars(module)["_buffers"], vars(module)["_modules"], vars(module)):
-            yield _container(Source(path, held), held)
+            yield Source(path, held), held
         for name, value in vars(module).items():
             if name not in OF_EVERY_MODULE and type(value) in (list, dict):
-                yield _container(Source(path, module).attribute(name), value)
+                yield Source(path, module).attribute(name), value
 
 
-def _of_parameters(modules: Mapping[str, nn.Module]) -> Iterator[Watched]:
+def _of_parameters(modules: Mapping[str, nn.Module]) -> Iterator[_Place]:
     for path, module in modules.items():
         held = vars(module)["_parameters"]
-        yield _container(Source(path, held), held)
+        yield Source(path, held), held
 
 
-def _of_reached(reached: Reached) -> Iterator[Watched]:
+def _containers(reached: Reached) -> Iterator[_Place]:
     for source, owner in reached.assignable.owners:
         if isinstance(vars(owner), dict):  # `list[int]` shows its class's, and takes no assignments
-            yield _container(source.attribute("__dict__", source.path), vars(owner))
-    for source, container in reached.assignable.containers:
-        yield _container(source, container)
+            yield source.attribute("__dict__", source.path), vars(owner)
+    yield from reached.assignable.containers
+
+
+def _variables(reached: Reached) -> Iterator[Watched]:
     watched = {id(held) for _, held in (*reached.assignable.containers, *reached.assignable.owners)}
     for source, _ in (*reached.tensors, *reached.constants):
         if not source.steps or isinstance(source.steps[-1], Applied):
@@ -283,28 +292,37 @@ def _of_reached(reached: Reached) -> Iterator[Watched]:
 
 def changed_outside_of_modules(reached: Reached) -> Callable[[], bool]:
     """Says whether closures, globals, objects or containers were changed since."""
-    # The attributes of most tensors, thousands in a deep model: 0.1 us each instead of 5, for each block.
-    watched = list(_of_reached(reached))
-    empty = [one.held for one in watched if isinstance(one.held, dict) and not own(one.held)]
-    others = [one for one in watched if not isinstance(one.held, dict) or own(one.held)]
-    return lambda: any(map(own, empty)) or any(True for one in others for _ in one.changed())
+    # The attributes of most tensors, thousands in a deep model: 0.01 us each instead of 5, for each block.
+    places = list(_containers(reached))
+    empty = [own(held) for _, held in places if _is_empty(held)]
+    others = [*(_watched(*place) for place in places if not _is_empty(place[1])), *_variables(reached)]
+    return lambda: any(empty) or any(True for one in others for _ in one.changed())
 
 
 def _variable(source: Source) -> Watched:
     return Watched(source, None, source.read_or(ABSENT), functools.partial(source.read_or, ABSENT))
 
 
-def _container(source: Source, container: list[Any] | dict[Any, Any]) -> Watched:
-    """`container`, at a place from which each call reaches its own."""
-    if source.is_of_argument:
-        place = source
-    elif source.steps in ((), (Attribute("__dict__"),)):
-        place = Source(source.path, container)
-    else:
-        place = Source(source.path, Held(source, shared(container)))
+_ITS_ATTRIBUTES = (Attribute("__dict__"),)
+
+
+def _is_empty(container: list[Any] | dict[Any, Any]) -> bool:
+    """Whether there is nothing in a container; one of another class might run code of the user's."""
+    return type(container) in (list, dict) and not own(container)
+
+
+def _watched(source: Source, container: list[Any] | dict[Any, Any], *, was_empty: bool = False) -> Watched:
+    """`container`, at a place from which each call reaches its own; what it held before, unless nothing."""
     held = shared(container)
+    if source.is_of_argument or not source.steps:
+        place = source
+    elif source.steps == _ITS_ATTRIBUTES:
+        place = Source(source.path, held)
+    else:
+        place = Source(source.path, Held(source, held))
     read = functools.partial(_kept if isinstance(held, dict) else kept_by, held)
-    return Watched(place, held, read(), read, functools.partial(_item, place, keeper_of(held)))
+    before = type(held)() if was_empty else read()
+    return Watched(place, held, before, read, functools.partial(_item, place, keeper_of(held)))
 
 
 def _item(place: Source, cls: type[Any] | None, position: int, key: Any) -> Source:
@@ -315,5 +333,5 @@ def _item(place: Source, cls: type[Any] | None, position: int, key: Any) -> Sour
 
 def _kept(dictionary: dict[Any, Any]) -> dict[Any, Any]:
     """What a dictionary holds for this thread; those of a module's state are what all threads share."""
-    kept = kept_by(own(dictionary))
-    return {key: shared(value) for key, value in kept.items()} if kept else kept
+    held = own(dictionary)
+    return with_shared(kept_by(held)) if held else {}

@@ -358,6 +358,8 @@ class _Walk:
 
     def _from_classes(self, cls: type, extra: frozenset[str] = frozenset()) -> Iterator[tuple[Source, Any]]:
         """What the user's classes among the bases of `cls` hold under the names that were met since."""
+        if not extra and cls in self.of_class and self.of_class[cls] >= self.code.names:
+            return  # as nearly all of a deep model's tensors
         looked_up = self.of_class.setdefault(cls, set())
         extra |= _FUNCTION_METHODS if issubclass(cls, torch.autograd.Function) else frozenset()
         extra |= _TENSOR_METHODS if issubclass(cls, torch.Tensor) else frozenset()

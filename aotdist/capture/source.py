@@ -60,6 +60,8 @@ def keeper_of(container: Any) -> type[Any] | None:
 
     None if the container's own class does not override it.
     """
+    if type(container) in (dict, list, tuple):
+        return None
     kept = next(
         (kind.__getitem__ for kind in (dict, list, tuple) if isinstance(container, kind)),
         type(container).__getitem__,

@@ -41,7 +41,7 @@ class Watched:
         if self.entry is None:
             if not self._is_whole_same(before, now):
                 yield self.place, before, now
-        elif not before and not now:  # as the attributes of most tensors, of which a deep model has thousands
+        elif _are_same(before, now):
             return
         elif isinstance(before, dict):
             yield from self._entries(self.entry, before, now)
@@ -76,6 +76,13 @@ class Watched:
         else:
             for place, before, _ in list(self.changed()):
                 put_back(place, before)
+
+
+def _are_same(before: Any, now: Any) -> bool:
+    """Whether dictionaries or lists hold the same objects, as nearly all of the thousands in a deep model."""
+    if len(before) != len(now) or not all(map(operator.is_, before, now)):
+        return False
+    return not isinstance(before, dict) or all(map(operator.is_, before.values(), now.values()))
 
 
 def fill(held: set[Any] | deque[Any], items: Iterable[Any]) -> None:

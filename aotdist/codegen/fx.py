@@ -28,6 +28,7 @@ from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.passes.overlap import fill_waits
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functions import function_of, num_function_modes
+from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.operators import OpOverload, inference_rnn, native_callable, training_rnn
 from aotdist.torch_seam.profiling import RecordFunctionFast
 
@@ -202,7 +203,7 @@ def _arguments(graph: Graph, args: str) -> Iterator[str]:
 
 def _statements(graph: torch.fx.Graph, writer: _Writer, mark: str = "") -> Iterator[str]:
     deaths = _deaths(graph)
-    shown, around = "", ""
+    shown, around = ("", ""), ""
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or _is_of_region(node):
             continue
@@ -211,10 +212,10 @@ def _statements(graph: torch.fx.Graph, writer: _Writer, mark: str = "") -> Itera
             yield f"with {mark}({module!r}):"
         around = module
         indent = "    " if around else ""
-        comment = _provenance(node)
-        if comment and comment != shown:
-            yield f"{indent}# {comment}"
-            shown = comment
+        where = node.meta.get("module") or "", node.meta.get("source") or ""
+        if where != shown and any(where):
+            yield f"{indent}# {_provenance(*where)}"
+            shown = where
         if isinstance(node.target, CompiledRegion):
             yield from (f"{indent}{line}" for line in _region(node, writer, deaths.get(node, ())))
         else:
@@ -255,7 +256,7 @@ def _deaths(graph: torch.fx.Graph) -> dict[Node, list[Node]]:
     """For each node, the locals whose last use it is; what the output returns never dies."""
     last_use: dict[Node, Node] = {}
     for user in graph.nodes:
-        for used in user.all_input_nodes:
+        for used in inputs_of(user):
             last_use[used] = user
     deaths: dict[Node, list[Node]] = {}
     for used, user in last_use.items():
@@ -274,6 +275,7 @@ class _Writer:
         self.args = bindings.reserve("args")  # what a graph, or a region, is called with
         self._interned: dict[str, Any] = {}  # equal constants that come as separate objects
         self._names: dict[int, str] = {}
+        self._operators: dict[int, str] = {}
 
     def call(self, node: Node) -> str:
         """The expression that computes `node`."""
@@ -346,7 +348,10 @@ class _Writer:
             layer = training_rnn if node.meta.get("grad", True) else inference_rnn
             return self.bindings.name(layer, str(target).removesuffix(".default"))
         if isinstance(target, OpOverload):
-            return self.bindings.name(native_callable(target), str(target).removesuffix(".default"))
+            if id(target) not in self._operators:
+                name = self.bindings.name(native_callable(target), str(target).removesuffix(".default"))
+                self._operators[id(target)] = name
+            return self._operators[id(target)]
         return self.bindings.name(target, getattr(target, "__name__", type(target).__name__))
 
 
@@ -363,10 +368,9 @@ def as_strided_scatter(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch
 _LITERALS = frozenset({int, bool, str, type(None), type(Ellipsis)})
 
 
-def _provenance(node: Node) -> str:
-    """Where the user's program asked for `node`: the module's path and the source line."""
-    parts = [str(node.meta[key]) for key in ("module", "source") if node.meta.get(key)]
-    return " ".join("   ".join(parts).splitlines())
+def _provenance(module: str, source: str) -> str:
+    """Where the user's program asked for a node: the module's path and the source line, if known."""
+    return " ".join("   ".join(filter(None, (module, source))).splitlines())
 
 
 def _slot(slot: Slot) -> str:

@@ -101,8 +101,8 @@ def with_marks(emitted: Emitted, graph: Graph, name: str) -> Emitted:
         graph: the graph.
         name: of the program and the graph: `Llama forward`.
     """
-    nodes = graph.gm.graph.nodes
-    communications = tuple(_communication(node) for node in nodes if is_collective(node) or is_wait(node))
+    communicating = graph.calls(lambda node: is_collective(node) or is_wait(node))
+    communications = tuple(map(_communication, communicating))
     run, marked = emitted.call, MarkedCall(emitted.call, emitted.with_modules, name, communications)
     lines = lines_with_indices(graph)
 
@@ -160,7 +160,7 @@ _INDICES = frozenset({"index", "indices", "target"})
 
 def lines_with_indices(graph: Graph) -> tuple[str, ...]:
     """The lines of the user's program whose operators pick elements by tensors."""
-    lines = (node.meta.get("source") for node in graph.gm.graph.nodes if _takes_indices(node))
+    lines = (node.meta.get("source") for node in graph.calls(_takes_indices))
     return tuple(dict.fromkeys(line for line in lines if line))
 
 

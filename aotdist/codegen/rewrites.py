@@ -115,12 +115,15 @@ _BOUND_TO_STRIDES = (
 
 def takes_any_strides(backward: Graph) -> bool:
     """Whether nothing that depends on a tangent is bound to strides."""
-    return not any(
-        node.target in _BOUND_TO_STRIDES
-        or isinstance(node.target, HigherOrderOperator)
-        or "strides_asked" in node.meta
-        for node in _with_tangents(backward)
-    )
+    bound = {
+        *backward.calls(_is_bound_to_strides),
+        *(node for node in backward.gm.graph.nodes if "strides_asked" in node.meta),
+    }
+    return not bound or bound.isdisjoint(_with_tangents(backward))
+
+
+def _is_bound_to_strides(node: Node) -> bool:
+    return node.target in _BOUND_TO_STRIDES or isinstance(node.target, HigherOrderOperator)
 
 
 def with_reshapes(backward: Graph) -> Graph:

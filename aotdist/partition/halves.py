@@ -14,6 +14,7 @@ from torch.fx import Node
 from aotdist.errors import InternalError
 from aotdist.partition.traits import is_effectful, is_getitem, is_late, is_size, is_wait, view_base
 from aotdist.program import BACKWARD_ROLES, FORWARD_ROLES, LATE_ROLES, Graph
+from aotdist.torch_seam.nodes import inputs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class Halves:
 
     def boundary(self) -> list[Node]:
         """Early values that the backward reads or returns itself, each once, in order of first use."""
-        reads = (i for node in self.backward for i in node.all_input_nodes)
+        reads = (i for node in self.backward for i in inputs_of(node))
         wanted = dict.fromkeys([*reads, *self.backward_roots])
         return [n for n in wanted if n not in self.late and not is_size(n)]
 
@@ -114,7 +115,7 @@ def _late_nodes(order: Sequence[Node], tangents: Iterable[Node], forward_needs: 
         if node in forward_needs or node.op in ("placeholder", "get_attr"):
             continue
         recorded_late = is_late(node) and not _follows_source(node)
-        if recorded_late or any(i in late for i in node.all_input_nodes):
+        if recorded_late or any(i in late for i in inputs_of(node)):
             late.add(node)
     return late
 

@@ -70,6 +70,7 @@ from aotdist.partition.traits import (
     storage_root,
     value_bytes,
 )
+from aotdist.torch_seam.nodes import inputs_of
 
 _LARGEST = 2**31 - 1
 
@@ -216,7 +217,7 @@ class Problem:
         network = Network(
             save_cost=[self._save_cost(node, scale) for node in self.items],
             source_cost=[self._again_cost(node, scale) for node in self.items],
-            edges=[(index[i], index[n]) for n in self._remade() for i in n.all_input_nodes if i in index],
+            edges=[(index[i], index[n]) for n in self._remade() for i in inputs_of(n) if i in index],
             needed=[index[n] for n in self.halves.boundary() if n.op != "get_attr"],
             infinite=scale.infinite,
         )
@@ -294,8 +295,8 @@ def _carried_over_borders(order: tuple[Node, ...]) -> set[Node]:
     levels: dict[Node, int] = {}
     carried: set[Node] = set()
     for node in order:
-        below = max((levels[i] for i in node.all_input_nodes), default=0)
+        below = max((levels[i] for i in inputs_of(node)), default=0)
         levels[node] = below + is_border(node)
         if is_cheap(node) and not is_view(node):
-            carried.update(storage_root(i) for i in node.all_input_nodes if levels[i] < levels[node])
-    return {node for node in carried if node.all_input_nodes}
+            carried.update(storage_root(i) for i in inputs_of(node) if levels[i] < levels[node])
+    return {node for node in carried if inputs_of(node)}

@@ -20,6 +20,7 @@ from aotdist.partition.halves import Halves, find_halves, must_recompute_of, mus
 from aotdist.partition.split import split
 from aotdist.partition.traits import is_effectful, is_getitem, is_size, is_view, is_wait, phase_of
 from aotdist.program import Graph, Split
+from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.symbols import SYMBOLIC
 
 
@@ -34,7 +35,7 @@ def default_saved(halves: Halves) -> set[Node]:
             continue
         seen.add(node)
         if is_view(node) or node in halves.must_recompute:
-            stack.extend(node.all_input_nodes)
+            stack.extend(inputs_of(node))
         else:
             saved.add(node)
     return saved

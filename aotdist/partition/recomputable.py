@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Container, Iterable
+from typing import Any
 
 from torch.fx import Node
 
 from aotdist.partition.traits import is_effectful, is_getitem, is_view, is_wait
+from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.operators import OpOverload
 
 
@@ -63,31 +65,27 @@ LONGEST_CHAIN = 50
 """Most operators in a row that may run again: a fused kernel of more spills registers."""
 
 
-@functools.cache
-def _base_name(op: OpOverload) -> str:
-    return op.name().partition(".")[0]
-
-
-def _is_one_of(node: Node, names: frozenset[str]) -> bool:
-    return isinstance(node.target, OpOverload) and _base_name(node.target) in names
-
-
 _CHEAP = POINTWISE | MOVES | CREATIONS
 _FUSED_ONCE = REDUCTIONS | LOOKUPS | RANDOM
+
+
+@functools.cache
+def _is_one_of(op: Any, names: frozenset[str]) -> bool:
+    return isinstance(op, OpOverload) and op.name().partition(".")[0] in names
 
 
 def is_cheap(node: Node) -> bool:
     """Whether a compiler would fuse the node away: running it again costs next to nothing."""
     if node.op != "call_function" or is_effectful(node):
         return False
-    return _is_one_of(node, _CHEAP) or is_view(node)
+    return _is_one_of(node.target, _CHEAP) or is_view(node)
 
 
 def is_border(node: Node) -> bool:
     """Whether fusion ends here: a library call, a collective, an operator that we don't know."""
     if node.op != "call_function" or is_getitem(node) or is_wait(node):
         return False
-    return not is_cheap(node) and not _is_one_of(node, _FUSED_ONCE)
+    return not is_cheap(node) and not _is_one_of(node.target, _FUSED_ONCE)
 
 
 def chain_breaks(order: Iterable[Node], fixed: Container[Node]) -> set[Node]:
@@ -100,10 +98,10 @@ def chain_breaks(order: Iterable[Node], fixed: Container[Node]) -> set[Node]:
     lengths: dict[Node, int] = {}
     breaks: set[Node] = set()
     for node in order:
-        if node in fixed or not node.all_input_nodes:
+        if node in fixed or not inputs_of(node):
             lengths[node] = 0
             continue
-        lengths[node] = max(lengths[i] for i in node.all_input_nodes) + (not is_view(node))
+        lengths[node] = max(lengths[i] for i in inputs_of(node)) + (not is_view(node))
         if lengths[node] > LONGEST_CHAIN:
             breaks.add(node)
             lengths[node] = 0

@@ -17,6 +17,7 @@ from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.halves import Halves, results_of
 from aotdist.partition.traits import is_effectful, is_size, storage_bytes
 from aotdist.program import FORWARD_ROLES, LATE_ROLES, Graph, Slot, Split
+from aotdist.torch_seam.nodes import inputs_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ def _build_backward(halves: Halves, kept: _Saved, again: set[Node], slots: Seque
     builder = GraphBuilder(joint.gm)
     for node in kept.in_order():
         builder.placeholder(node)
-    read = {i for n in (*halves.backward, *again) for i in n.all_input_nodes}
+    read = {i for n in (*halves.backward, *again) for i in inputs_of(n)}
     late = {*LATE_ROLES, "rng"}
     given = {
         s: n
@@ -177,7 +178,7 @@ def _on_demand(halves: Halves, again: set[Node]) -> Iterator[Node]:
         stack = [node]
         while stack:
             top = stack[-1]
-            pending = [i for i in top.all_input_nodes if i in again and i not in done]
+            pending = [i for i in inputs_of(top) if i in again and i not in done]
             if pending:
                 stack.extend(reversed(pending))
                 continue

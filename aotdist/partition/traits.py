@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.symbols import SYMBOLIC, estimate
 
@@ -103,9 +104,9 @@ def is_random(node: Node) -> bool:
 
 
 @functools.cache
-def _op_is_pure(op: OpOverload) -> bool:
+def _op_is_effectful(op: OpOverload) -> bool:
     probe = torch.fx.Graph().create_node("call_function", op)
-    return not probe.is_impure()
+    return op is not _WAIT and (op in _CHECKS or probe.is_impure())
 
 
 def is_effectful(node: Node) -> bool:
@@ -114,10 +115,10 @@ def is_effectful(node: Node) -> bool:
     Random operators do: eager advances the generator. Waits do not: a collective that nobody
     reads is dropped together with its wait.
     """
-    if node.op != "call_function" or is_wait(node):
+    if node.op != "call_function":
         return False
     if isinstance(node.target, OpOverload):
-        return node.target in _CHECKS or not _op_is_pure(node.target)
+        return _op_is_effectful(node.target)
     return is_random(node) or node.is_impure()
 
 
@@ -142,8 +143,8 @@ def view_base(node: Node) -> Node:
 
 def storage_root(node: Node) -> Node:
     """The node that allocated the memory which `node`'s result lives in; waiting allocates none."""
-    while node.all_input_nodes and (is_view(node) or is_wait(node)):
-        node = node.all_input_nodes[0]
+    while (is_view(node) or is_wait(node)) and (inputs := inputs_of(node)):
+        node = next(iter(inputs))
     return node
 
 

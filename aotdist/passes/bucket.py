@@ -113,8 +113,8 @@ def bucket(graph: Graph, settings: Settings) -> Graph:
 
 
 def _candidate(graph: Graph) -> Node | None:
-    nodes = (node for node in graph.gm.graph.nodes if node.target in _KINDS)
-    return next((node for node in nodes if "unit" in node.meta), None)
+    collectives = graph.calls(lambda node: node.target in _KINDS)
+    return next((node for node in collectives if "unit" in node.meta), None)
 
 
 def _families(graph: Graph, op: Any) -> list[list[_Member]]:

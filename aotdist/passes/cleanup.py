@@ -11,6 +11,7 @@ it is made from: the scale of a tensor in FP8 is a number, and computing it agai
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from aotdist.partition.builder import GraphBuilder
 from aotdist.partition.traits import is_effectful, is_view, phase_of, storage_root, value_bytes
 from aotdist.program import Graph
 from aotdist.settings import Settings
+from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.symbols import surely_equal
 
@@ -85,7 +87,7 @@ def _needed(graph: Graph, order: list[Node], stands_for: Mapping[Node, Node]) ->
     needed = {stands_for.get(n, n) for n in roots}
     for node in reversed(order):
         if node in needed:
-            needed.update(stands_for.get(i, i) for i in node.all_input_nodes)
+            needed.update(stands_for.get(i, i) for i in inputs_of(node))
     return needed
 
 
@@ -127,6 +129,8 @@ class _Simplifier:
         return self.stands_for
 
     def _earlier(self, node: Node) -> Node | None:
+        if node.op != "call_function":
+            return None
         if node.target in _RENAMES:
             return self._shown_by(self._source(node), node)
         if node.target in _COPIES:
@@ -193,7 +197,7 @@ class _Simplifier:
         if isinstance(argument, Node):
             return self._value(argument)
         if isinstance(argument, (list, tuple)):
-            return tuple(self._freeze(item) for item in argument)
+            return tuple(map(self._freeze, argument))
         if isinstance(argument, (float, complex)):
             return (type(argument), repr(argument))  # zeros of either sign are equal, and are not the same
         return (type(argument), argument)
@@ -201,14 +205,15 @@ class _Simplifier:
 
 def _is_repeatable(node: Node) -> bool:
     """Whether the node makes a tensor of its own, the same one whenever it is given the same."""
-    op = node.target
-    if (
-        not isinstance(op, OpOverload)
-        or op.namespace not in _NAMESPACES
-        or not _CHANGEABLE.isdisjoint(op.tags)
-    ):
+    is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
+    return is_tensor and _op_is_repeatable(node.target) and not is_effectful(node)
+
+
+@functools.cache
+def _op_is_repeatable(op: Any) -> bool:
+    if not isinstance(op, OpOverload) or op.namespace not in _NAMESPACES:
         return False
-    return isinstance(node.meta.get("val"), torch.Tensor) and not is_effectful(node)
+    return _CHANGEABLE.isdisjoint(op.tags)
 
 
 def _may_stand_for(earlier: Node, node: Node) -> bool:

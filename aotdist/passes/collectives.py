@@ -68,7 +68,7 @@ def collectives(graph: Graph, state: Collection[str] = ()) -> tuple[Collective, 
         graph: the graph.
         state: paths of the parameters and buffers that `serves` may name.
     """
-    starts = [node for node in graph.gm.graph.nodes if is_collective(node)]
+    starts = graph.calls(is_collective)
     served = _served(graph, frozenset(state)) if starts and state else {}
     return tuple(_describe(node, served.get(node, ())) for node in starts)
 

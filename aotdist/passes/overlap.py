@@ -48,7 +48,7 @@ Stage = list[Node]
 
 def overlap(graph: Graph, settings: Settings) -> Graph:
     """The same nodes in an order that hides communication behind compute."""
-    if not any(_serves_unit(n, (GATHER, SCATTER, REDUCE)) for n in graph.gm.graph.nodes):
+    if not any(map(_serves_unit, graph.calls(_is_sent))):
         return graph
     ordered = graph.copied()
     _finish_gathers_late(_stages(ordered, GATHER))
@@ -88,12 +88,16 @@ def _stays(node: Node) -> bool:
     return not is_computed or is_wait(node) or is_collective(node) or is_effectful(node)
 
 
-def _serves_unit(node: Node, ops: Sequence[Any]) -> bool:
-    return node.target in ops and node.meta.get("unit") is not None and wait_of(node) is not None
+def _is_sent(node: Node) -> bool:
+    return node.target in (GATHER, SCATTER, REDUCE)
+
+
+def _serves_unit(node: Node) -> bool:
+    return node.meta.get("unit") is not None and wait_of(node) is not None
 
 
 def _stages(graph: Graph, op: Any) -> list[Stage]:
-    starts = [n for n in graph.gm.graph.nodes if _serves_unit(n, (op,))]
+    starts = filter(_serves_unit, graph.gm.graph.find_nodes(op="call_function", target=op))
     return [list(run) for _, run in itertools.groupby(starts, key=lambda n: n.meta["unit"])]
 
 

@@ -15,6 +15,7 @@ from torch.fx import Node
 from aotdist.errors import InternalError
 from aotdist.partition.traits import is_collective, is_copy_back, is_wait
 from aotdist.program import Graph, Split
+from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.operators import OpOverload, writes_arguments
 
 _NEIGHBOURS = 10
@@ -57,13 +58,15 @@ def _named_arguments(graph: Graph) -> Iterator[Fault]:
 
 
 def _no_mutation(graph: Graph) -> Iterator[Fault]:
-    for node in graph.gm.graph.nodes:
-        if not isinstance(node.target, OpOverload) or not writes_arguments(node.target):
-            continue
+    for node in graph.calls(_writes):
         if not is_copy_back(node):
             yield node, "writes to its argument"
         elif node.next.op != "output" and not is_copy_back(node.next):
             yield node, "copies into an argument before the end of the graph"
+
+
+def _writes(node: Node) -> bool:
+    return isinstance(node.target, OpOverload) and writes_arguments(node.target)
 
 
 def _values_known(graph: Graph) -> Iterator[Fault]:
@@ -75,16 +78,14 @@ def _values_known(graph: Graph) -> Iterator[Fault]:
 def _in_order(graph: Graph) -> Iterator[Fault]:
     seen: set[Node] = set()
     for node in graph.gm.graph.nodes:
-        for source in node.all_input_nodes:
+        for source in inputs_of(node):
             if source not in seen:
                 yield node, f"uses `{source.name}` before it is computed"
         seen.add(node)
 
 
 def _waited_once(graph: Graph) -> Iterator[Fault]:
-    for node in graph.gm.graph.nodes:
-        if not is_collective(node):
-            continue
+    for node in graph.calls(is_collective):
         started = node.users if isinstance(node.meta.get("val"), (list, tuple)) else [node]
         for result in started:
             waits = sum(is_wait(user) for user in result.users)

@@ -144,8 +144,7 @@ class Compilation:
                 return {"inference": graph}
 
     def every_graph(self) -> Iterator[Graph]:
-        """All graphs that it holds, also those that only other backwards, or profilers, need."""
-        yield self.traced.graph
+        """All graphs that an artifact holds, also those that only other backwards, or profilers, need."""
         match self.region:
             case Training(graphs=graphs):
                 yield from (graphs.cut, graphs.by_choice, graphs.whole, *self.graphs().values())
@@ -176,7 +175,7 @@ class Compilation:
 
 
 def without_tensors(compilation: Compilation) -> Compilation:
-    """`compilation` with shells for the tensors of the call, and without the values of module state.
+    """`compilation` with shells for the tensors of the call, and without module state and what was recorded.
 
     The first batch, or the parameters of before a checkpoint was loaded, would otherwise stay in memory for
     as long as the artifact does.
@@ -188,6 +187,8 @@ def without_tensors(compilation: Compilation) -> Compilation:
         if isinstance(source.root, Argument):
             source.root.example = None
     reached = replace(environment.reached, tensors=[], assignable=replace(assignable, owners=[]))
+    region = compilation.region
+    graph = region.graphs.cut if isinstance(region, Training) else region.graph
     return replace(
         compilation,
         captured=replace(
@@ -196,7 +197,9 @@ def without_tensors(compilation: Compilation) -> Compilation:
             places=(),
             environment=replace(environment, state=(), reached=reached),
         ),
-        traced=replace(traced, program=_without_tensors(traced.program), later_backwards=None, traces=None),
+        traced=replace(
+            traced, program=_without_tensors(traced.program), graph=graph, later_backwards=None, traces=None
+        ),
     )
 
 

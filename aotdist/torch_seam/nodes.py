@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch.fx import Graph, Node
+from torch.fx.graph import _illegal_names
 from torch.fx.node import map_arg
 
 _NAMES: dict[Any, str] = {}
@@ -26,20 +28,48 @@ def add_node(
 ) -> Node:
     """A node at the graph's insertion point, of arguments that another node has or had.
 
-    `Graph.create_node` takes 21 us for one with its `meta`, this 8: from torch 2.13 on that looks for raw
+    `Graph.create_node` takes 21 us for one with its `meta`, this 4: from torch 2.13 on that looks for raw
     symbols in all arguments, and each assignment to a node looks the node up. Without a name it is called as
     its target.
     """
     if name is None:
         name = _NAMES.get(target) or _NAMES.setdefault(target, graph._target_to_str(target))
-    name = graph._graph_namespace.create_name(name, None)
+    name = _free_name(graph, name)
     node = Node(graph, name, op, target, args, kwargs, type_expr)
     node.meta.update(meta)
-    graph._graph_namespace.associate_name_with_obj(name, node)
+    graph._graph_namespace._obj_to_name[node] = name
     graph._insert(node)
-    graph._find_nodes_lookup_table.insert(node)
+    graph._find_nodes_lookup_table.table[op, target if op == "call_function" else None][node] = None
     graph._len += 1
     return node
+
+
+def _free_name(graph: Graph, like: str) -> str:
+    """What FX calls a node that is to be called `like`, in 0.3 us instead of 1.6."""
+    names = graph._graph_namespace
+    used, counts = names._used_names, names._base_count
+    if like not in used and like.isidentifier() and like.isascii() and like not in _illegal_names:
+        used.add(like)
+        return like
+    if like not in used or like[-1].isdigit():
+        return names.create_name(like, None)
+    number = counts.get(like, 0) + 1
+    while (name := f"{like}_{number}") in used:
+        number += 1
+    used.add(name)
+    counts[like] = number
+    return name
+
+
+def calls_of(graph: Graph, is_wanted: Callable[[Node], bool]) -> list[Node]:
+    """The calls whose function is wanted, in order: of several calls of one, the first is asked."""
+    kinds = graph._find_nodes_lookup_table.table.items()
+    calls = (nodes for (op, _), nodes in kinds if op == "call_function" and nodes)
+    return sorted(node for nodes in calls if is_wanted(next(iter(nodes))) for node in nodes)
+
+
+inputs_of: Callable[[Node], Mapping[Node, None]] = operator.attrgetter("_input_nodes")
+"""The nodes that a node is given, each once, in 0.04 us; `all_input_nodes` lists them in 0.3."""
 
 
 def is_erased(node: Node) -> bool:
@@ -49,7 +79,7 @@ def is_erased(node: Node) -> bool:
 
 def copy_node(graph: Graph, node: Node, now: Callable[[Node], Any], name: str | None) -> Node:
     """The same operation in a graph, on what `now` gives for each node; `name` as in `add_node`."""
-    args, kwargs = map_arg(node.args, now), map_arg(node.kwargs, now)
+    args, kwargs = map_arg(node.args, now), node.kwargs and map_arg(node.kwargs, now)
     return add_node(graph, node.op, node.target, args, kwargs, name, node.meta, node.type)
 
 

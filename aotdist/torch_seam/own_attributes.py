@@ -144,6 +144,14 @@ def shared(value: Any) -> Any:
     return value if held is None else held.shared.get(id(value), value)
 
 
+def with_shared(items: dict[Any, Any]) -> dict[Any, Any]:
+    """A dictionary with what all threads share for each of its values; see `shared`."""
+    held = _OWN.value
+    if held is None:
+        return items
+    return {key: held.shared.get(id(value), value) for key, value in items.items()}
+
+
 def _attributes_of(module: nn.Module) -> dict[str, Any] | None:
     held = _OWN.value
     return None if held is None else held.attributes.get(id(module))

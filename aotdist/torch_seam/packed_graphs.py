@@ -8,6 +8,7 @@ symbols, constants) is kept as it is, once each.
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import functools
 import io
 import pickle
 import weakref
@@ -22,6 +23,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
 from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode, new_fake
+from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.nodes import add_node
 from aotdist.torch_seam.proxies import graph_module
 
@@ -67,13 +69,11 @@ class _Packed:
 
     Args:
         nodes: what the nodes say.
-        num_nodes: how many there are.
         live: what these name by number.
         held: what `get_attr` nodes stand for, by name.
     """
 
     nodes: bytes
-    num_nodes: int
     live: tuple[Any, ...]
     held: dict[str, Any]
 
@@ -82,19 +82,15 @@ class _Packed:
         """`module`, packed."""
         nodes, written = list(module.graph.nodes), io.BytesIO()
         held = {node.target: attrgetter(node.target)(module) for node in nodes if node.op == "get_attr"}
-        packer = _Packer(written, nodes, places)
-        for node in nodes:
-            packer.dump((node.op, node.target, node.args, node.kwargs, node.name, node.type, node.meta))
-        return cls(zlib.compress(written.getbuffer(), 1), len(nodes), tuple(packer.live), held)
+        packer = _Packer(written, places)
+        with torch_functions_off():  # fakes answer in two thirds of the time
+            packer.dump(nodes)
+        return cls(zlib.compress(written.getbuffer(), 1), tuple(packer.live), held)
 
     def unpacked(self) -> GraphModule:
         """The module, made anew."""
-        graph, nodes = Graph(), list[Node]()
-        unpacker = _Unpacker(io.BytesIO(zlib.decompress(self.nodes)), self.live, nodes)
-        for _ in range(self.num_nodes):
-            *made_of, meta = unpacker.load()
-            op, target, args, kwargs, name, type_expr = made_of
-            nodes.append(add_node(graph, op, target, args, kwargs, name, meta, type_expr))
+        graph = Graph()
+        _Unpacker(io.BytesIO(zlib.decompress(self.nodes)), self.live, graph).load()
         return graph_module(self.held, graph)
 
 
@@ -118,20 +114,24 @@ class Places:
 
 
 class _Packer(pickle.Pickler):
-    """Writes what nodes say; what was written before is named by number."""
+    """Writes what nodes say; what was written before, as the nodes that one is given, is named by number."""
 
-    def __init__(self, file: io.BytesIO, nodes: Sequence[Node], places: Places) -> None:
+    def __init__(self, file: io.BytesIO, places: Places) -> None:
         super().__init__(file, protocol=5)
         self._places = places
-        self._positions = {node: position for position, node in enumerate(nodes)}
         self._known: dict[int, int] = {}
+        self._names: dict[tuple[str, ...], tuple[str, ...]] = {}
         self.live: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
         """How to write what is no number, text, list, tuple or dictionary."""
         cls = type(obj)
         if cls is Node:
-            return _node, (self._positions[obj],)
+            # FX's own dictionary would be asked for; few differ in what `meta` has, which takes a fifth less.
+            names = tuple(obj.meta)
+            names = self._names.setdefault(names, names)
+            made_of = obj.op, obj.target, obj.args, dict(obj.kwargs), obj.name
+            return _node, (names, tuple(obj.meta.values()), obj.type, *made_of)
         if cls is FakeTensor and (place := self._places.of(obj)) is not None:
             return _fake, place
         if cls is immutable_list:
@@ -154,10 +154,13 @@ class _Packer(pickle.Pickler):
 class _Unpacker(pickle.Unpickler):
     """Reads it; nothing else can be named than what makes nodes and values."""
 
-    def __init__(self, file: io.BytesIO, live: Sequence[Any], nodes: Sequence[Node]) -> None:
+    def __init__(self, file: io.BytesIO, live: Sequence[Any], graph: Graph) -> None:
         super().__init__(file)
         self._makers = {maker.__name__: maker for maker in _MAKERS} | {"slice": slice, "device": torch.device}
-        self._makers |= {_node.__name__: nodes.__getitem__, _live.__name__: live.__getitem__}
+        self._makers |= {
+            _node.__name__: functools.partial(_added, graph),
+            _live.__name__: live.__getitem__,
+        }
 
     def find_class(self, module_name: str, global_name: str, /) -> Any:
         """What is called to make nodes and values."""
@@ -190,8 +193,13 @@ def _named(cls: Any, items: tuple[Any, ...]) -> Any:
     return cls._make(items)
 
 
-def _node(position: int) -> NoReturn:
-    """Written for a node; whoever reads it has the nodes."""
+def _added(graph: Graph, names: tuple[str, ...], values: tuple[Any, ...], kind: Any, *made_of: Any) -> Node:
+    """The node that was written so, in a graph."""
+    return add_node(graph, *made_of, meta=dict(zip(names, values, strict=True)), type_expr=kind)
+
+
+def _node(*said: Any) -> NoReturn:
+    """Written for a node, with what `add_node` is given; whoever reads it has the graph."""
     raise NotImplementedError
 
 

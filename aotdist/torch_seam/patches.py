@@ -109,7 +109,7 @@ class Patch(Generic[T]):
     @property
     def value(self) -> T | None:
         """The value that this thread gave to `applied`; None outside of it."""
-        return _values().get(self._name)
+        return (_here.values or _values()).get(self._name)
 
     def original(self, owner: Any, name: str) -> Any:
         """What was there when the attribute was last replaced, as `owner` gives it."""

@@ -202,9 +202,15 @@ class Blocks:
             return now
         assert isinstance(before.recorded, Recorded), "otherwise it is known not to be"
         difference = before.recorded.difference_from(now.recorded, self._recorder)
-        if difference is None and before.reads == now.reads:
-            return replace(before, is_confirmed=True)
-        return replace(now, recorded=difference or "two calls read different attributes")
+        if difference is None and before.reads != now.reads:
+            difference = "two calls read different attributes"
+        try:
+            if difference is None:  # the whole model, for one, is called once, and nobody copies it
+                before.recorded.likenesses.update(likenesses_of(before.recorded.steps))
+                return replace(before, is_confirmed=True)
+        except Unfit as unfit:
+            difference = str(unfit)
+        return replace(now, recorded=difference)
 
     def _recorded(self, called: _Called, kind: Kind) -> tuple[Any, Recorded | str]:
         """Trace a call; what it returns, and what was recorded, or why that cannot be copied."""
@@ -233,15 +239,13 @@ class Blocks:
                 outs, spec = pytree.tree_flatten(result)
                 outs = checked_outs(outs, kind, set(nodes), recorder)
                 edges, consumers, saves = gradients_of(outs, kind, first)
-                steps = tuple(map(Step.of, nodes))
-                likenesses = likenesses_of(steps)
         except Unfit as unfit:
             return result, str(unfit)
         return result, Recorded(
             path=called.path,
             kind=kind,
             inputs=inputs,
-            steps=steps,
+            steps=tuple(map(Step.of, nodes)),
             writes=writes,
             outs=outs,
             spec=spec,
@@ -250,7 +254,7 @@ class Blocks:
             edges=edges,
             consumers=consumers,
             saves=saves,
-            likenesses=likenesses,
+            likenesses={},
             parameters={number: dict(vars(one)["_parameters"]) for number, one in kind.modules.items()},
         )
 

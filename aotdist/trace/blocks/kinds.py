@@ -24,6 +24,8 @@ from aotdist.torch_seam.modes import num_modes, torch_functions_off, under_trans
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
 _MOST_OBJECTS = 500
 """What reaches more (it may refer to its parent) is compared for longer than it is traced, 2 us each."""
+_CONSTANTS = frozenset({bool, int, float, str, type(None)})
+"""The classes of most of what hangs on a module."""
 _FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, type, types.ModuleType)
 _OF_TENSOR_PARALLELISM = ("torch.distributed.tensor.", "torch.distributed.device_mesh")
 _STATE = ("_parameters", "_buffers", "_modules")
@@ -161,6 +163,8 @@ class _Described:
     def value(self, value: Any) -> Hashable:
         """A value; modules, containers and objects by what they hold."""
         kind = type(value)
+        if kind in _CONSTANTS:
+            return kind, repr(value)  # 0.0 is not -0.0
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         if isinstance(value, nn.Module):
@@ -170,7 +174,7 @@ class _Described:
         if isinstance(value, dict):
             return kind, tuple((self.value(key), self.value(item)) for key, item in value.items())
         if is_constant(value):
-            return kind, repr(value)  # 0.0 is not -0.0
+            return kind, repr(value)
         if isinstance(value, torch.SymInt):
             return kind, comparable(value)
         if isinstance(value, (set, frozenset)):
@@ -285,6 +289,8 @@ def likeness_of(value: torch.Tensor) -> Likeness:
 
 def _is_comparable(value: Any) -> bool:
     """Whether a recipe, or something in it, is made of what compares by value."""
+    if type(value) in _CONSTANTS:
+        return True
     if isinstance(value, (Wrapper, Plain, Constant)):
         return all(_is_comparable(getattr(value, each.name)) for each in fields(value))
     if isinstance(value, (list, tuple)):

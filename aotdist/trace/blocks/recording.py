@@ -96,14 +96,11 @@ class Likenesses:
 
     def __call__(self, value: Any) -> Any:
         """What a node's value is for a copy of the node."""
-        if isinstance(value, (list, tuple)):
-            return type(value)(map(self, value))
         if not isinstance(value, FakeTensor):
-            return value
+            return type(value)(map(self, value)) if isinstance(value, (list, tuple)) else value
         made = self._made.get(id(value))
         if made is None:
-            like = self._known[id(value)]
-            memory = storage_id(value)
+            like, memory = self._known[id(value)], storage_id(value)
             made = self._made[id(value)] = like.made(self._recorder.fake_mode, self._memory.get(memory))
             self._memory.setdefault(memory, made)
         return made
@@ -129,7 +126,8 @@ def likenesses_of(steps: Iterable[Step]) -> dict[int, Likeness]:
         Unfit: there is more to one.
     """
     values = pytree.tree_leaves([step.node.meta.get("val") for step in steps])
-    return {id(value): likeness_of(value) for value in values if isinstance(value, FakeTensor)}
+    with torch_functions_off():
+        return {id(value): likeness_of(value) for value in values if isinstance(value, FakeTensor)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,17 +152,16 @@ class Copying:
         """Record copies."""
         tracer, now = self.recorder.tracer, self.now
         for step in steps:
-            meta = step.node.meta
-            if step.node.op == "get_attr":
-                node = tracer.constant(str(step.node.target))
-            else:
-                node = step.copied(tracer.graph, now, {"serial": tracer.next_serial()})
-            now[step.node] = node
-            node.meta.update(meta, serial=node.meta["serial"], module=self.module(meta["module"]))
+            meta: dict[str, Any] = {**step.node.meta, "module": self.module(step.node.meta["module"])}
             if "seq_nr" in meta:
-                node.meta["seq_nr"] = meta["seq_nr"] + self.seq_offset
+                meta["seq_nr"] += self.seq_offset
             if "val" in meta:
-                node.meta["val"] = self.like(meta["val"])
+                meta["val"] = self.like(meta["val"])
+            if step.node.op == "get_attr":
+                now[step.node] = node = tracer.constant(str(step.node.target))
+                node.meta.update(meta, serial=node.meta["serial"])
+            else:
+                now[step.node] = step.copied(tracer.graph, now, meta | {"serial": tracer.next_serial()})
 
     def again(self) -> Copying:
         """The same by now, for more copies that this one will not know."""
@@ -192,7 +189,8 @@ class Recorded:
         edges: for each tensor of `kind.tensors`, how many gradients the block sends to it.
         consumers: the autograd nodes that send them: node, position among what it sends, and the tensor.
         saves: whether autograd saved tensors.
-        likenesses: what its values are like, by identity; those of its backwards are added.
+        likenesses: what its values are like, by identity: added once another call recorded the same, and by
+            its backwards.
         parameters: what each module had as its parameters: under FSDP2, other tensors than between calls.
     """
 
