@@ -67,13 +67,13 @@ _PLACES = frozenset({"source", "module", "function", "unit", "seq_nr", "serial",
 def region_graph(segment: Segment, gm: GraphModule) -> Graph:
     """A region as a graph of its own, the same for all that are equal up to names."""
     graph, root, copies = torch.fx.Graph(), torch.nn.Module(), dict[Node, Node]()
+    for position, node in enumerate(arguments_of(segment, gm)):
+        copies[node] = graph.placeholder(f"x{position}")
+        copies[node].meta = {"val": node.meta["val"]}
     for position, node in enumerate(segment.ins):
         if _is_graph(node, gm):
             setattr(root, f"graph_{position}", attribute_of(gm, node))
             copies[node] = graph.get_attr(f"graph_{position}")
-    for position, node in enumerate(arguments_of(segment, gm)):
-        copies[node] = graph.placeholder(f"x{position}")
-        copies[node].meta = {"val": node.meta["val"]}
     for node in segment.nodes:
         args, kwargs = map_arg((node.args, dict(node.kwargs)), copies.__getitem__)
         copies[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]

@@ -82,7 +82,7 @@ def _equal_blocks(joint: Graph, owners: set[Node]) -> dict[Hashable, list[Segmen
                 blocks.setdefault(path, []).append(node)
         kinds: dict[Hashable, list[Segment]] = {}
         for segment in (Segment.of(nodes) for nodes in blocks.values() if len(nodes) >= SHORTEST):
-            kind = kind_of(segment, joint.gm), tuple(map(owners.__contains__, segment.outs))
+            kind = kind_of(segment, joint.gm), tuple(view_base(node) in owners for node in segment.outs)
             kinds.setdefault(kind, []).append(segment)
         equal = {kind: segments for kind, segments in kinds.items() if len(segments) > 1}
         inside = {node for segments in equal.values() for segment in segments for node in segment.nodes}
@@ -151,17 +151,23 @@ class _Rewriting:
         """Equal segments with what each was rewritten to; what is constant in it is known from now on."""
         graphs: dict[Hashable, Graph] = {}
         for segment in equal:
-            constants = (self._constants.get(node) for node in segment.ins)
-            key = tuple(constant and constant.text for constant in constants)
+            constants = self._known_to(segment)
+            key = tuple(constants[node].text if node in constants else None for node in segment.ins)
             if key not in graphs:
-                graphs[key] = self._rewritten(segment)
+                graphs[key] = self._rewritten(segment, constants)
             yield _Part(segment, graphs[key])
             for node, result in zip(segment.outs, graphs[key].results(), strict=True):
                 if result is not None and result.target is _FULL and not result.all_input_nodes:
                     text = f"{result.args} {result.kwargs}"
                     self._constants[node] = _Constant(text, _FULL, result.args, result.kwargs)
 
-    def _rewritten(self, segment: Segment) -> Graph:
+    def _known_to(self, segment: Segment) -> Mapping[Node, _Constant]:
+        """The constants that a segment makes itself: an output that is a copy of one would be that one."""
+        has_outputs = any(view_base(node) in self._owners for node in segment.outs)
+        found = ((node, self._constants[node]) for node in segment.ins if node in self._constants)
+        return {node: constant for node, constant in found if not has_outputs or constant.held is not _FULL}
+
+    def _rewritten(self, segment: Segment, constants: Mapping[Node, _Constant]) -> Graph:
         """What a segment is rewritten to; nodes say by `serial` which of its nodes, or ins, they are."""
         graph = region_graph(segment, self._joint.gm)
         nodes, arguments = graph.gm.graph, arguments_of(segment, self._joint.gm)
@@ -171,7 +177,7 @@ class _Rewriting:
         positions = {node: position for position, node in enumerate(segment.ins, len(computing))}
         ins = dict[Slot, int]()
         for placeholder, slot, given in zip(graph.placeholders(), graph.ins, arguments, strict=True):
-            constant = self._constants.get(given)
+            constant = constants.get(given)
             if constant is None:
                 ins[slot] = positions[given]
                 continue
@@ -182,7 +188,7 @@ class _Rewriting:
             nodes.erase_node(placeholder)
         # Outputs lie in memory of their own, whatever rewrites make of them.
         outs = (
-            Slot("output", slot.path) if node in self._owners else slot
+            Slot("output", slot.path) if view_base(node) in self._owners else slot
             for node, slot in zip(segment.outs, graph.outs, strict=True)
         )
         rewritten = self._backend.prepare_joint(Graph(graph.gm, tuple(ins), tuple(outs)))
@@ -279,7 +285,7 @@ class _Assembly:
             at, node = pending[-1]
             found = (self._found((at, read)) for read in node.all_input_nodes)
             missing = [other for other in found if not isinstance(other, Node)]
-            pending += missing
+            pending += reversed(missing)
             if not missing and pending.pop() not in self._now:
                 self._now[at, node] = self._copied(at, node)
 

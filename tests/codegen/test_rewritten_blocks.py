@@ -17,6 +17,7 @@ import aotdist
 from aotdist import pipeline
 from aotdist.codegen.contract import Backend
 from aotdist.codegen.rewritten_blocks import prepared_by_blocks
+from aotdist.partition.traits import view_base
 from aotdist.program import Graph
 
 PLACES = ("phase", "source", "module", "seq_nr", "function", "unit", "serial", "policy", "grad")
@@ -133,6 +134,40 @@ class GivenMask(Model):
         return self.head(x).square().mean()
 
 
+class Branching(nn.Module):
+    """Chooses by data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return torch.cond(y.sum() > 0, lambda y: y.sin() * 2, lambda y: y.cos(), (y,))  # type: ignore[no-any-return]
+
+
+class Copying(nn.Module):
+    """Gives copies of what it is given, in memory of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+
+    def forward(self, x: Tensor, mask: Tensor) -> tuple[Tensor, ...]:
+        return self.inner(x), mask.clone(), mask.clone().view(-1)
+
+
+class Copies(Model):
+    """Gives what its blocks copy of a constant."""
+
+    def forward(self, x: Tensor) -> Any:
+        mask, x, copies = torch.zeros(2, 5), self.embed(x), list[Tensor]()
+        for block in self.blocks:
+            x, *made = block(x, mask)
+            copies += made
+        return self.head(x).square().mean(), copies, mask
+
+
 PROGRAMS: dict[str, Callable[[], Callable[..., Any]]] = {
     "attention": lambda: Model(*(Attention() for _ in range(4))),
     "dropout": lambda: Model(*(Attention(0.2) for _ in range(4))),
@@ -144,6 +179,7 @@ PROGRAMS: dict[str, Callable[[], Callable[..., Any]]] = {
     "an odd one": lambda: Model(Attention(), Attention(), Counting(), Attention(0.5), Attention()),
     "blocks in blocks": lambda: Model(Mixed(), Mixed(), Mixed()),
     "constants": lambda: GivenMask(*(Scaled() for _ in range(4))),
+    "branches": lambda: Model(*(Branching() for _ in range(4))),
     "outputs": lambda: Outputs(*(Attention() for _ in range(8))),
 }
 
@@ -164,7 +200,7 @@ def described(graph: Graph) -> list[Any]:
         vals = node.meta.get("val")
         vals = vals if isinstance(vals, (list, tuple)) else [vals]
         sizes = [(v.shape, v.stride(), v.dtype) if isinstance(v, Tensor) else v for v in vals]
-        known = {key: node.meta[key] for key in PLACES if key in node.meta}
+        known = {key: node.meta[key] for key in PLACES if key in node.meta and node.op != "get_attr"}
         target = None if node.op == "get_attr" else node.target
         found.append((node.op, target, str(arguments), str(sizes), str(sorted(known.items()))))
     return found
@@ -196,6 +232,20 @@ def compared(program: Callable[..., Any], inputs: Any, patch: pytest.MonkeyPatch
         compiled(*inputs)  # the first call of a step makes its optimizer's state, in eager
     assert len(given) > 1
     return given[0] - sum(given[1:])
+
+
+def test_copies_of_a_constant_lie_in_memory_of_their_own(monkeypatch: pytest.MonkeyPatch):
+    owners: list[torch.fx.Node] = []
+
+    def noted(backend: Backend, joint: Graph) -> Graph:
+        results = prepared_by_blocks(backend, joint).named_results().items()
+        owners.extend(view_base(node) for slot, node in results if node is not None and slot.role == "output")
+        raise Rewritten
+
+    monkeypatch.setattr(pipeline, "prepared_by_blocks", noted)
+    with pytest.raises(Rewritten):
+        aotdist.compile(Copies(*(Copying() for _ in range(6))), backend="inductor")(torch.randn(2, 5, 16))
+    assert len(owners) == len(set(owners)) >= 1 + 2 * 6 + 1
 
 
 class Flexible(nn.Module):

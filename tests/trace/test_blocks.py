@@ -486,6 +486,18 @@ def _hooked() -> Stack:
     return stack
 
 
+class Caching(Block):
+    """Gives its buffer another tensor of the same kind, as a cache of the last values does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("last", torch.zeros(2, *SIZE))
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        self.last = torch.cat([self.last[1:], x.detach()[None]])
+        return super().forward(x + self.last.mean(0))
+
+
 TRACED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], str]] = {
     "its number decides": (lambda: Stack(*(Numbered(k) for k in range(4))), ""),
     "it counts": (lambda: Stack(*(Counting(k) for k in range(DEPTH))), ""),
@@ -495,6 +507,7 @@ TRACED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], str]] = {
         "",
     ),
     "it keeps values": (lambda: Stack(*(Keeping() for _ in range(DEPTH))), "in Python"),
+    "it assigns a buffer": (lambda: Stack(*(Caching() for _ in range(DEPTH))), "its own attributes"),
     "it prints": (lambda: Stack(*(Printing() for _ in range(DEPTH))), "it prints"),
     "a function of the user's": (lambda: Stack(*(Doubling() for _ in range(DEPTH))), "autograd function"),
     "it hooks gradients": (lambda: Stack(*(Hooking() for _ in range(DEPTH))), "hooks a gradient"),
@@ -518,15 +531,18 @@ def test_what_cannot_be_copied_is_traced_and_says_why(name: str) -> None:
     make, reason = TRACED[name]
     program = make()
     Keeping.kept.clear()
+    original = copy.deepcopy(program) if isinstance(program, nn.Module) else program
     compiled = aotdist.compile(program, backend="fx")
     ends = []
-    for call in (copy.deepcopy(program) if isinstance(program, nn.Module) else program, compiled):
+    for call in (original, compiled):
         x = torch.arange(48.0).view(SIZE).sin().requires_grad_()
         torch.manual_seed(0)
         out = call(x)
         sum(end.sum() for end in (out if isinstance(out, tuple) else (out,))).backward()  # type: ignore[union-attr]
         ends.append((*(out if isinstance(out, tuple) else (out,)), x.grad))
     assert all(torch.equal(eager, ours) for eager, ours in zip(*ends, strict=True))
+    if isinstance(original, nn.Module) and isinstance(program, nn.Module):
+        assert all(map(torch.equal, original.buffers(), program.buffers()))
     eager, ours = Keeping.kept[: len(Keeping.kept) // 2], Keeping.kept[len(Keeping.kept) // 2 :]
     assert len(eager) == len(ours) == (DEPTH if name == "it keeps values" else 0)
     assert all(map(torch.equal, eager, ours))
