@@ -195,8 +195,9 @@ class Accumulation(TorchFunctionMode):
 
 
 def _are_rows(indices: Any, values: Any, size: Any = None, **options: Any) -> bool:
-    """Whether a sparse tensor is made as `Adagrad` does: of rows of what it updates."""
-    if torch.is_grad_enabled() or options or size is None or not isinstance(indices, torch.Tensor):
+    """Whether a sparse tensor is made of rows of what is updated, as `Adagrad` does, and has no history."""
+    has_history = torch.is_grad_enabled() and values.requires_grad
+    if has_history or options or size is None or not isinstance(indices, torch.Tensor):
         return False
     return (indices.dim(), indices.shape[0], values.dim()) == (2, 1, 2)
 
@@ -239,7 +240,7 @@ def _laid_out_like(grad: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     too: a view that a backward took under `no_grad` could not be written with history (`grad.add_(param)`).
     """
     if isinstance(grad, SparseRows):
-        return grad.again()
+        return grad.with_values(grad.stored().contiguous())
     wanted = torch.empty_like(param).stride()
     if all(size == 1 or a == b for size, a, b in zip(grad.shape, grad.stride(), wanted, strict=True)):
         return grad.detach()

@@ -101,6 +101,39 @@ class ByColumns(nn.Module):
         return F.embedding(words, self.weight, sparse=True)
 
 
+def beside() -> Written:
+    """What two embeddings say of a word, one beside the other; their gradients stay until the next step."""
+    models = [embedding(), embedding()]
+    params = [param for model in models for param in model.parameters()]
+    optimizer = sparse_adam(params)
+
+    def step(words: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.cat([model(words) for model in models], -1).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    return Written(step, models, [optimizer], lambda: counters(params), words)
+
+
+def by_hand() -> Written:
+    """A step that makes the gradient of half the indices and values."""
+    model: Any = embedding()
+    optimizer = sparse_adam(model.parameters())
+
+    def step(words: torch.Tensor) -> torch.Tensor:
+        loss = model(words).square().sum()
+        loss.backward()
+        grad = model.weight.grad
+        model.weight.grad = torch.sparse_coo_tensor(grad._indices(), grad._values() * 0.5, grad.size())
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return Written(step, [model], [optimizer], lambda: counters([model.weight]), words)
+
+
 def with_options(optimize: Callable[..., Any], **options: Any) -> Optimize:
     return lambda params: optimize(params, **options)
 
@@ -118,6 +151,8 @@ PROGRAMS: dict[str, Build] = {
     "SparseAdam, looked up twice": trains(
         sparse_adam, look_up=lambda model, words: model(words) * model(words.flip(0) // 2)
     ),
+    "SparseAdam, beside each other": beside,
+    "SparseAdam, a gradient made by hand": by_hand,
     "SGD": trains(sgd),
     "SGD, padding, zeroed in place": trains(sgd, lambda: embedding(padding_idx=3), set_to_none=False),
     "SGD, foreach, beside dense ones": trains(with_options(sgd, foreach=True, maximize=True), Pair),

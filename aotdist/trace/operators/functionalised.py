@@ -231,6 +231,7 @@ def _observe(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 REFUSED: Mapping[Any, Callable[..., Any]] = {
+    _ATEN._coalesce.default: _refuse_sparse,
     _ATEN._to_sparse.default: _refuse_sparse,
     _ATEN._to_sparse.sparse_dim: _refuse_sparse,
     _ATEN._fused_moving_avg_obs_fq_helper.default: _observe,
