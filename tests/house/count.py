@@ -40,8 +40,8 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (58_750, 42_000),
-    "lines of its core": (32_685, 23_500),
+    "lines of aotdist/": (58_752, 42_000),
+    "lines of its core": (32_687, 23_500),
     "classes of its core": (287, 200),
     "files of aotdist/": (294, 235),
     "import floors": (15, 15),

@@ -96,6 +96,11 @@ class Kind:
     modules: Mapping[int, nn.Module]
     held: tuple[Any, ...]
 
+    def is_still(self, before: Kind) -> bool:
+        """Whether it is that kind of call, of the same tensors: `self.buffer = other` gives it another."""
+        same = list(map(id, self.tensors)) == list(map(id, before.tensors))
+        return same and (self.key, self.attributes) == (before.key, before.attributes)
+
     def plains(self) -> list[FunctionalTensor]:
         """The plain tensors beneath `tensors`, in order."""
         return [plain for tensor in self.tensors for plain in plain_tensors(tensor)]  # type: ignore[misc]
