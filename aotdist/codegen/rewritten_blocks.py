@@ -29,7 +29,7 @@ from aotdist.codegen.repeats import SHORTEST
 from aotdist.errors import UnsupportedProgram
 from aotdist.partition.traits import view_base
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam.functional import FakeTensor, new_fake
+from aotdist.torch_seam.functional import FakeTensor, fake_on
 from aotdist.torch_seam.inductor import rewrites_whole_graphs
 from aotdist.torch_seam.nodes import add_node, copy_node
 from aotdist.torch_seam.proxies import graph_module
@@ -332,4 +332,4 @@ def _again(val: Any) -> Any:
     """A fake tensor in memory of its own: compilers look which values share some."""
     if not isinstance(val, FakeTensor) or val.is_conj() or val.is_neg():
         return val
-    return new_fake(val.fake_mode, val.size(), val.stride(), val.dtype, val.device)
+    return fake_on(val, val.device)
