@@ -88,11 +88,13 @@ def test_one_of_256_differs():
 
 
 def test_one_of_256_never_comes():
-    raised, seconds, _ = meet_all({rank: program(rank) for rank in EVERYONE if rank != 200}, timeout_s=3.0)
-    assert all(
-        isinstance(error, RankLost) and "rank 200 did not come" in str(error) for error in raised.values()
-    )
-    assert seconds < 30
+    programs = {rank: program(rank) for rank in EVERYONE if rank != 200}
+    # On a busy machine 255 threads take more than 3 s to start, and the last of them would be too late, too.
+    raised, seconds, _ = meet_all(programs, timeout_s=12.0)
+    errors = [*raised.values()]
+    assert {type(error) for error in errors} == {RankLost}, errors
+    assert all("rank 200 did not come" in str(error) for error in errors), {str(error) for error in errors}
+    assert 12 <= seconds < 60
 
 
 @pytest.mark.parametrize("num_axes", [1, 2, 3])
