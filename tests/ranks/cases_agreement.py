@@ -187,7 +187,7 @@ def a_new_call_on_one_rank() -> list[Told | None]:
 def drops_and_compiles_again() -> list[float]:
     """Rank 0 meets another size of its own, and drops what both had agreed on; then both want that."""
 
-    @aotdist.compile(backend="fx", settings=Settings(rank_timeout_s=5.0, max_artifacts=2, dynamic=False))
+    @aotdist.compile(backend="fx", settings=Settings(rank_timeout_s=30.0, max_artifacts=2, dynamic=False))
     def summed(shared: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
         return all_reduce(shared, "sum", dist.group.WORLD).sum() + own.sum()
 
