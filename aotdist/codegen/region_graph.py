@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 
 from aotdist.codegen.fx import attribute_of
 from aotdist.program import Graph, Slot
+from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.proxies import graph_module
 from aotdist.torch_seam.symbols import expression
 
@@ -39,7 +40,7 @@ class Segment:
     def of(cls, nodes: Sequence[Node]) -> Segment:
         """These nodes, with what they read and what is read of them."""
         inside = set(nodes)
-        read = dict.fromkeys(used for node in nodes for used in node.all_input_nodes)
+        read = dict.fromkeys(used for node in nodes for used in inputs_of(node))
         ins = tuple(used for used in read if used not in inside)
         return cls(tuple(nodes), ins, tuple(node for node in nodes if not inside.issuperset(node.users)))
 
@@ -146,22 +147,28 @@ class _Kinds:
 
     def of(self, value: Any) -> Hashable:
         """A value of a graph: a constant, a tensor's metadata, or something with these in it."""
+        kind: Any = type(value)
+        if kind is Node:
+            return "node", self._at[value]
+        if kind in _PLAIN:
+            return kind, value
         match value:
-            case Node():
-                return "node", self._at[value]
             case torch.Tensor():
                 known = metadata(value)
                 return tuple(map(self.of, known)) if torch.SymInt in map(type, known) else known
             case dict():
                 return tuple((self.of(key), self.of(item)) for key, item in value.items())
             case torch.SymInt():
-                return torch.SymInt, expression(value)
+                return kind, expression(value)
             case slice():
-                return slice, self.of((value.start, value.stop, value.step))
+                return kind, self.of((value.start, value.stop, value.step))
             case list() | tuple():
-                return type(value), *map(self.of, value)
+                return kind, *map(self.of, value)
             case _:
-                return type(value), repr(value) if isinstance(value, float) else value
+                return kind, repr(value) if isinstance(value, float) else value
+
+
+_PLAIN = frozenset({int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 
 
 def metadata(tensor: torch.Tensor) -> tuple[Hashable, ...]:

@@ -12,9 +12,10 @@ results that Inductor might lay out otherwise are told to lie as they were trace
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 
@@ -31,6 +32,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.partition.traits import is_collective, is_size, is_view, is_wait, storage_root
 from aotdist.program import Graph
 from aotdist.torch_seam.inductor import moves_collectives
+from aotdist.torch_seam.nodes import add_node, copy_node
 from aotdist.torch_seam.proxies import graph_module
 from aotdist.torch_seam.symbols import expression, surely_equal, symbols_in
 from aotdist.torch_seam.tensors import StorageWeakRef
@@ -114,34 +116,37 @@ def _lies_as_traced(graph: Graph, emitted: Emitted) -> bool:
 def parts_of(graph: Graph, emission: Emission) -> list[Node | RegionCall]:
     """A graph in the order in which it runs, with its regions; nothing for one that cannot be cut."""
     placeholders, symbols = graph.placeholders(), _symbols(graph)
-    cut = _cut_up(graph)
+    numbers = dict[Hashable, int]()
+
+    @functools.cache
+    def kind_number(segment: Segment) -> int:
+        return numbers.setdefault(kind_of(segment, graph.gm), len(numbers))
+
+    cut = _cut_up(graph, kind_number)
     order = [node for part in cut for node in (part.nodes if isinstance(part, Segment) else (part,))]
     at = {node: position for position, node in enumerate(order)}
     writes = _writes(graph, at) if emission.kind == "inference" else {}
-    parts = [
-        replace(part, ins=_with_symbols(part, symbols), writes=_stored(part, writes, at))
-        if isinstance(part, Segment)
-        else part
-        for part in cut
-    ]
-    if not all(_is_compilable(part, graph.gm) for part in parts if isinstance(part, Segment)):
-        return []
     static = {placeholders[position] for position in emission.static_ins}
     saved = {placeholders[position] for position in emission.saved_ins}
+    graphs = dict[Hashable, Graph | None]()
 
-    graphs = dict[Hashable, Graph]()
-
-    def called(segment: Segment) -> RegionCall:
+    def called(segment: Segment) -> RegionCall | None:
+        if symbols or writes:
+            ins, stored = _with_symbols(segment, symbols), _stored(segment, writes, at)
+            segment = replace(segment, ins=ins, writes=stored)
         arguments = arguments_of(segment, graph.gm)
         static_ins = frozenset(at for at, node in enumerate(arguments) if node in static)
         saved_ins = frozenset(at for at, node in enumerate(arguments) if node in saved)
-        kind = (kind_of(segment, graph.gm), static_ins, saved_ins)
+        kind = (kind_number(segment), static_ins, saved_ins)
         if kind not in graphs:
-            graphs[kind] = region_graph(segment, graph.gm)
+            is_compilable = _is_compilable(segment, graph.gm)
+            graphs[kind] = region_graph(segment, graph.gm) if is_compilable else None
         known = replace(emission, static_ins=static_ins, saved_ins=saved_ins)
-        return RegionCall(segment, graphs[kind], known, kind)
+        alone = graphs[kind]
+        return None if alone is None else RegionCall(segment, alone, known, kind)
 
-    return [called(part) if isinstance(part, Segment) else part for part in parts]
+    parts = [called(part) if isinstance(part, Segment) else part for part in cut]
+    return [] if None in parts else [part for part in parts if part is not None]
 
 
 def _symbols(graph: Graph) -> dict[str, Node]:
@@ -192,33 +197,39 @@ def _storage(node: Node) -> int | None:
     return StorageWeakRef(val.untyped_storage()).cdata if isinstance(val, torch.Tensor) else None
 
 
-def _cut_up(graph: Graph) -> list[Node | Segment]:
+def _cut_up(graph: Graph, kind_number: Callable[[Segment], int]) -> list[Node | Segment]:
     held = graph.gm.graph.find_nodes(op="get_attr")  # which stand before their first use, in between
     nodes = [*held, *(node for node in graph.gm.graph.nodes if node.op != "get_attr")]
-    return _between_collectives(nodes) if any(map(is_collective, nodes)) else _by_layers(nodes)
-
-
-def _by_layers(nodes: Sequence[Node]) -> list[Node | Segment]:
-    segments = _layers([node for node in nodes if node.op == "call_function"])
+    if any(map(is_collective, nodes)):
+        return _between_collectives(nodes, kind_number)
+    computed = [node for node in nodes if node.op == "call_function"]
+    segments = _layers(Segment.of(computed), where_layers_begin(computed))
     *inputs, output = (node for node in nodes if node.op != "call_function")
     return [*inputs, *segments, output] if len(segments) > 1 else []
 
 
-def _layers(nodes: Sequence[Node]) -> list[Segment]:
-    begins = [0, *where_layers_begin(nodes), len(nodes)]
-    return [Segment.of(nodes[begin:end]) for begin, end in pairwise(begins) if begin < end]
+def _layers(segment: Segment, begins: Sequence[int]) -> Sequence[Segment]:
+    nodes = segment.nodes
+    cuts = [(begin, end) for begin, end in pairwise([0, *begins, len(nodes)]) if begin < end]
+    return [Segment.of(nodes[begin:end]) for begin, end in cuts] if len(cuts) > 1 else [segment]
 
 
-def _between_collectives(nodes: Sequence[Node]) -> list[Node | Segment]:
+def _between_collectives(
+    nodes: Sequence[Node], kind_number: Callable[[Segment], int]
+) -> list[Node | Segment]:
     fill = _fill_buckets(nodes)
     found: list[Node | Segment] = []
+    begins = dict[int, Sequence[int]]()  # by the number of a kind
     for is_boundary, run in groupby(nodes, _is_boundary):
         run = tuple(run)
         segment = Segment.of([node for node in run if node not in fill])
         if is_boundary or all(map(is_view, segment.nodes)) or not segment.outs:
             found += run
-        else:
-            found += (*_layers(segment.nodes), *filter(fill.__contains__, run))
+            continue
+        kind = kind_number(segment)
+        if kind not in begins:
+            begins[kind] = where_layers_begin(segment.nodes)
+        found += (*_layers(segment, begins[kind]), *filter(fill.__contains__, run))
     return found
 
 
@@ -305,16 +316,14 @@ def _with_calls(
     made, copies = torch.fx.Graph(), dict[Node, Node]()
     for part in parts:
         if isinstance(part, Node):
-            copies[part] = made.node_copy(part, copies.__getitem__)
+            copies[part] = copy_node(made, part, copies.__getitem__, part.name)
             continue
         args = [copies[node] for node in arguments_of(part.segment, graph.gm)]
-        results = made.create_node("call_function", regions[part.kind], (args,), name="results")
-        results.meta = {"module": _module_of(part.segment)}
+        place = {"module": _module_of(part.segment)}
+        results = add_node(made, "call_function", regions[part.kind], (args,), {}, "results", place)
         for position, node in enumerate(part.segment.outs):
-            copies[node] = made.create_node(
-                "call_function", operator.getitem, (results, position), name=node.name
-            )
-            copies[node].meta = dict(node.meta)
+            picked = (results, position)
+            copies[node] = add_node(made, "call_function", operator.getitem, picked, {}, node.name, node.meta)
     return Graph(graph_module(graph.gm, made), graph.ins, graph.outs)
 
 

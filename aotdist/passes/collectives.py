@@ -11,6 +11,7 @@ from torch.fx import Node
 
 from aotdist.partition.traits import is_collective, is_wait, value_bytes
 from aotdist.program import Graph
+from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.operators import OpOverload, argument_names
 from aotdist.torch_seam.symbols import estimate
 
@@ -111,9 +112,10 @@ def _made_of_state(
         if slot.role == "primal" and slot.path in state
     }
     for node in graph.gm.graph.nodes:
-        given = node.all_input_nodes
-        stops = any(map(is_collective, given)) and not behind_collectives
-        if node.op == "call_function" and not stops and all(one in found for one in given):
+        given = inputs_of(node)
+        if node.op != "call_function" or not given.keys() <= found.keys():
+            continue
+        if behind_collectives or not any(map(is_collective, given)):
             found[node] = tuple(dict.fromkeys(path for one in given for path in found[one]))
     return found
 
@@ -136,12 +138,13 @@ def _places_in_collectives(graph: Graph) -> dict[Node, tuple[Any, ...]]:
 
     So parts of its result are told apart in their order, whatever is done to one of them afterwards.
     """
-    places: dict[Node, tuple[Any, ...]] = {}
-    for node in graph.gm.graph.nodes:
-        if is_collective(node):
-            places[node] = (node,)
-        elif len(node.all_input_nodes) == 1 and (giver := node.all_input_nodes[0]) in places:
-            places[node] = (*places[giver], list(giver.users).index(node))
+    places: dict[Node, tuple[Any, ...]] = {start: (start,) for start in graph.calls(is_collective)}
+    pending = [*places]
+    for giver in pending:  # which grows
+        for number, user in enumerate(giver.users):
+            if len(inputs_of(user)) == 1 and not is_collective(user):
+                places[user] = (*places[giver], number)
+                pending.append(user)
     return places
 
 
