@@ -126,9 +126,12 @@ def _code(expression: Expression) -> CodeType:
 
 def is_symbolic(value: Any) -> bool:
     """Whether a symbol stands anywhere in `value`."""
-    if isinstance(value, SYMBOLIC):
-        return True
-    return type(value) is not int and any(map(is_symbolic, _parts(value)))  # most parts are sizes
+    if type(value) in _PLAIN:  # as most parts are
+        return False
+    return isinstance(value, SYMBOLIC) or any(map(is_symbolic, _parts(value)))
+
+
+_PLAIN = frozenset({int, str, bool, float, type(None), torch.dtype, torch.device, torch.layout})
 
 
 def numbers_of_data(value: Any) -> dict[str, Any]:

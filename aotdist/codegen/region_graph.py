@@ -143,7 +143,8 @@ class _Kinds:
         meta = tuple(sorted(item for item in known if item[0] not in _PLACES))
         arguments = self.of((node.args, node.kwargs))
         start = self.of(_start(node.args[0])) if node.target is _AS_STRIDED else None
-        return self._at[node], node.target, arguments, meta, self.of(node.meta.get("val")), start
+        operator = id(node.target)  # PyTorch hashes an operator in Python, each time that a kind is looked up
+        return self._at[node], operator, arguments, meta, self.of(node.meta.get("val")), start
 
     def of(self, value: Any) -> Hashable:
         """A value of a graph: a constant, a tensor's metadata, or something with these in it."""

@@ -31,7 +31,7 @@ from aotdist.partition.traits import view_base
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functional import FakeTensor, fake_on
 from aotdist.torch_seam.inductor import rewrites_whole_graphs
-from aotdist.torch_seam.nodes import add_node, copy_node
+from aotdist.torch_seam.nodes import add_node, copy_node, inputs_of
 from aotdist.torch_seam.proxies import graph_module
 
 
@@ -283,11 +283,11 @@ class _Assembly:
         pending = [place]
         while pending:
             at, node = pending[-1]
-            found = (self._found((at, read)) for read in node.all_input_nodes)
-            missing = [other for other in found if not isinstance(other, Node)]
+            found = {read: self._found((at, read)) for read in inputs_of(node)}
+            missing = [other for other in found.values() if not isinstance(other, Node)]
             pending += reversed(missing)
             if not missing and pending.pop() not in self._now:
-                self._now[at, node] = self._copied(at, node)
+                self._now[at, node] = self._copied(at, node, found)
 
     def _found(self, place: _Place) -> _Place | Node:
         """The node that was made for one of a part; its place, if none was."""
@@ -309,7 +309,7 @@ class _Assembly:
         maker = None if node is None else self._maker(node)
         return self._found(maker) if isinstance(maker, tuple) else maker
 
-    def _copied(self, at: int, node: Node) -> Node:
+    def _copied(self, at: int, node: Node, now: Mapping[Node, Node | _Place]) -> Node:
         part = self._parts[at]
         if node.op == "get_attr":
             return self._held(part.graph, node)
@@ -318,7 +318,7 @@ class _Assembly:
         meta = {key: value for key, value in node.meta.items() if key != "phase"}
         meta |= {} if origin is None else origin.meta
         meta["val"] = map_aggregate(node.meta.get("val"), _again)
-        args, kwargs = map_arg((node.args, node.kwargs), lambda read: self._found((at, read)))
+        args, kwargs = map_arg((node.args, node.kwargs), now.__getitem__)
         name = origin.name if origin is not None and origin.target is node.target else node.name
         return add_node(self._made, node.op, node.target, args, kwargs, name, meta)
 
