@@ -36,11 +36,11 @@ from aotdist.torch_seam.modes import class_functions_off, users_modes_off
 from aotdist.torch_seam.own_attributes import own_attributes
 from aotdist.torch_seam.symbols import hint, symbols_in
 from aotdist.torch_seam.undo import raise_interrupt
-from aotdist.trace.blocks.backwards import comes_of_instances
 from aotdist.trace.context import TraceOptions
 from aotdist.trace.failures import asks_for_data, is_of_the_program
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.trace import Traced, trace
+from aotdist.trace.tracer import NotInstantiable, NotRecomputable
 
 _Inputs: TypeAlias = tuple[Row[DistinctIdx, Slot], Row[DistinctIdx, torch.Tensor]]
 
@@ -58,6 +58,7 @@ class Assumptions:
         of_data: why sizes and numbers may depend on data: what refused them; None while none do.
         failure: why sizes are numbers though symbols were asked for, if a trace with symbols failed.
         instances: blocks of one kind can be instantiated.
+        recomputes: reentrant checkpoints can recompute as others do.
     """
 
     symbolic: bool
@@ -67,6 +68,7 @@ class Assumptions:
     of_data: UnsupportedProgram | None = None
     failure: Exception | None = None
     instances: bool = True
+    recomputes: bool = True
 
     def after(self, job: Job, traced: Traced) -> Assumptions:
         """With the inputs and writes that a trace showed; another one is needed if the bases are others."""
@@ -80,8 +82,10 @@ class Assumptions:
 
     def without(self, error: Exception, *, has_symbols: bool) -> Assumptions | None:
         """Without what an error of a trace contradicts; None if that is nothing."""
-        if self.instances and comes_of_instances(error):
+        if self.instances and _comes_of(error, NotInstantiable):
             return replace(self, instances=False)
+        if self.recomputes and _comes_of(error, NotRecomputable):
+            return replace(self, recomputes=False)
         # Without symbols, PyTorch's fakes find out by real tensors what an operator makes.
         lacks_fake = isinstance(error.__cause__, UnsupportedOperatorException)
         if has_symbols and (lacks_fake or not isinstance(error, AotdistError)):
@@ -89,6 +93,13 @@ class Assumptions:
         if isinstance(error, UnsupportedProgram) and self.of_data is None and asks_for_data(error):
             return replace(self, of_data=error)
         return None
+
+
+def _comes_of(error: BaseException | None, kind: type[Exception]) -> bool:
+    """Whether an error was raised because of one of a kind."""
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 class _Contradicted(Exception):
@@ -318,7 +329,7 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
             fakes = fakes_of(zip(paths, program.examples, strict=True), captured.all_closed_over)
             refuse_fakes(program, job.backend)
             recorder = Recorder(
-                record_options(job.backend, job.settings),
+                replace(record_options(job.backend, job.settings), recomputes=assumed.recomputes),
                 symbolic=bool(dims or counts),
                 of_data=assumed.of_data is not None,
                 fakes=fakes,

@@ -7,9 +7,10 @@ import functools
 import sys
 import threading
 import types
+from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -78,6 +79,28 @@ def run_accumulating_backward(
 
 REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
 """What autograd calls a checkpoint with `use_reentrant=True`."""
+
+
+Region: TypeAlias = tuple[range, frozenset[tuple[Any, int]]]
+"""What a checkpoint ran: sequence numbers of the autograd nodes in it, and where its results come from."""
+
+
+def is_read_otherwise(tensors: Sequence[torch.Tensor], regions: Iterable[Region]) -> bool:
+    """Whether more than the results of a region is read from outside, in the history of `tensors`."""
+    nodes = sorted(nodes_behind(tensors), key=sequence_nr)
+    numbers = list(map(sequence_nr, nodes))
+    reads: dict[Any, list[tuple[int | None, int]]] = {}  # of a node: who reads which of what it makes
+    for tensor in tensors:
+        reads.setdefault(tensor.grad_fn, []).append((None, tensor.output_nr))
+    for node, number in zip(nodes, numbers, strict=True):
+        for source, output_nr in node.next_functions:
+            reads.setdefault(source, []).append((number, output_nr))
+    for region, results in regions:
+        inside = nodes[bisect_left(numbers, region.start) : bisect_left(numbers, region.stop)]
+        found = ((reader, (node, output_nr)) for node in inside for reader, output_nr in reads[node])
+        if any(reader not in region and made not in results for reader, made in found):
+            return True
+    return False
 
 
 @contextmanager

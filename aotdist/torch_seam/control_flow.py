@@ -17,6 +17,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode as _Recomputing
 from torch.utils.checkpoint import _is_compiling as _checkpoint_is_compiling
 from torch.utils.checkpoint import checkpoint
 
+from aotdist.torch_seam.autograd import Region, next_sequence_nr
 from aotdist.torch_seam.classes import hears_of_functions
 from aotdist.torch_seam.patches import Patch, replaced_here
 from aotdist.torch_seam.trees import pytree
@@ -35,12 +36,22 @@ def calling_to_be_traced() -> AbstractContextManager[None]:
     """In this context and thread, functions of PyTorch that cannot be traced as they are can be.
 
     `torch.cond` and its like call their operators with the functions that they are given; otherwise they have
-    Dynamo trace these first. They test whether Dynamo is at work already, and find that it is. Reentrant
-    checkpoints, which call the autograd engine in a backward, recompute as others do. Selective ones save
-    what their policy says and recompute the rest, as often as the trace runs the backward; under a compiler
-    they would save all and tag it.
+    Dynamo trace these first. They test whether Dynamo is at work already, and find that it is. Selective
+    checkpoints save what their policy says and recompute the rest, as often as the trace runs the backward;
+    under a compiler they would save all and tag it.
     """
     return _TRACES.applied(True)
+
+
+def recomputing_reentrant_checkpoints(regions: list[Region]) -> AbstractContextManager[None]:
+    """In this context and thread, reentrant checkpoints recompute as others do.
+
+    By themselves they call the autograd engine in a backward, and nothing but their results has a history.
+
+    Args:
+        regions: gets what each of them has run.
+    """
+    return _RECOMPUTES.applied(regions)
 
 
 def calling_checkpoints_by_way_of(call: Callable[..., Any]) -> AbstractContextManager[None]:
@@ -89,10 +100,14 @@ _TRACES = Patch[bool](
     lambda: [
         (torch.compiler, "is_dynamo_compiling", _says_yes_to_control_flow),
         (_cond_module(), "cond_op", _cond_of_trees),
-        (torch.utils.checkpoint, "CheckpointFunction", _Recomputed),
         (torch.utils.checkpoint, "_is_compiling", _asks_for_tags),
         (_Recomputing, "__enter__", _takes_of_a_copy),
     ],
+)
+
+
+_RECOMPUTES = Patch[list[Region]](
+    "recomputes", lambda: [(torch.utils.checkpoint, "CheckpointFunction", _Recomputed)]
 )
 
 
@@ -116,12 +131,18 @@ class _Recomputed:
 
     @staticmethod
     def apply(fn: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        if not _TRACES.value:
+        regions = _RECOMPUTES.value
+        if regions is None:
             return _ReentrantCheckpoint.apply(fn, preserve_rng_state, *args)
         if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
             with torch.no_grad():  # as a reentrant checkpoint does: parameters get no gradient then
                 return fn(*args)
-        return checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+        first = next_sequence_nr()
+        found = checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+        results = found if isinstance(found, tuple) else (found,)
+        histories = [(one.grad_fn, one.output_nr) for one in results if isinstance(one, torch.Tensor)]
+        regions.append((range(first, next_sequence_nr()), frozenset(histories)))
+        return found
 
 
 def _cond_module() -> Any:

@@ -33,6 +33,7 @@ from aotdist.subclasses.protocol import (
 from aotdist.torch_seam.autograd import (
     REENTRANT_CHECKPOINT,
     custom_functions,
+    is_read_otherwise,
     leaves_behind,
     mixes_gradients,
     run_accumulating_backward,
@@ -44,6 +45,7 @@ from aotdist.trace.classes import users_code
 from aotdist.trace.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.stand_ins import StandIn
+from aotdist.trace.tracer import NotRecomputable
 
 End = tuple[NodeOutIdx, torch.Tensor]
 """A differentiable result of the program."""
@@ -135,6 +137,8 @@ class Backward:
         if functions and any(map(recorder.is_given, leaves_behind(tensors))):
             raise _closed_over_unheard(functions)
         self._accumulates = REENTRANT_CHECKPOINT in functions
+        if recorder.regions and is_read_otherwise(tensors, recorder.regions):
+            raise NotRecomputable("it hands out more than its results, which has no history in eager")
 
     def choices(self) -> list[Chosen]:
         """The choices of results for which the backward has to be traced separately."""

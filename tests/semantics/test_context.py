@@ -264,6 +264,57 @@ def test_a_reentrant_checkpoint_of_what_has_no_gradient() -> None:
     same_as_eager(lambda: Scene(Block(use_reentrant=True), (torch.randn(3, 4),)))
 
 
+class Balanced(nn.Module):
+    """Two blocks, each with a loss of its own that it hands out in one way or another."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.way, self.last = way, torch.zeros(())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        losses: list[Any] = []
+
+        def block(layer: nn.Module, x: torch.Tensor) -> Any:
+            y = layer(x).sin()
+            loss = y.square().mean()
+            match self.way:
+                case "a list":
+                    losses.append(loss)
+                case "an attribute":
+                    self.last = loss
+                case "the second part of a chunk":
+                    y, loss = torch.cat([y, loss.expand_as(y)]).chunk(2)
+                    losses.append(loss.sum())
+                case "a result in a list":
+                    return y, [loss]
+                case "a result":
+                    return y, loss
+            return y
+
+        for layer in self.layers:
+            found: Any = checkpoint(block, layer, x, use_reentrant=True)
+            x, *more = found if isinstance(found, tuple) else (found,)
+            losses += more[0] if self.way == "a result in a list" else more
+        return x.sum() + sum(losses, self.last)
+
+
+@pytest.mark.parametrize(
+    "way", ["a list", "an attribute", "the second part of a chunk", "a result in a list", "a result"]
+)
+def test_only_results_of_a_reentrant_checkpoint_have_a_history(way: str) -> None:
+    """In eager it runs without gradients, and its results get them from what it recomputes."""
+    same_as_eager(lambda: Scene(Balanced(way), (leaf(),)), calls=2)
+
+
+def test_a_reentrant_checkpoint_that_returns_a_dictionary_gets_no_gradient() -> None:
+    def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        found: Any = checkpoint(lambda x: {"y": (x @ w).sin()}, x, use_reentrant=True)
+        return found["y"].sum() + x.sum()
+
+    same_as_eager(lambda: Scene(program, (leaf(), leaf(4, 4))), calls=2)
+
+
 linear = nn.Linear(4, 4)
 TRANSFORMS: dict[str, Callable[[], Scene]] = {
     "functional_call": lambda: Scene(

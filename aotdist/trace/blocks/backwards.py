@@ -30,13 +30,6 @@ from aotdist.trace.recorder import Recorder
 from aotdist.trace.tracer import NotInstantiable
 
 
-def comes_of_instances(error: BaseException | None) -> bool:
-    """Whether an error was raised because of one."""
-    while error is not None and not isinstance(error, NotInstantiable):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Sent:
     """The gradients that a block sends to one tensor.

@@ -17,7 +17,7 @@ from torch.fx.node import map_arg
 from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant
 from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild, recipe_of
-from aotdist.torch_seam.autograd import saves_tensors
+from aotdist.torch_seam.autograd import REENTRANT_CHECKPOINT, saves_tensors
 from aotdist.torch_seam.block_gradients import consumers_within, functions_of
 from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, is_functional_base
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
@@ -359,6 +359,8 @@ def gradients_of(
         raise Unfit("gradients go to a tensor that it closes over")
     if any(map(is_users_class, functions_of(inner))):
         raise Unfit("it calls an autograd function of the user's")
+    if any(node.name() == REENTRANT_CHECKPOINT for node in inner):
+        raise Unfit("it has a reentrant checkpoint, which hands out more than its results")
     edges = [0] * len(given.tensors)
     for _, _, position in consumers:
         edges[position] += 1
