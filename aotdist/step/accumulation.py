@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import SparseRows
 from aotdist.torch_seam.autograd import in_backward, nodes_behind
+from aotdist.torch_seam.control_flow import hands_out_more
 from aotdist.torch_seam.hooks import has_grad_hooks
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.patches import replaced_here
@@ -169,6 +170,11 @@ class Accumulation(TorchFunctionMode):
             raise refusal(
                 f"{what} inside of a compiled step",
                 fix="ask for it by `torch.autograd.grad`, which is compiled",
+            )
+        if hands_out_more(roots):
+            raise refusal(
+                "a loss follows from something that a reentrant checkpoint hands out besides its results",
+                fix="use `checkpoint(..., use_reentrant=False)`: in eager, it has no gradient otherwise",
             )
         wanted = [inputs] if isinstance(inputs, torch.Tensor) else inputs
         ends = _leaves_behind(roots) or roots if wanted is None else list(wanted)

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import _CachedTorchDispatchMode as _Recomputing
 from torch.utils.checkpoint import _is_compiling as _checkpoint_is_compiling
 from torch.utils.checkpoint import checkpoint
 
-from aotdist.torch_seam.autograd import Region, next_sequence_nr
+from aotdist.torch_seam.autograd import Region, is_read_otherwise, next_sequence_nr
 from aotdist.torch_seam.classes import hears_of_functions
 from aotdist.torch_seam.patches import Patch, replaced_here
 from aotdist.torch_seam.trees import pytree
@@ -43,15 +43,21 @@ def calling_to_be_traced() -> AbstractContextManager[None]:
     return _TRACES.applied(True)
 
 
-def recomputing_reentrant_checkpoints(regions: list[Region]) -> AbstractContextManager[None]:
-    """In this context and thread, reentrant checkpoints recompute as others do.
+def recomputing_reentrant_checkpoints() -> AbstractContextManager[None]:
+    """In this context and thread, reentrant checkpoints recompute as others do; see `hands_out_more`.
 
-    By themselves they call the autograd engine in a backward, and nothing but their results has a history.
-
-    Args:
-        regions: gets what each of them has run.
+    By themselves they call the autograd engine in a backward.
     """
-    return _RECOMPUTES.applied(regions)
+    return _RECOMPUTES.applied([])
+
+
+def hands_out_more(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether `tensors` follow from more than the results of a reentrant checkpoint that recomputes.
+
+    In eager, nothing else that it hands out has a history.
+    """
+    regions = _RECOMPUTES.value
+    return bool(regions) and is_read_otherwise(tensors, regions)
 
 
 def calling_checkpoints_by_way_of(call: Callable[..., Any]) -> AbstractContextManager[None]:

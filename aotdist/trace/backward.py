@@ -33,12 +33,12 @@ from aotdist.subclasses.protocol import (
 from aotdist.torch_seam.autograd import (
     REENTRANT_CHECKPOINT,
     custom_functions,
-    is_read_otherwise,
     leaves_behind,
     mixes_gradients,
     run_accumulating_backward,
     run_backward,
 )
+from aotdist.torch_seam.control_flow import hands_out_more
 from aotdist.torch_seam.tensors import seen_by_modes
 from aotdist.trace.capture_mode import CaptureMode, ReplayMode
 from aotdist.trace.classes import users_code
@@ -137,7 +137,7 @@ class Backward:
         if functions and any(map(recorder.is_given, leaves_behind(tensors))):
             raise _closed_over_unheard(functions)
         self._accumulates = REENTRANT_CHECKPOINT in functions
-        if recorder.regions and is_read_otherwise(tensors, recorder.regions):
+        if hands_out_more(tensors):
             raise NotRecomputable("it hands out more than its results, which has no history in eager")
 
     def choices(self) -> list[Chosen]:

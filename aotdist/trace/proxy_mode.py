@@ -156,7 +156,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
         if isinstance(func, HigherOrderOperator):
             return handle_in_mode(func, ProxyTorchDispatchMode, self, *args, **kwargs)
         tags = func.tags if is_operator(func) else ()
-        if torch.Tag.nondeterministic_seeded in tags:
+        if torch.Tag.nondeterministic_seeded in tags and not draws_nothing(func, args, kwargs):
             return self.draws.draw(func, args, kwargs, lambda: self._draw(func, types, args, kwargs))
         if torch.Tag.data_dependent_output in tags:
             return self._read(func, types, args, kwargs)
@@ -244,7 +244,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
     def _draw(
         self, func: OpOverload, types: tuple[type, ...], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        if self._stream is None or draws_nothing(func, args, kwargs):
+        if self._stream is None:
             return self._dispatch(func, types, args, kwargs)
         like = func(*args, **kwargs)
         with self:

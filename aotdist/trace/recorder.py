@@ -28,7 +28,7 @@ from aotdist.program import LATE_ROLES, Graph, PrimalIdx, Role, Slot
 from aotdist.sizes import NumberStep
 from aotdist.subclasses.protocol import Plain, is_real, plain_tensors, tracing_wrappers
 from aotdist.torch_seam.ambient import autocast_off, own_autocast_cache
-from aotdist.torch_seam.autograd import Region, running_node, saved_tensor_hooks_off
+from aotdist.torch_seam.autograd import running_node, saved_tensor_hooks_off
 from aotdist.torch_seam.control_flow import calling_to_be_traced, recomputing_reentrant_checkpoints
 from aotdist.torch_seam.dynamo import compiled_as_written
 from aotdist.torch_seam.functional import (
@@ -87,7 +87,7 @@ class RecordOptions:
         backward_autocast: what the backward is recorded in.
         of_bits: what is recorded runs operator by operator, and is to have eager's bits.
         target: the generation of the GPUs that a trace on the CPU is for, if it is for any.
-        recomputes: let reentrant checkpoints recompute as others do, see `Recorder.regions`.
+        recomputes: let reentrant checkpoints recompute as others do, if they hand out their results only.
     """
 
     decompositions: Mapping[OpOverload, Callable[..., Any]] = field(default_factory=dict)
@@ -157,8 +157,6 @@ class Recorder:
         self._arguments: dict[Slot, torch.fx.Node] = {}
         self._first: torch.fx.GraphModule | None = None
         self._goes_on = False
-        self.regions: list[Region] = []
-        """What reentrant checkpoints ran that recompute as others do: these hand out their results only."""
         self.is_aside = False
         """Whether it records into another graph, which the program does not run: see `aside`."""
         self._exit = contextlib.ExitStack()
@@ -171,7 +169,7 @@ class Recorder:
             saved_tensor_hooks_off(),
             chosen_for(self.options.target),
             calling_to_be_traced(),
-            self._checkpoints(),
+            recomputing_reentrant_checkpoints() if self.options.recomputes else contextlib.nullcontext(),
             compiled_as_written(),
             _anomaly_mode_off(),
             self.draws,
@@ -189,10 +187,6 @@ class Recorder:
 
     def __exit__(self, *exc: Any) -> None:
         self._exit.__exit__(*exc)
-
-    def _checkpoints(self) -> AbstractContextManager[None]:
-        recomputes = self.options.recomputes
-        return recomputing_reentrant_checkpoints(self.regions) if recomputes else contextlib.nullcontext()
 
     def can_instantiate(self) -> bool:
         """Whether what is recorded may be copied: it draws from no stream and is no part of another trace."""

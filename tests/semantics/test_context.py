@@ -258,6 +258,31 @@ def test_what_a_checkpoint_recomputes_is_not_kept(name: str) -> None:
     assert saved[0] < saved[1]
 
 
+class Attending(Block):
+    """Attention to what a buffer says, which it writes, in what is recomputed too."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def body(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.mean.add_(x.mean((0, 1)))
+        y = self.down(self.up(x - self.mean))[:, None]
+        return F.scaled_dot_product_attention(y, y, y)[:, 0]
+
+
+@pytest.mark.parametrize("name", ["not reentrant", "reentrant", "selective"])
+def test_attention_in_a_checkpoint_is_recomputed(name: str) -> None:
+    """It is an operator that may draw, as dropout does, whose numbers are those of the first time."""
+    same_as_eager(lambda: Scene(Attending(**CHECKPOINTS[name]), (leaf(2, 3, 4),)), calls=2)
+    compiled = aotdist.compile(Attending(**CHECKPOINTS[name]), backend="fx")
+    compiled(leaf(2, 3, 4)).sum().backward()
+    backward = compiled.graphs[0]["backward"].graph
+    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    assert backward.find_nodes(op="call_function", target=flash)
+
+
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_a_reentrant_checkpoint_of_what_has_no_gradient() -> None:
     """Its parameters get none either, as in eager."""

@@ -928,6 +928,30 @@ def test_an_optimizer_that_is_made_inside_is_refused() -> None:
             compiled(*labelled(at))
 
 
+def test_a_loss_that_a_reentrant_checkpoint_hands_out_is_refused() -> None:
+    model = classifier()
+    optimizer = adamw(model.parameters())
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> Any:
+        losses = list[torch.Tensor]()
+
+        def first(x: torch.Tensor) -> torch.Tensor:
+            hidden = model[0](x)
+            losses.append(hidden.square().mean())
+            return hidden.relu()
+
+        loss = F.cross_entropy(model[1:](checkpoint(first, x, use_reentrant=True)), y)
+        return _updated(model, optimizer, loss + losses[0])
+
+    compiled = aotdist.compile(step, backend="fx")
+    x, y = labelled(0)
+    compiled(x.requires_grad_(), y)  # as it is written: the optimizer makes its state
+    before = copy.deepcopy(model.state_dict())
+    with pytest.raises(UnsupportedProgram, match=r"checkpoint hands out(.|\n)*use_reentrant=False"):
+        compiled(x, y)
+    assert_same(model.state_dict(), before, "state")
+
+
 def test_hooks_of_an_optimizer_that_come_and_go() -> None:
     compiled, _, optimizer = refused(_updated)
     for at in range(2):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -479,6 +479,24 @@ def _written_inside() -> Callable[[Tensor], Any]:
     return run
 
 
+def _handing_out_a_loss() -> Callable[[Tensor], Any]:
+    """Reentrant checkpoints of blocks that draw; what the first hands out has no history in eager."""
+    stack, first = Stack(*(Block(dropped=0.25) for _ in range(DEPTH))), Gated()
+
+    def run(x: Tensor) -> Any:
+        losses = list[Tensor]()
+
+        def noting(x: Tensor) -> Tensor:
+            losses.append(x.square().mean())
+            return first(x)
+
+        for call in (noting, *stack.blocks):
+            x = cast("Tensor", checkpoint(call, x, use_reentrant=True))
+        return x, losses[0]
+
+    return run
+
+
 def _hooked() -> Stack:
     stack = Stack(*_blocks())
     for block in stack.blocks:
@@ -522,6 +540,7 @@ TRACED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], str]] = {
         lambda: _checkpointed(lambda block: lambda x: block(x), use_reentrant=False),
         "in a checkpoint",
     ),
+    "a reentrant checkpoint hands out a loss": (_handing_out_a_loss, "in a checkpoint"),
 }
 """Programs whose blocks are traced at each call, and what is said of that."""
 
