@@ -219,7 +219,7 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     # Hopper's tensor cores add with fewer bits than fp32. That does for a forward; a gradient, which is e5m2,
     # is added up exactly, as in torchao.
     is_forward = a.float8.dtype == b.float8.dtype == E4M3
-    product = torch.ops.aotdist.mm_scaled if left.device.type == "cpu" else _by_kernel
+    product = _mm_scaled if left.device.type == "cpu" else _by_kernel
     return product(left, right.t(), a.scale, b.scale, a.dtype, is_forward)
 
 
@@ -240,7 +240,7 @@ def _run_scaled(left: torch.Tensor, right: torch.Tensor, *others: Any) -> torch.
     return torch.mm(left.float() * left_scale, right.float() * right_scale).to(dtype)
 
 
-define(
+_mm_scaled = define(
     "mm_scaled(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, ScalarType dtype, bool fast)"
     " -> Tensor",
     _run_scaled,

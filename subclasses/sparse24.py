@@ -115,7 +115,7 @@ class Sparse24Tensor(torch.Tensor):
         in_rows = isinstance(tensor, SparseSemiStructuredTensorCUTLASS)
         if not in_rows or any(part is not None and part.dim() != 2 for part in words):
             dense = tensor.to_dense()
-            return cls.from_choice(dense, choose_24(dense))
+            return cls.from_choice(dense, choose_24(dense, transposable=False))
         meta, meta_t = (None if w is None else bytes_of_cutlass_words(w, tensor.dtype) for w in words)
         return cls(tensor.packed, meta, tensor.packed_t, meta_t)
 

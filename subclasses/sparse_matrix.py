@@ -170,8 +170,7 @@ def _addmm(added: Tensor, matrix: Any, dense: Any, *, beta: Any = 1, alpha: Any 
     layout, size, is_coalesced = matrix.form
     if is_coalesced is None:
         return NotImplemented
-    of = torch.ops.aotdist.sparse_addmm.default
-    return of(added, indices, values, size, layout, is_coalesced, dense, beta, alpha)
+    return _sparse_addmm(added, indices, values, size, layout, is_coalesced, dense, beta, alpha)
 
 
 def _mm(matrix: Any, dense: Any) -> Tensor:
@@ -245,19 +244,11 @@ def _run(
     return torch.addmm(added, matrix, dense, beta=beta, alpha=alpha)
 
 
-def _like(
-    added: Tensor,
-    indices: Any,
-    values: Tensor,
-    size: Sequence[int],
-    layout: Any,
-    is_coalesced: Any,
-    *rest: Any,
-) -> Tensor:
-    return torch.addmm(added, values.new_empty(size), rest[0])
+def _like(added: Tensor, _: Any, values: Tensor, size: Sequence[int], *rest: Any) -> Tensor:
+    return torch.addmm(added, values.new_empty(size), rest[2])
 
 
-define(
+_sparse_addmm = define(
     "sparse_addmm(Tensor added, Tensor[] indices, Tensor values, int[] size, Layout layout, "
     "bool is_coalesced, Tensor dense, Scalar beta, Scalar alpha) -> Tensor",
     _run,
