@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in, special_methods
 from aotdist.capture.constants import is_constant
@@ -47,7 +48,6 @@ from aotdist.capture.modules import KINDS, own_tensors, refuse_script
 from aotdist.capture.readers import cells_of, defaults_of, empty_cells_of, is_array, reader_of, wrapped_by
 from aotdist.capture.source import Source, keeper_of
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
-from aotdist.torch_seam.modules import is_parametrized
 
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _FUNCTION_METHODS = frozenset({"forward", "setup_context", "backward", "jvp"})

@@ -145,9 +145,8 @@ def autocast_only(devices: Sequence[tuple[str, torch.dtype]]) -> Generator[None]
         yield
 
 
-def autocast_off() -> AbstractContextManager[Any]:
-    """Autocast disabled on every device, whatever is on outside."""
-    return torch._C._DisableAutocast()
+autocast_off: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutocast
+"""Autocast disabled on every device, whatever is on outside."""
 
 
 class _Here:
