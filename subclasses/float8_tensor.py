@@ -64,21 +64,11 @@ class Float8Tensor(torch.Tensor):
         stride = float8.stride()
         if size is not None:
             stride = (size[1], 1) if float8.is_contiguous() else (1, size[0])
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, size or float8.size(), strides=stride, dtype=dtype, device=float8.device
         )
-
-    def __init__(
-        self,
-        float8: torch.Tensor,
-        scale: torch.Tensor,
-        dtype: torch.dtype,
-        block: Block | None = None,
-        size: torch.Size | None = None,
-    ) -> None:
-        self.float8 = float8
-        self.scale = scale
-        self.block = block
+        tensor.float8, tensor.scale, tensor.block = float8, scale, block
+        return tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Float8Tensor({self.float8!r}, scale={self.scale!r}, dtype={self.dtype}, block={self.block})"

@@ -88,6 +88,8 @@ class SparseMatrix(Tensor):
     form: Form
     part_names: tuple[str, ...]
     called, remedy = "a matrix", FIX
+    rules: Mapping[Any, Callable[..., Any]]
+    """What operators do; all others are refused."""
 
     def __new__(cls, parts: Mapping[str, Tensor], form: Form) -> Self:
         """Wrap parts; see `sparse_parts`."""
@@ -108,11 +110,6 @@ class SparseMatrix(Tensor):
         return cls(inner, form) if stands_for_another(values) else made_of([*inner.values()], form)
 
     @classmethod
-    def rule(cls, func: Any) -> Callable[..., Any] | None:
-        """What an operator does; None if it is refused."""
-        return _RULES.get(func)
-
-    @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -121,7 +118,7 @@ class SparseMatrix(Tensor):
         Raises:
             UnsupportedProgram: it is no product with a dense matrix.
         """
-        rule = cls.rule(func)
+        rule = cls.rules.get(func)
         found = NotImplemented if rule is None else rule(*args, **(kwargs or {}))
         if found is NotImplemented:
             layout = next(each.form[0] for each in pytree.tree_leaves(args) if isinstance(each, cls))
@@ -201,7 +198,7 @@ def _sum_of_masked(one: Any, other: Any) -> SparseMatrix:
     return SparseMatrix(of_one | {"_values()": of_one["_values()"] + of_other["_values()"]}, one.form)
 
 
-_RULES: Mapping[Any, Callable[..., Any]] = {
+SparseMatrix.rules = {
     torch.ops.prim.layout.default: SparseMatrix.layout_now,
     _ATEN.is_coalesced.default: SparseMatrix.is_in_order,
     _ATEN.detach.default: SparseMatrix.again,

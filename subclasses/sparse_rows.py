@@ -52,11 +52,6 @@ class SparseRows(SparseMatrix):
         return rows
 
     @classmethod
-    def rule(cls, func: Any) -> Callable[..., Any] | None:
-        """What an operator does; None if it is refused."""
-        return _RULES.get(func)
-
-    @classmethod
     def of(
         cls, both: tuple[Tensor, Tensor], size: Sequence[int], *, is_coalesced: bool = False
     ) -> SparseRows:
@@ -199,7 +194,7 @@ def _each(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _neg, _mul, _div = map(_of_values, (_ATEN.neg.default, _ATEN.mul.Tensor, _ATEN.div.Tensor))
-_RULES: Mapping[Any, Callable[..., Any]] = {
+SparseRows.rules = {
     torch.ops.prim.layout.default: SparseMatrix.layout_now,
     _ATEN.is_coalesced.default: SparseMatrix.is_in_order,
     _ATEN.detach.default: SparseMatrix.again,
