@@ -70,7 +70,7 @@ def choose_kernel(
 def _run_mm(packed: torch.Tensor, meta: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
     match _kernel(packed, dense.size(1)):
         case "cutlass":
-            return _aten._sparse_semi_structured_mm(packed, cutlass_words(meta, packed.dtype), dense)
+            return _aten._sparse_semi_structured_mm(packed, cutlass_words(meta), dense)
         case "cusparselt":
             return _aten._cslt_sparse_mm(compressed(packed, meta), dense)
         case "dense":
@@ -82,7 +82,7 @@ def _run_linear(
 ) -> torch.Tensor:
     match _kernel(packed, dense.size(0)):
         case "cutlass":
-            words = cutlass_words(meta, packed.dtype)
+            words = cutlass_words(meta)
             product = _aten._sparse_semi_structured_mm(packed, words, dense.t()).t().contiguous()
             return product if bias is None else product + bias
         case "cusparselt":
