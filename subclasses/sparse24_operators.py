@@ -22,14 +22,15 @@ import torch
 from aotdist.subclasses.own_operators import capability_of, define
 from aotdist.subclasses.sparse24_compressed import compressed
 from aotdist.subclasses.sparse24_packing import (
+    choose_by_slots,
     compress,
+    compress_by_slots,
     cutlass_words,
     decode,
     encode,
     magnitude_mask,
     unpack,
 )
-from aotdist.subclasses.sparse24_slots import choose_by_slots, compress_by_slots
 from aotdist.torch_seam.operators import OpOverload
 
 Kernel: TypeAlias = Literal["cutlass", "cusparselt", "dense"]

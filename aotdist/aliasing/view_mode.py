@@ -20,9 +20,9 @@ from aotdist.aliasing.overwrite import all_uncounted, bump, rewind, written_unco
 from aotdist.aliasing.view_log import ViewLog, is_recorded
 from aotdist.aliasing.view_refusals import (
     from_storage,
-    refuse_looking_around,
     refuse_overlapping_write,
     refuse_resized_inside,
+    strided_in_place,
     uncounted_with_history,
 )
 from aotdist.aliasing.views import Opened, ViewEntry, lies_in
@@ -162,7 +162,7 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         """Log `view.t_()`: the view is one step further from its base then, and views of it are not."""
         op: Any = func
         if func is _AS_STRIDED_:
-            refuse_looking_around(self.log.views, args[0], *args[1:], **kwargs)
+            raise strided_in_place()
         if func in _FROM_STORAGES:
             raise from_storage()
         changed, *rest = args

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from aotdist.aliasing.memory import may_repeat, shows
+from aotdist.aliasing.memory import may_repeat
 from aotdist.aliasing.views import Views
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import Origins
@@ -36,26 +34,6 @@ def refuse_overlapping_write(views: Views, func: OpOverload, target: torch.Tenso
                 fix="write the tensor before it is expanded, or `clone` the expanded one first",
             )
         shown = None if entry is None else entry.base
-
-
-def refuse_looking_around(
-    views: Views,
-    view: torch.Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
-    storage_offset: int | None = None,
-) -> None:
-    """Raise for an `as_strided_` after which a view shows elements that it did not show before.
-
-    In eager no gradient arrives for those elements; after a write, their gradient goes to the base.
-    """
-    if view not in views or not view.requires_grad or not view._is_view():
-        return
-    if not shows(view, size, stride, storage_offset):
-        raise _refusal(
-            "`as_strided_` lets a view with a history show elements that it did not show",
-            fix="make the view by `as_strided` of its base",
-        )
 
 
 def refuse_resized_inside(out: torch.Tensor, former: torch.Tensor) -> None:
@@ -108,6 +86,14 @@ def uncounted_with_history(func: OpOverload) -> UnsupportedProgram:
         f"`{func}` writes a list with wrappers while autograd records: in eager, views from before keep the "
         "gradients that they had",
         fix="write each by itself (`x.mul_(2)` for `torch._foreach_mul_([x], 2)`), or under `no_grad`",
+    )
+
+
+def strided_in_place() -> UnsupportedProgram:
+    """An error for a program that lets a tensor show other memory than it did, in place."""
+    return _refusal(
+        "`as_strided_` lets a tensor show other elements in place",
+        fix="let it be another tensor: `x = x.as_strided(size, stride)`",
     )
 
 

@@ -1,11 +1,16 @@
-"""What undoes the changes that a compilation makes to objects of the program's, if it is interrupted."""
+"""What an interrupt, or a fork, must not leave behind: held locks, and changes to the program's objects.
+
+A compilation says how what it changes is undone. Locks that all threads share are never left held, and in a
+forked process they are free.
+"""
 
 # pyright: basic
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 
 class PassesPrograms(BaseException):
@@ -56,3 +61,32 @@ def raise_interrupt(error: BaseException) -> None:
     interrupt = interrupt_behind(error)
     if interrupt is not None and interrupt is not error:
         raise interrupt from None
+
+
+LOCKS: list[threading.RLock] = []
+"""All that `process_lock` has made."""
+
+
+def process_lock() -> threading.RLock:
+    """A lock that is never gone."""
+    LOCKS.append(threading.RLock())
+    return LOCKS[-1]
+
+
+def is_owned(lock: Any) -> bool:
+    """Whether this thread holds a lock; for `threading.RLock` alone."""
+    return lock._is_owned()
+
+
+def release(locks: Iterable[Any]) -> None:
+    """Release those of the locks that this thread holds, however often it took them."""
+    for lock in locks:
+        while is_owned(lock):
+            lock.release()
+
+
+def free_in_child(locks: Iterable[Any]) -> None:
+    """Free, in a process that was forked, the locks that threads hold which it does not have."""
+    for lock in locks:
+        if not is_owned(lock):
+            lock._at_fork_reinit()
