@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -35,6 +36,16 @@ def to_undo(undo: Callable[[], None]) -> None:
     """
     if _here.noted is not None:
         _here.noted.append(undo)
+
+
+@contextmanager
+def undoing(undo: Callable[[], None]) -> Generator[None]:
+    """`undo` is called when the context is left, and if the compilation is interrupted; see `to_undo`."""
+    to_undo(undo)
+    try:
+        yield
+    finally:
+        undo()
 
 
 def note_in(noted: list[Callable[[], None]] | None) -> None:
