@@ -42,6 +42,7 @@ from aotdist.torch_seam.operators import (
     out_of_place,
     written_by,
 )
+from aotdist.torch_seam.patches import replaced
 
 _LIKE_ANOTHER = {
     torch.ops.aten.view_as.default: torch.ops.aten.reshape.default,
@@ -143,11 +144,8 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
 
     def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor.data`, which this mode would otherwise log as `detach`."""
-        self._reads_data = True
-        try:
+        with replaced(self, "_reads_data", True):
             view = tensor.data
-        finally:
-            self._reads_data = False
         entry = self.log.views.get(view)
         if entry is not None and entry.steps[-1].op is DETACH:
             steps = (*entry.steps[:-1], replace(entry.steps[-1], op=data_of))
@@ -238,11 +236,8 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         if not isinstance(view, FunctionalTensor) or view.is_inference():
             return  # the history of a wrapper follows from its layout
         self.log.views.keep_first_steps(view, steps)
-        self._is_off = True
-        try:
+        with replaced(self, "_is_off", True):
             make_again(view, self._as_at(base, steps[0].serial), steps)
-        finally:
-            self._is_off = False
 
     def _as_at(self, base: torch.Tensor, serial: int) -> torch.Tensor:
         """A tensor as it was at a point of the trace, made by views of what it is now."""

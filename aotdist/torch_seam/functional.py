@@ -52,11 +52,8 @@ def fake_of_its_own(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
         size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         return new_fake(mode, size, stride, tensor.dtype, tensor.device, offset=offset, num_bytes=memory)
     converter = mode.fake_tensor_converter.meta_converter
-    known, converter.storage_memo = converter.storage_memo, WeakValueDictionary()
-    try:
+    with replaced(converter, "storage_memo", WeakValueDictionary()):
         return mode.from_tensor(tensor, static_shapes=True)
-    finally:
-        converter.storage_memo = known
 
 
 def _memory_of_dense(tensor: torch.Tensor) -> int | None:

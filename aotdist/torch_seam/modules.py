@@ -86,8 +86,5 @@ def intercept_calls(hear: Callable[[torch.nn.Module], None]) -> Generator[None]:
         if threading.get_ident() == thread:
             hear(module)
 
-    handle = register_module_forward_pre_hook(hook)
-    try:
+    with register_module_forward_pre_hook(hook):
         yield
-    finally:
-        handle.remove()
