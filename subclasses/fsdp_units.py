@@ -50,7 +50,9 @@ class ShardedParam:
         scatter: the same ranks, over the process group that FSDP2 reduces with.
         replicas: the ranks that hold the same shard (HSDP), if any.
         shard_dim: the dimension that is cut.
-        rows: size of the first dimension of the whole parameter, of a padded shard, of this rank's shard.
+        num_rows: size of the first dimension of the whole parameter.
+        num_padded: of a padded shard.
+        num_own: of this rank's shard.
     """
 
     path: str
@@ -62,7 +64,9 @@ class ShardedParam:
     scatter: Ranks
     replicas: Ranks | None
     shard_dim: int
-    rows: Rows
+    num_rows: int
+    num_padded: int
+    num_own: int
 
     @classmethod
     def of(cls, record: Any, group: Any, *, path: str, unit: str) -> ShardedParam:
@@ -80,7 +84,9 @@ class ShardedParam:
             scatter=Ranks.of(scatter),
             replicas=None if replicas is None else Ranks.of(replicas),
             shard_dim=record.fsdp_placement.dim,
-            rows=Rows(record._orig_size[0], record.padded_sharded_param_size[0], record.sharded_size[0]),
+            num_rows=record._orig_size[0],
+            num_padded=record.padded_sharded_param_size[0],
+            num_own=record.sharded_size[0],
         )
 
     @property
@@ -108,15 +114,6 @@ class ShardedParam:
         owner = self.record._module_info
         tied = zip(owner.shared_modules, owner.shared_param_names, strict=True)
         return [(owner.module, owner.param_name), *tied]
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Sizes of the first dimension."""
-
-    whole: int
-    padded_shard: int
-    shard: int
 
 
 class Reductions:

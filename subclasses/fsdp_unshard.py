@@ -165,15 +165,15 @@ def gather(shard: torch.Tensor, param: ShardedParam) -> torch.Tensor:
     """All ranks' shards put together, in the dtype that the module computes in."""
     if hasattr(shard, "fsdp_pre_all_gather"):
         return _gathered_by_extension(shard, param)
-    dtype, rows, ranks, dim = param.record.param_dtype, param.rows, param.gather, param.shard_dim
+    dtype, rows, ranks, dim = param.record.param_dtype, param.num_padded, param.gather, param.shard_dim
 
     def gathered(shard: torch.Tensor) -> torch.Tensor:
         shard = shard if dtype is None else shard.to(dtype)
-        whole = _all_gather(_padded(shard, rows.padded_shard), ranks)
+        whole = _all_gather(_padded(shard, rows), ranks)
         return whole if dim == 0 else torch.cat(whole.chunk(ranks.size), dim)
 
-    whole = recorded_once((gather, dtype, rows.padded_shard, ranks, dim), gathered, shard)
-    whole = _first_rows(whole, rows.whole)
+    whole = recorded_once((gather, dtype, rows, ranks, dim), gathered, shard)
+    whole = _first_rows(whole, param.num_rows)
     spec = unsharded_spec(param.record, whole.dtype)
     return whole if spec is None else make_dtensor(whole, spec)
 
@@ -204,7 +204,7 @@ def reduce(grad: torch.Tensor, param: ShardedParam, capture: Reductions) -> torc
     """
     dtype = param.group._reduce_dtype or grad.dtype
     reduction = Reduction.of(param, dtype, grad.device)
-    rows, ranks, dim = param.rows.padded_shard * param.scatter.size, param.scatter, param.shard_dim
+    rows, ranks, dim = param.num_padded * param.scatter.size, param.scatter, param.shard_dim
 
     def scattered(grad: torch.Tensor) -> torch.Tensor:
         grad = grad.to(dtype)
@@ -222,7 +222,7 @@ def reduce(grad: torch.Tensor, param: ShardedParam, capture: Reductions) -> torc
             partial.fill_(-0.0)
         grad = reduction.all_reduced(grad, param.replicas)
     grad = _divided(grad, reduction.postdivide).to(param.record.orig_dtype)
-    return _first_rows(grad, param.rows.shard)
+    return _first_rows(grad, param.num_own)
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def reach(
         apart: containers that it does not enter: what they hold is given in another way.
     """
     walk = _Walk(seen=dict.fromkeys(map(id, apart)))
-    path = "" if isinstance(target, nn.Module) else _display_name(target)
+    path = "" if isinstance(target, nn.Module) else getattr(target, "__name__", type(target).__name__)
     for source, tensor in arguments:
         walk.look_at(source, tensor)
     walk.visit(Source(path, target), target)
@@ -82,10 +82,6 @@ def reach(
     walk.tie_gradients()
     walk.note_absent()
     return walk.reached.after(walk.code)
-
-
-def _display_name(fn: Any) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)
 
 
 @dataclass(slots=True)
