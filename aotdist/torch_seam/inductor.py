@@ -168,13 +168,6 @@ def inductor_config(**options: Any) -> AbstractContextManager[Any]:
     return config.patch({name.replace("__", "."): value for name, value in options.items()})
 
 
-def inductor_counters() -> Mapping[str, int]:
-    """What Inductor counts: patterns that matched, graphs that its cache held."""
-    from torch._dynamo.utils import counters
-
-    return counters["inductor"]
-
-
 def inductor_config_is_per_thread() -> bool:
     """Whether `inductor_config` holds for its own thread alone: from torch 2.13; before, for the process."""
     from torch.utils import _config_module
