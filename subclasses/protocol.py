@@ -300,11 +300,6 @@ class WrapperRule:
         """Python expression: does the variable `tensor` have the context that `expected` names?"""
         return f"{tensor}.__tensor_flatten__()[1] == {expected}"
 
-    def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What `.data` gives: `detach` of the class, called where autograd sees views of what lies inside."""
-        cls = type(tensor)
-        return cls.__torch_dispatch__(torch.ops.aten.detach.default, (cls,), (tensor,), {})  # type: ignore[attr-defined]
-
     def around(self, inner: torch.Tensor, recipe: Wrapper) -> torch.Tensor:
         """A wrapper without grad around `inner`, which may have some; see `around_one`."""
         return rebuild(recipe, [inner])
