@@ -173,7 +173,7 @@ SECTIONS = (
     ),
     Section(
         "Other storage",
-        "`set_`, `.data =`, `resize_` and `as_strided_` are replayed, too, among the outputs, in program "
+        "`set_`, `.data =` and `resize_` are replayed, too, among the outputs, in program "
         "order: a view shows what its base was when the view was made.",
         another_storage,
         lambda: (torch.ones(2, 2), torch.ones(2, 2)),

@@ -21,7 +21,7 @@ mixed precision, `join()`, and where a parameter has hooks, which are to see wha
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Hashable, Iterable
+from collections.abc import Callable, Generator, Hashable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -31,7 +31,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.subclasses.protocol import Annotate
+from aotdist.subclasses.protocol import Annotate, ContainerRule, ModuleRule
 from aotdist.torch_seam.fsdp import reduces_plainly
 from aotdist.torch_seam.hooks import has_grad_hooks
 from aotdist.torch_seam.tensors import as_parameter
@@ -52,9 +52,7 @@ class _Replica:
         self.reducing = False
 
 
-class _DataParallelRule:
-    """See `ModuleRule` and `ContainerRule` in `aotdist.subclasses.protocol`."""
-
+class _DataParallelRule(ModuleRule, ContainerRule):
     name = "ddp"
     communicates = True
 
@@ -84,27 +82,15 @@ class _DataParallelRule:
     def claims(self, root: nn.Module) -> bool:
         return root in self._replicas or any(isinstance(m, DistributedDataParallel) for m in root.modules())
 
-    def check(self, root: nn.Module) -> None:
-        return None
-
     def flags(self, root: nn.Module) -> Hashable:
         replica = self._replicas.get(root)
         return replica is not None and replica.reducing
-
-    def prepare(self, root: nn.Module) -> None:
-        return None
 
     def capturing(self, root: nn.Module, annotate: Annotate) -> AbstractContextManager[None]:
         replica = self._replicas.get(root)
         if replica is None:
             return _refused_forwards(root)
         return _reduced_parameters(root, replica, annotate) if replica.reducing else nullcontext()
-
-    def lifted(self, root: nn.Module) -> Iterable[tuple[str, object, str]]:
-        return ()
-
-    def after_backward(self, root: nn.Module) -> None:
-        return None
 
 
 MODULE_RULE = CONTAINER_RULE = _DataParallelRule()

@@ -86,10 +86,6 @@ class _DTensorRule(WrapperRule):
         # Parameters keep their spec object, so the comparison (0.5 us) is rarely reached.
         return f"({tensor}._spec is {expected} or {tensor}._spec == {expected})"
 
-    def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        # PyTorch runs its operators without asking the class, which has no `detach` of its own.
-        return make_dtensor(tensor._local_tensor.detach(), tensor._spec)  # type: ignore[attr-defined]
-
     def around(self, inner: torch.Tensor, recipe: Wrapper) -> torch.Tensor:
         # Where only what is inside requires grad, the constructor warns.
         return make_dtensor(inner, _spec(recipe), requires_grad=inner.requires_grad).requires_grad_(False)

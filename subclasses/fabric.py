@@ -10,28 +10,22 @@ so.
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from torch import nn
+
+from aotdist.subclasses.protocol import ContainerRule
 
 _PLACES = ("lightning_fabric.wrappers", "lightning.fabric.wrappers")
 """Where the wrapper's class is, by the name of the package that it was installed with."""
 
 
-class _FabricRule:
-    """See `ContainerRule` in `aotdist.subclasses.protocol`."""
-
-    communicates = False
-
+class _FabricRule(ContainerRule):
     def contained(self, module: nn.Module) -> nn.Module | None:
         if not isinstance(module, _wrapper_classes()):
             return None
         forwarded: Any = module._forward_module
         return forwarded
-
-    def calling(self, module: nn.Module) -> AbstractContextManager[None]:
-        return nullcontext()
 
 
 CONTAINER_RULE = _FabricRule()

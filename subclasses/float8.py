@@ -40,8 +40,7 @@ class _Converted:
         path: its name.
         linear: the layer.
         new_class: what it is now.
-        attributes: names of those that it was given.
-        buffers: likewise.
+        given: names of the attributes and buffers that it was given.
         weights: the one that it had and the one that it has now, around the same memory; none if it has
             the same.
     """
@@ -49,8 +48,7 @@ class _Converted:
     path: str
     linear: nn.Linear
     new_class: type[nn.Linear]
-    attributes: tuple[str, ...]
-    buffers: tuple[str, ...]
+    given: tuple[str, ...]
     weights: tuple[nn.Parameter, nn.Parameter] | None
 
     def undo(self) -> None:
@@ -58,9 +56,7 @@ class _Converted:
         if self.weights is not None:
             self.linear.weight, _ = self.weights
         self.linear.__class__ = nn.Linear
-        for name in (*self.attributes, CONVERSION):
-            delattr(self.linear, name)
-        for name in self.buffers:
+        for name in self.given:
             delattr(self.linear, name)
 
 
@@ -217,4 +213,4 @@ def _convert(path: str, linear: nn.Linear, recipe: Recipe, scales: WeightScales 
     if scales is not None:
         scales.wrap(linear)
     weights: Any = (before, linear.weight) if scales else None
-    return _Converted(path, linear, new_class, tuple(attributes), tuple(buffers), weights)
+    return _Converted(path, linear, new_class, (*attributes, CONVERSION, *buffers), weights)

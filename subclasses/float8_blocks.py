@@ -62,21 +62,6 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def mm_blocks(
-    left: torch.Tensor,
-    left_scale: torch.Tensor,
-    right: torch.Tensor,
-    right_scale: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """`left @ right.T`, each multiplied by the scales of its blocks.
-
-    Shapes: (M, K) and (N, K) in 8 bits, rows next to each other in memory; scales (blocks of rows, blocks of
-    columns) fp32 -> (M, N) of `dtype`.
-    """
-    return torch.ops.aotdist.mm_blocks.default(left, left_scale, right, right_scale, dtype)
-
-
 def in_blocks(x: torch.Tensor, block: Block) -> torch.Tensor:
     """Zeros fill up the last blocks.
 
@@ -154,18 +139,17 @@ def _block_of(float8: torch.Tensor, scale: torch.Tensor) -> Block:
     return rows, columns
 
 
-def _like(
-    left: torch.Tensor,
-    left_scale: torch.Tensor,
-    right: torch.Tensor,
-    right_scale: torch.Tensor,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    return left.new_empty((left.size(0), right.size(0)), dtype=dtype)
+def _like(left: torch.Tensor, _: Any, right: torch.Tensor, *rest: Any) -> torch.Tensor:
+    return left.new_empty((left.size(0), right.size(0)), dtype=rest[-1])
 
 
-define(
+mm_blocks = define(
     "mm_blocks(Tensor left, Tensor left_scale, Tensor right, Tensor right_scale, ScalarType dtype) -> Tensor",
     _run,
     _like,
 )
+"""`left @ right.T`, each multiplied by the scales of its blocks.
+
+Shapes: (M, K) and (N, K) in 8 bits, rows next to each other in memory; scales (blocks of rows, blocks of
+columns) fp32 -> (M, N) of `dtype`.
+"""

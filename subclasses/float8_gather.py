@@ -58,7 +58,7 @@ class Float8GatherWeight(torch.Tensor):
         cls: type[Float8GatherWeight], weight: torch.Tensor, scale: torch.Tensor, scales: WeightScales
     ) -> Float8GatherWeight:
         """A wrapper laid out like `weight`."""
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls,
             weight.size(),
             strides=weight.stride(),
@@ -66,11 +66,8 @@ class Float8GatherWeight(torch.Tensor):
             dtype=weight.dtype,
             device=weight.device,
         )
-
-    def __init__(self, weight: torch.Tensor, scale: torch.Tensor, scales: WeightScales) -> None:
-        self.weight = weight
-        self.scale = scale
-        self.scales = scales
+        tensor.weight, tensor.scale, tensor.scales = weight, scale, scales
+        return tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Float8GatherWeight({self.weight!r}, scale={self.scale!r})"

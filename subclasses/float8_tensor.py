@@ -64,21 +64,11 @@ class Float8Tensor(torch.Tensor):
         stride = float8.stride()
         if size is not None:
             stride = (size[1], 1) if float8.is_contiguous() else (1, size[0])
-        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        tensor: Any = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, size or float8.size(), strides=stride, dtype=dtype, device=float8.device
         )
-
-    def __init__(
-        self,
-        float8: torch.Tensor,
-        scale: torch.Tensor,
-        dtype: torch.dtype,
-        block: Block | None = None,
-        size: torch.Size | None = None,
-    ) -> None:
-        self.float8 = float8
-        self.scale = scale
-        self.block = block
+        tensor.float8, tensor.scale, tensor.block = float8, scale, block
+        return tensor
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"Float8Tensor({self.float8!r}, scale={self.scale!r}, dtype={self.dtype}, block={self.block})"
@@ -219,7 +209,7 @@ def _mm(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     # Hopper's tensor cores add with fewer bits than fp32. That does for a forward; a gradient, which is e5m2,
     # is added up exactly, as in torchao.
     is_forward = a.float8.dtype == b.float8.dtype == E4M3
-    product = torch.ops.aotdist.mm_scaled if left.device.type == "cpu" else _by_kernel
+    product = _mm_scaled if left.device.type == "cpu" else _by_kernel
     return product(left, right.t(), a.scale, b.scale, a.dtype, is_forward)
 
 
@@ -240,7 +230,7 @@ def _run_scaled(left: torch.Tensor, right: torch.Tensor, *others: Any) -> torch.
     return torch.mm(left.float() * left_scale, right.float() * right_scale).to(dtype)
 
 
-define(
+_mm_scaled = define(
     "mm_scaled(Tensor left, Tensor right, Tensor left_scale, Tensor right_scale, ScalarType dtype, bool fast)"
     " -> Tensor",
     _run_scaled,

@@ -66,18 +66,16 @@ from aotdist.subclasses.fsdp_refusals import (
     refuse_accumulation_inside_eager_root,
     refuse_switches,
 )
-from aotdist.subclasses.fsdp_units import groups, outermost, param_path, unit_name, units
-from aotdist.subclasses.fsdp_unshard import PARTIAL, new_accumulator, share_out_partial
-from aotdist.subclasses.protocol import Annotate
+from aotdist.subclasses.fsdp_units import PARTIAL, groups, outermost, param_path, unit_name, units
+from aotdist.subclasses.fsdp_unshard import new_accumulator, share_out_partial
+from aotdist.subclasses.protocol import Annotate, ModuleRule
 from aotdist.torch_seam.autograd import call_after_backward, in_backward
 from aotdist.torch_seam.dtensor import local_part, local_tensor
 from aotdist.torch_seam.fsdp import fsdp_state
 from aotdist.torch_seam.hooks import hooks_of_gradient, set_hooks_of_gradient
 
 
-class _FsdpRule:
-    """See `aotdist.subclasses.protocol.ModuleRule`."""
-
+class _FsdpRule(ModuleRule):
     name = "FSDP2"
 
     def __init__(self) -> None:

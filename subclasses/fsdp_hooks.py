@@ -19,14 +19,8 @@ import torch
 from torch import nn
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.subclasses.fsdp_unshard import (
-    EnterUnit,
-    GatherAgain,
-    LeaveSharded,
-    ReachAll,
-    ShardedParam,
-    Unshard,
-)
+from aotdist.subclasses.fsdp_units import Reductions, ShardedParam
+from aotdist.subclasses.fsdp_unshard import EnterUnit, GatherAgain, LeaveSharded, ReachAll, Unshard
 from aotdist.subclasses.protocol import Annotate
 from aotdist.torch_seam.autograd import call_after_backward, in_backward
 from aotdist.torch_seam.fsdp import map_tensors, replace_differentiable, to_device
@@ -163,20 +157,13 @@ class UnitHooks:
         return _cast(output, self.state._mp_policy.output_dtype)
 
 
-class Capture:
-    """What the units of one captured module share.
-
-    Args:
-        annotate: tags the nodes of collectives, in forward and in backward.
-    """
+class Capture(Reductions):
+    """What the units of one captured module share."""
 
     def __init__(self, annotate: Annotate) -> None:
-        self.annotate = annotate
+        super().__init__(annotate)
         self._units: tuple[UnitHooks, ...] = ()
         self._forward_root: UnitHooks | None = None
-        self._taken: set[tuple[ShardedParam, str]] = set()
-        self._accumulates: dict[ShardedParam, bool] = {}
-        self._whole: dict[ShardedParam, torch.Tensor] = {}
         self.is_open = False
 
     def enter(self, unit: UnitHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -198,49 +185,13 @@ class Capture:
         self._forward_root = None
         return self._reach_accumulated(output)
 
-    def accumulates(self, param: ShardedParam) -> bool:
-        """See `Reductions`: accumulators are made, and found, before a call that begins so."""
-        if self._accumulates[param] and not param.accumulates:
-            raise _switched(param, "begins without")
-        return self._accumulates[param]
-
-    def keep_whole(self, param: ShardedParam, grad: torch.Tensor) -> None:
-        """See `Reductions`."""
-        self._whole[param] = grad
-
-    def take_accumulated(self, param: ShardedParam) -> torch.Tensor | None:
-        """See `Reductions`."""
-        is_first = self._is_first(param, "accumulated")
-        return self._whole.pop(param, param.accumulated if is_first else None)
-
-    def _check_end(self) -> None:
-        """Refuse a program that leaves it to the next call to reduce, and did not find it so."""
-        for param, accumulates in self._accumulates.items():
-            if param.accumulates != accumulates or param in self._whole:
-                raise _switched(param, "ends without")
-
-    def take_partial(self, param: ShardedParam) -> torch.Tensor | None:
-        """See `Reductions`."""
-        return param.partial if self._is_first(param, "partial") else None
-
-    def _switch_back(self, failure: type[BaseException] | None, *_: Any) -> None:
-        """Let units reduce again that did, where the capture failed."""
-        if failure is not None:
-            for param, accumulates in self._accumulates.items():
-                param.group.reduce_grads = not accumulates
-
-    def _is_first(self, param: ShardedParam, what: str) -> bool:
-        taken = (param, what) in self._taken
-        self._taken.add((param, what))
-        return not taken
-
     @contextmanager
     def hooked(self, units: Iterable[tuple[Any, tuple[ShardedParam, ...]]]) -> Generator[None]:
         """Replace the hooks of these states; put them back at the end, and the sharded parameters too."""
         self._units = tuple(UnitHooks(state, params, self) for state, params in units)
-        self._accumulates = {param: param.accumulates for unit in self._units for param in unit.params}
+        self.begin(param for unit in self._units for param in unit.params)
         with ExitStack() as stack:
-            stack.push(self._switch_back)
+            stack.push(self.switch_back)
             stack.enter_context(_methods_replaced({unit.state: unit for unit in self._units}))
             for unit in self._units:
                 stack.enter_context(_hooks_replaced(unit))
@@ -248,7 +199,7 @@ class Capture:
             self.is_open = True
             try:
                 yield
-                self._check_end()
+                self.check_end()
             finally:
                 self.is_open = False
 
@@ -256,8 +207,7 @@ class Capture:
         """Let backward reduce what earlier steps accumulated, also where this forward used no parameter."""
         if not torch.is_grad_enabled():
             return output
-        params = [(unit, param) for unit in self._units for param in unit.params if not param.accumulates]
-        owed = [unit.leaf(p) for unit, p in params if p.accumulated is not None or p in self._whole]
+        owed = [unit.leaf(p) for unit in self._units for p in unit.params if self.is_owed(p)]
 
         def reach(tensor: torch.Tensor) -> torch.Tensor:
             if not owed or not tensor.requires_grad:
@@ -322,15 +272,6 @@ def _methods_replaced(units: Mapping[Any, UnitHooks]) -> Generator[None]:
 def _handles(state: Any) -> Iterator[Any]:
     for handle in (state._pre_forward_hook_handle, state._post_forward_hook_handle):
         yield from getattr(handle, "handles", (handle,))
-
-
-def _switched(param: ShardedParam, when: str) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        f"`set_requires_gradient_sync` is called in a program that {when} synchronisation of the FSDP unit "
-        f"`{param.unit}`",
-        stage="joint",
-        fix="let the last backward in the program reduce, or call it before the program runs",
-    )
 
 
 def _registered(param: ShardedParam) -> Any:

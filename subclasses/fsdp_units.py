@@ -1,4 +1,4 @@
-"""The FSDP2 states and parameter groups inside a module, and their names.
+"""The FSDP2 states and parameter groups inside a module, their names, and gradients that wait for others.
 
 A *state* belongs to the module (or the list of modules) that `fully_shard` was called on. It has one
 parameter *group* for each mesh that its parameters are sharded over: a *unit*, communicated as one.
@@ -6,14 +6,181 @@ parameter *group* for each mesh that its parameters are sharded over: a *unit*, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from aotdist.subclasses.fsdp_unshard import ShardedParam
+from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import Annotate, Policy
 from aotdist.torch_seam.fsdp import fsdp_groups, fsdp_state
+
+PARTIAL = "partial_reduced_grad"
+"""The name under which FSDP2's record of a parameter holds `ShardedParam.partial`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks of one mesh axis, as a functional collective names them."""
+
+    group: str
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Ranks:
+        """The ranks of a process group."""
+        return cls(group.group_name, group.size())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ShardedParam:
+    """What the two chains of one parameter need to know.
+
+    Args:
+        path: where the parameter lives, seen from the compiled module: `blocks.3.attention.wq.weight`.
+        unit: the FSDP unit that it is communicated with.
+        policy: `must_recompute` when the unit reshards after forward, so that backward gathers again.
+        record: FSDP2's own record of the parameter (its `FSDPParam`).
+        group: FSDP2's own record of the unit (its `FSDPParamGroup`).
+        gather: the ranks among which the parameter is sharded.
+        scatter: the same ranks, over the process group that FSDP2 reduces with.
+        replicas: the ranks that hold the same shard (HSDP), if any.
+        shard_dim: the dimension that is cut.
+        num_rows: size of the first dimension of the whole parameter.
+        num_padded: of a padded shard.
+        num_own: of this rank's shard.
+    """
+
+    path: str
+    unit: str
+    policy: Policy
+    record: Any
+    group: Any
+    gather: Ranks
+    scatter: Ranks
+    replicas: Ranks | None
+    shard_dim: int
+    num_rows: int
+    num_padded: int
+    num_own: int
+
+    @classmethod
+    def of(cls, record: Any, group: Any, *, path: str, unit: str) -> ShardedParam:
+        """Read the facts off FSDP2's records; `FSDPModule`'s lazy initialisation must have run."""
+        mesh = record.mesh_info
+        scatter = getattr(mesh, "reduce_scatter_process_group", None) or mesh.shard_process_group
+        replicas = getattr(mesh, "replicate_process_group", None)
+        return cls(
+            path=path,
+            unit=unit,
+            policy="must_recompute" if group._reshard_after_forward else "must_save",
+            record=record,
+            group=group,
+            gather=Ranks.of(mesh.shard_process_group),
+            scatter=Ranks.of(scatter),
+            replicas=None if replicas is None else Ranks.of(replicas),
+            shard_dim=record.fsdp_placement.dim,
+            num_rows=record._orig_size[0],
+            num_padded=record.padded_sharded_param_size[0],
+            num_own=record.sharded_size[0],
+        )
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether backward only adds to an accumulator (`set_requires_gradient_sync(False)`)."""
+        return not self.group.reduce_grads
+
+    @property
+    def accumulated(self) -> torch.Tensor | None:
+        """The unreduced gradient of earlier backwards, which FSDP2 keeps on its record."""
+        return self.record.unsharded_accumulated_grad
+
+    @property
+    def stays_partial(self) -> bool:
+        """Whether backward ends with the reduce-scatter (`set_requires_all_reduce(False)`)."""
+        return self.replicas is not None and not self.group.all_reduce_grads
+
+    @property
+    def partial(self) -> torch.Tensor | None:
+        """What earlier backwards reduced among shards only: this parameter's part of FSDP2's buffer."""
+        return getattr(self.record, PARTIAL, None)
+
+    def places(self) -> list[tuple[Any, str]]:
+        """Every module attribute that holds this parameter; several when it is tied."""
+        owner = self.record._module_info
+        tied = zip(owner.shared_modules, owner.shared_param_names, strict=True)
+        return [(owner.module, owner.param_name), *tied]
+
+
+class Reductions:
+    """The gradients of one captured module that wait for others.
+
+    Args:
+        annotate: tags the nodes of collectives, in forward and in backward.
+    """
+
+    def __init__(self, annotate: Annotate) -> None:
+        self.annotate = annotate
+        self._taken: set[tuple[ShardedParam, str]] = set()
+        self._accumulates: dict[ShardedParam, bool] = {}
+        self._whole: dict[ShardedParam, torch.Tensor] = {}
+
+    def begin(self, params: Iterable[ShardedParam]) -> None:
+        """Note what the program finds of its parameters."""
+        self._accumulates = {param: param.accumulates for param in params}
+
+    def check_end(self) -> None:
+        """Refuse a program that leaves it to the next call to reduce, and did not find it so."""
+        for param, accumulates in self._accumulates.items():
+            if param.accumulates != accumulates or param in self._whole:
+                raise _switched(param, "ends without")
+
+    def switch_back(self, failure: type[BaseException] | None, *_: Any) -> None:
+        """Let units reduce again that did, where the capture failed."""
+        if failure is not None:
+            for param, accumulates in self._accumulates.items():
+                param.group.reduce_grads = not accumulates
+
+    def accumulates(self, param: ShardedParam) -> bool:
+        """Whether the program only adds to an accumulator: they are made before a call that begins so."""
+        if self._accumulates[param] and not param.accumulates:
+            raise _switched(param, "begins without")
+        return self._accumulates[param]
+
+    def keep_whole(self, param: ShardedParam, grad: torch.Tensor) -> None:
+        """Keep an unreduced gradient for a later backward of the program."""
+        self._whole[param] = grad
+
+    def is_owed(self, param: ShardedParam) -> bool:
+        """Whether an unreduced gradient waits for the next backward that reduces."""
+        return not param.accumulates and (param.accumulated is not None or param in self._whole)
+
+    def take_accumulated(self, param: ShardedParam) -> torch.Tensor | None:
+        """The accumulated gradient of `param`, if any; handed out once."""
+        is_first = self._is_first(param, "accumulated")
+        return self._whole.pop(param, param.accumulated if is_first else None)
+
+    def take_partial(self, param: ShardedParam) -> torch.Tensor | None:
+        """The gradient of `param` that replicas have yet to sum, if any; handed out once."""
+        return param.partial if self._is_first(param, "partial") else None
+
+    def _is_first(self, param: ShardedParam, what: str) -> bool:
+        taken = (param, what) in self._taken
+        self._taken.add((param, what))
+        return not taken
+
+
+def _switched(param: ShardedParam, when: str) -> UnsupportedProgram:
+    return UnsupportedProgram(
+        f"`set_requires_gradient_sync` is called in a program that {when} synchronisation of the FSDP unit "
+        f"`{param.unit}`",
+        stage="joint",
+        fix="let the last backward in the program reduce, or call it before the program runs",
+    )
 
 
 def outermost(root: nn.Module, prefix: str = "") -> Iterator[tuple[str, Any]]:

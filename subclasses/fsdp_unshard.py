@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import distributed as dist
@@ -30,133 +30,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
-from aotdist.subclasses.protocol import Annotate, Policy
+from aotdist.subclasses.fsdp_units import PARTIAL, Ranks, Reductions, ShardedParam
 from aotdist.torch_seam.dtensor import local_tensor, make_dtensor
 from aotdist.torch_seam.fsdp import fsdp_divide_factors, fsdp_unsharded_spec
 from aotdist.torch_seam.proxies import recorded_once
 
 _c10d = torch.ops._c10d_functional
-
-PARTIAL = "partial_reduced_grad"
-"""The name under which FSDP2's record of a parameter holds `ShardedParam.partial`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    """The ranks of one mesh axis, as a functional collective names them."""
-
-    group: str
-    size: int
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup) -> Ranks:
-        """The ranks of a process group."""
-        return cls(group.group_name, group.size())
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class ShardedParam:
-    """What the two chains of one parameter need to know.
-
-    Args:
-        path: where the parameter lives, seen from the compiled module: `blocks.3.attention.wq.weight`.
-        unit: the FSDP unit that it is communicated with.
-        policy: `must_recompute` when the unit reshards after forward, so that backward gathers again.
-        record: FSDP2's own record of the parameter (its `FSDPParam`).
-        group: FSDP2's own record of the unit (its `FSDPParamGroup`).
-        gather: the ranks among which the parameter is sharded.
-        scatter: the same ranks, over the process group that FSDP2 reduces with.
-        replicas: the ranks that hold the same shard (HSDP), if any.
-        shard_dim: the dimension that is cut.
-        rows: size of the first dimension of the whole parameter, of a padded shard, of this rank's shard.
-    """
-
-    path: str
-    unit: str
-    policy: Policy
-    record: Any
-    group: Any
-    gather: Ranks
-    scatter: Ranks
-    replicas: Ranks | None
-    shard_dim: int
-    rows: Rows
-
-    @classmethod
-    def of(cls, record: Any, group: Any, *, path: str, unit: str) -> ShardedParam:
-        """Read the facts off FSDP2's records; `FSDPModule`'s lazy initialisation must have run."""
-        mesh = record.mesh_info
-        scatter = getattr(mesh, "reduce_scatter_process_group", None) or mesh.shard_process_group
-        replicas = getattr(mesh, "replicate_process_group", None)
-        return cls(
-            path=path,
-            unit=unit,
-            policy="must_recompute" if group._reshard_after_forward else "must_save",
-            record=record,
-            group=group,
-            gather=Ranks.of(mesh.shard_process_group),
-            scatter=Ranks.of(scatter),
-            replicas=None if replicas is None else Ranks.of(replicas),
-            shard_dim=record.fsdp_placement.dim,
-            rows=Rows(record._orig_size[0], record.padded_sharded_param_size[0], record.sharded_size[0]),
-        )
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether backward only adds to an accumulator (`set_requires_gradient_sync(False)`)."""
-        return not self.group.reduce_grads
-
-    @property
-    def accumulated(self) -> torch.Tensor | None:
-        """The unreduced gradient of earlier backwards, which FSDP2 keeps on its record."""
-        return self.record.unsharded_accumulated_grad
-
-    @property
-    def stays_partial(self) -> bool:
-        """Whether backward ends with the reduce-scatter (`set_requires_all_reduce(False)`)."""
-        return self.replicas is not None and not self.group.all_reduce_grads
-
-    @property
-    def partial(self) -> torch.Tensor | None:
-        """What earlier backwards reduced among shards only: this parameter's part of FSDP2's buffer."""
-        return getattr(self.record, PARTIAL, None)
-
-    def places(self) -> list[tuple[Any, str]]:
-        """Every module attribute that holds this parameter; several when it is tied."""
-        owner = self.record._module_info
-        tied = zip(owner.shared_modules, owner.shared_param_names, strict=True)
-        return [(owner.module, owner.param_name), *tied]
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Sizes of the first dimension."""
-
-    whole: int
-    padded_shard: int
-    shard: int
-
-
-class Reductions(Protocol):
-    """What `Unshard` asks of the capture that it belongs to."""
-
-    annotate: Annotate
-
-    def accumulates(self, param: ShardedParam) -> bool:
-        """Whether the program only adds to the accumulator that the call found."""
-        ...
-
-    def keep_whole(self, param: ShardedParam, grad: torch.Tensor) -> None:
-        """Keep an unreduced gradient for a later backward of the program."""
-        ...
-
-    def take_accumulated(self, param: ShardedParam) -> torch.Tensor | None:
-        """The accumulated gradient of `param`, if any; handed out once."""
-        ...
-
-    def take_partial(self, param: ShardedParam) -> torch.Tensor | None:
-        """The gradient of `param` that replicas have yet to sum, if any; handed out once."""
-        ...
 
 
 class Unshard(torch.autograd.Function):
@@ -286,15 +165,15 @@ def gather(shard: torch.Tensor, param: ShardedParam) -> torch.Tensor:
     """All ranks' shards put together, in the dtype that the module computes in."""
     if hasattr(shard, "fsdp_pre_all_gather"):
         return _gathered_by_extension(shard, param)
-    dtype, rows, ranks, dim = param.record.param_dtype, param.rows, param.gather, param.shard_dim
+    dtype, rows, ranks, dim = param.record.param_dtype, param.num_padded, param.gather, param.shard_dim
 
     def gathered(shard: torch.Tensor) -> torch.Tensor:
         shard = shard if dtype is None else shard.to(dtype)
-        whole = _all_gather(_padded(shard, rows.padded_shard), ranks)
+        whole = _all_gather(_padded(shard, rows), ranks)
         return whole if dim == 0 else torch.cat(whole.chunk(ranks.size), dim)
 
-    whole = recorded_once((gather, dtype, rows.padded_shard, ranks, dim), gathered, shard)
-    whole = _first_rows(whole, rows.whole)
+    whole = recorded_once((gather, dtype, rows, ranks, dim), gathered, shard)
+    whole = _first_rows(whole, param.num_rows)
     spec = unsharded_spec(param.record, whole.dtype)
     return whole if spec is None else make_dtensor(whole, spec)
 
@@ -325,7 +204,7 @@ def reduce(grad: torch.Tensor, param: ShardedParam, capture: Reductions) -> torc
     """
     dtype = param.group._reduce_dtype or grad.dtype
     reduction = Reduction.of(param, dtype, grad.device)
-    rows, ranks, dim = param.rows.padded_shard * param.scatter.size, param.scatter, param.shard_dim
+    rows, ranks, dim = param.num_padded * param.scatter.size, param.scatter, param.shard_dim
 
     def scattered(grad: torch.Tensor) -> torch.Tensor:
         grad = grad.to(dtype)
@@ -343,7 +222,7 @@ def reduce(grad: torch.Tensor, param: ShardedParam, capture: Reductions) -> torc
             partial.fill_(-0.0)
         grad = reduction.all_reduced(grad, param.replicas)
     grad = _divided(grad, reduction.postdivide).to(param.record.orig_dtype)
-    return _first_rows(grad, param.rows.shard)
+    return _first_rows(grad, param.num_own)
 
 
 @dataclass(frozen=True, slots=True)

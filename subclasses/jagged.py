@@ -52,8 +52,8 @@ def _grads_like(_grad: Tensor, *given: Any) -> tuple[Tensor, ...]:
 
 
 _GIVEN = "Tensor q, Tensor k, Tensor v, Tensor of_q, Tensor of_k, Tensor of_v, float? scale"
-define(f"jagged_attention({_GIVEN}) -> Tensor", _run, _like)
-define(
+_attention = define(f"jagged_attention({_GIVEN}) -> Tensor", _run, _like)
+_attention_backward = define(
     f"jagged_attention_backward(Tensor grad, {_GIVEN}) -> (Tensor, Tensor, Tensor)",
     _differentiate,
     _grads_like,
@@ -67,12 +67,12 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, *given: Any) -> Tensor:
         *tensors, ctx.scale = given
         ctx.save_for_backward(*tensors)
-        return torch.ops.aotdist.jagged_attention.default(*given)
+        return _attention(*given)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        of = torch.ops.aotdist.jagged_attention_backward.default
-        return (*of(*grads, *ctx.saved_tensors, ctx.scale), None, None, None, None)
+        grads = _attention_backward(*grads, *ctx.saved_tensors, ctx.scale)
+        return (*grads, None, None, None, None)
 
 
 def _attend(query: Any, key: Any, value: Any, dropout: float, scale: float | None) -> Tensor:

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from aotdist.torch_seam.functional import views_unnoticed
+from aotdist.torch_seam.operators import OpOverload
 
 
-def define(schema: str, run: Callable[..., Any], like: Callable[..., Any]) -> None:
-    """Make an operator of a function, and of one that describes its result without data.
+def define(schema: str, run: Callable[..., Any], like: Callable[..., Any]) -> OpOverload[..., Any]:
+    """The operator that is made of a function, and of one that describes its result without data.
 
     Functions end in views of what they have made (`flatten`); an operator's result is no view.
     """
@@ -29,6 +30,7 @@ def define(schema: str, run: Callable[..., Any], like: Callable[..., Any]) -> No
     torch.library.define(f"aotdist::{name}", f"({signature}")
     torch.library.impl(f"aotdist::{name}", "default", run_unnoticed)
     torch.library.register_fake(f"aotdist::{name}", like)
+    return getattr(torch.ops.aotdist, name).default
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:

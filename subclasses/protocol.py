@@ -300,11 +300,6 @@ class WrapperRule:
         """Python expression: does the variable `tensor` have the context that `expected` names?"""
         return f"{tensor}.__tensor_flatten__()[1] == {expected}"
 
-    def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What `.data` gives: `detach` of the class, called where autograd sees views of what lies inside."""
-        cls = type(tensor)
-        return cls.__torch_dispatch__(torch.ops.aten.detach.default, (cls,), (tensor,), {})  # type: ignore[attr-defined]
-
     def around(self, inner: torch.Tensor, recipe: Wrapper) -> torch.Tensor:
         """A wrapper without grad around `inner`, which may have some; see `around_one`."""
         return rebuild(recipe, [inner])
@@ -335,56 +330,52 @@ class Annotate(Protocol):
         ...
 
 
-class ModuleRule(Protocol):
-    """How a module whose hooks communicate is captured."""
+class ModuleRule:
+    """How a module whose hooks communicate is captured; of what a rule does not say, nothing is done."""
 
     name: str
 
     def claims(self, root: nn.Module) -> bool:
         """Whether this rule has work to do in `root`."""
-        ...
+        raise NotImplementedError
 
     def check(self, root: nn.Module) -> None:
         """Raise `UnsupportedProgram`, naming module and feature, before anything is changed."""
-        ...
 
     def flags(self, root: nn.Module) -> Hashable:
         """What else an artifact is specialised on; evaluated at every call, so cheap."""
-        ...
 
     def prepare(self, root: nn.Module) -> None:
         """Bring the module into the state that a compiled call expects; cheap."""
-        ...
 
     def capturing(self, root: nn.Module, annotate: Annotate) -> AbstractContextManager[None]:
         """Replace the module's hooks while it is traced; restore them exactly."""
-        ...
+        return nullcontext()
 
     def lifted(self, root: nn.Module) -> Iterable[tuple[str, object, str]]:
         """Extra tensors that the program reads: display name, owner, attribute."""
-        ...
+        return ()
 
     def after_backward(self, root: nn.Module) -> None:
         """What eager's last backward hook would do to the module's own state."""
-        ...
 
 
-class ContainerRule(Protocol):
+class ContainerRule:
     """How a module is compiled that goes on to run its own forward around what it contains.
 
     Attributes:
         communicates: whether that forward, or a hook of it, does: no program holds such a module.
     """
 
-    communicates: bool
+    communicates = False
 
     def contained(self, module: nn.Module) -> nn.Module | None:
         """What to compile in the place of `module`; None if the rule does not speak for it."""
-        ...
+        raise NotImplementedError
 
     def calling(self, module: nn.Module) -> AbstractContextManager[None]:
         """Around each compiled call of `module`."""
-        ...
+        return nullcontext()
 
 
 def conversions(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:

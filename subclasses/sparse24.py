@@ -45,11 +45,13 @@ from aotdist.subclasses.sparse24_packing import (
     COLUMNS_PER_BYTE,
     bytes_of_cutlass_words,
     cutlass_words,
+    require_packable,
 )
 from aotdist.torch_seam.dtensor import local_part
 from aotdist.torch_seam.operators import OpOverload
 
 _PARTS = ("packed", "meta", "packed_t", "meta_t")
+_CUTLASS = (torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
 
 
@@ -108,15 +110,19 @@ class Sparse24Tensor(torch.Tensor):
     def from_semi_structured(cls, tensor: SparseSemiStructuredTensor) -> Sparse24Tensor:
         """The same matrix out of PyTorch's class.
 
-        CUTLASS's layout is reordered, on any device. cuSPARSELt's is opaque, and so is that of PyTorch's own
-        pruning kernel: such a matrix is unpacked by a product, on its GPU, and packed anew.
+        CUTLASS's layout of 16-bit floats is reordered, on any device. Its others, cuSPARSELt's, and that of
+        PyTorch's own pruning kernel are opaque here: such a matrix is unpacked by a product, on its GPU, and
+        packed anew.
+
+        Raises:
+            UnsupportedProgram: the dtype cannot be packed.
         """
         words = (tensor.meta, tensor.meta_t)
-        in_rows = isinstance(tensor, SparseSemiStructuredTensorCUTLASS)
+        in_rows = isinstance(tensor, SparseSemiStructuredTensorCUTLASS) and tensor.dtype in _CUTLASS
         if not in_rows or any(part is not None and part.dim() != 2 for part in words):
-            dense = tensor.to_dense()
-            return cls.from_choice(dense, choose_24(dense))
-        meta, meta_t = (None if w is None else bytes_of_cutlass_words(w, tensor.dtype) for w in words)
+            require_packable(dense := tensor.to_dense())
+            return cls.from_choice(dense, choose_24(dense, transposable=False))
+        meta, meta_t = (None if w is None else bytes_of_cutlass_words(w) for w in words)
         return cls(tensor.packed, meta, tensor.packed_t, meta_t)
 
     def to_semi_structured(self, backend: Literal["cutlass", "cusparselt"]) -> SparseSemiStructuredTensor:
@@ -127,7 +133,12 @@ class Sparse24Tensor(torch.Tensor):
         """
         if backend == "cusparselt":
             return SparseSemiStructuredTensorCUSPARSELT.from_dense(self.to_dense())
-        meta, meta_t = (None if m is None else cutlass_words(m, self.dtype) for m in (self.meta, self.meta_t))
+        if self.dtype not in _CUTLASS:
+            raise UnsupportedProgram(
+                f"a Sparse24Tensor of {self.dtype} has no layout of CUTLASS's",
+                fix="convert it to bf16 or fp16",
+            )
+        meta, meta_t = (None if m is None else cutlass_words(m) for m in (self.meta, self.meta_t))
         make: Any = SparseSemiStructuredTensorCUTLASS  # to type checkers, it has no constructor of its own
         return make(self.shape, self.packed, meta, self.packed_t, meta_t, compressed_swizzled_bitmask=None)
 

@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import nn
@@ -34,7 +34,6 @@ from aotdist.subclasses.protocol import CONVERSION
 from aotdist.subclasses.sparse24_operators import choose_24
 from aotdist.subclasses.sparse24_packing import MaskKind, refusal
 from aotdist.subclasses.sparse24_selection import Gradient, sparsify
-from aotdist.subclasses.sparse24_shards import sparsify_shards
 
 Operand: TypeAlias = Literal["weight", "input"]
 Select: TypeAlias = Literal["forward", "held", "packed"]
@@ -102,7 +101,7 @@ class Sparse24Linear(nn.Linear):
         """Shapes: (..., in) -> (..., out)."""
         rows = input.reshape(-1, self.in_features)
         if self.scheme.operand == "input":
-            kept = _sparsify(rows.contiguous(), gradient=self.scheme.gradient)
+            kept = sparsify(rows.contiguous(), gradient=self.scheme.gradient)
             output = nn.functional.linear(kept, self.weight, self.bias)
         else:
             output = nn.functional.linear(rows, self.sparse_weight(), self.bias)
@@ -114,7 +113,7 @@ class Sparse24Linear(nn.Linear):
         if select == "packed":
             return self.weight
         meta = self.weight_meta if select == "held" else None
-        return _sparsify(self.weight, mask, meta=meta, gradient=gradient, decay=decay)
+        return sparsify(self.weight, mask, meta=meta, gradient=gradient, decay=decay)
 
     @torch.no_grad()
     def choose(self) -> None:
@@ -250,12 +249,6 @@ def sparsify_24(
         sum(_packed_bytes(weight, mask) for weight in weights),
         tuple(_convert(layer, scheme) for layer in chosen.values()),
     )
-
-
-def _sparsify(dense: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
-    if isinstance(dense, DTensor):
-        return sparsify_shards(dense, *args, **options)
-    return sparsify(dense, *args, **options)
 
 
 def _reason_against(layer: nn.Linear, scheme: Scheme, tied: Mapping[int, int]) -> str | None:

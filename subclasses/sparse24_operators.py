@@ -22,44 +22,20 @@ import torch
 from aotdist.subclasses.own_operators import capability_of, define
 from aotdist.subclasses.sparse24_compressed import compressed
 from aotdist.subclasses.sparse24_packing import (
+    choose_by_slots,
     compress,
+    compress_by_slots,
     cutlass_words,
     decode,
     encode,
     magnitude_mask,
     unpack,
 )
-from aotdist.subclasses.sparse24_slots import choose_by_slots, compress_by_slots
 from aotdist.torch_seam.operators import OpOverload
 
 Kernel: TypeAlias = Literal["cutlass", "cusparselt", "dense"]
 
 _aten = torch.ops.aten
-
-
-def choose_24(dense: torch.Tensor, *, transposable: bool = False) -> torch.Tensor:
-    """Metadata of what `magnitude_mask` keeps. Shapes: (R, C) -> (R, C / 8) uint8."""
-    return torch.ops.aotdist.choose_24.default(dense, transposable)
-
-
-def transpose_24(meta: torch.Tensor) -> torch.Tensor:
-    """Metadata of the transposed matrix, which must be 2:4 too. Shapes: (R, C / 8) -> (C, R / 8) uint8."""
-    return torch.ops.aotdist.transpose_24.default(meta)
-
-
-def mask_24(meta: torch.Tensor) -> torch.Tensor:
-    """What is kept. Shapes: (R, C / 8) uint8 -> (R, C) bool."""
-    return torch.ops.aotdist.mask_24.default(meta)
-
-
-def compress_24(dense: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
-    """The kept values. Shapes: (R, C), (R, C / 8) uint8 -> (R, C / 2)."""
-    return torch.ops.aotdist.compress_24.default(dense, meta)
-
-
-def unpack_24(packed: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
-    """The dense matrix. Shapes: (R, C / 2), (R, C / 8) uint8 -> (R, C)."""
-    return torch.ops.aotdist.unpack_24.default(packed, meta)
 
 
 def choose_kernel(
@@ -92,25 +68,10 @@ def choose_kernel(
     return "dense"
 
 
-def mm_24(packed: torch.Tensor, meta: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
-    """`S @ dense` for the 2:4 matrix S. Shapes: (O, K / 2), (O, K / 8) uint8, (K, N) -> (O, N)."""
-    return torch.ops.aotdist.mm_24.default(packed, meta, dense)
-
-
-def linear_24(
-    dense: torch.Tensor, packed: torch.Tensor, meta: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`dense @ S.T + bias` for the 2:4 matrix S.
-
-    Shapes: (N, K), (O, K / 2), (O, K / 8) uint8, (O,) -> (N, O).
-    """
-    return torch.ops.aotdist.linear_24.default(dense, packed, meta, bias)
-
-
 def _run_mm(packed: torch.Tensor, meta: torch.Tensor, dense: torch.Tensor) -> torch.Tensor:
     match _kernel(packed, dense.size(1)):
         case "cutlass":
-            return _aten._sparse_semi_structured_mm(packed, cutlass_words(meta, packed.dtype), dense)
+            return _aten._sparse_semi_structured_mm(packed, cutlass_words(meta), dense)
         case "cusparselt":
             return _aten._cslt_sparse_mm(compressed(packed, meta), dense)
         case "dense":
@@ -122,7 +83,7 @@ def _run_linear(
 ) -> torch.Tensor:
     match _kernel(packed, dense.size(0)):
         case "cutlass":
-            words = cutlass_words(meta, packed.dtype)
+            words = cutlass_words(meta)
             product = _aten._sparse_semi_structured_mm(packed, words, dense.t()).t().contiguous()
             return product if bias is None else product + bias
         case "cusparselt":
@@ -174,21 +135,29 @@ def _like_mm(packed: torch.Tensor, meta: torch.Tensor, dense: torch.Tensor) -> t
     return dense.new_empty((packed.size(0), dense.size(1)))
 
 
-def _like_linear(
-    dense: torch.Tensor, packed: torch.Tensor, meta: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
+def _like_linear(dense: torch.Tensor, packed: torch.Tensor, *_: Any) -> torch.Tensor:
     return dense.new_empty((dense.size(0), packed.size(0)))
 
 
-define("choose_24(Tensor dense, bool transposable) -> Tensor", _run_choose, _like_choose)
-define("transpose_24(Tensor meta) -> Tensor", _run_transpose, _like_transpose)
-define("mask_24(Tensor meta) -> Tensor", decode, _like_mask)
-define("compress_24(Tensor dense, Tensor meta) -> Tensor", _run_compress, _like_compress)
-define("unpack_24(Tensor packed, Tensor meta) -> Tensor", unpack, _like_unpack)
-define("mm_24(Tensor packed, Tensor meta, Tensor dense) -> Tensor", _run_mm, _like_mm)
-define(
+choose_24 = define("choose_24(Tensor dense, bool transposable) -> Tensor", _run_choose, _like_choose)
+"""Metadata of what `magnitude_mask` keeps. Shapes: (R, C) -> (R, C / 8) uint8."""
+transpose_24 = define("transpose_24(Tensor meta) -> Tensor", _run_transpose, _like_transpose)
+"""Metadata of the transposed matrix, which must be 2:4 too. Shapes: (R, C / 8) -> (C, R / 8) uint8."""
+mask_24 = define("mask_24(Tensor meta) -> Tensor", decode, _like_mask)
+"""What is kept. Shapes: (R, C / 8) uint8 -> (R, C) bool."""
+compress_24 = define("compress_24(Tensor dense, Tensor meta) -> Tensor", _run_compress, _like_compress)
+"""The kept values. Shapes: (R, C), (R, C / 8) uint8 -> (R, C / 2)."""
+unpack_24 = define("unpack_24(Tensor packed, Tensor meta) -> Tensor", unpack, _like_unpack)
+"""The dense matrix. Shapes: (R, C / 2), (R, C / 8) uint8 -> (R, C)."""
+mm_24 = define("mm_24(Tensor packed, Tensor meta, Tensor dense) -> Tensor", _run_mm, _like_mm)
+"""`S @ dense` for the 2:4 matrix S. Shapes: (O, K / 2), (O, K / 8) uint8, (K, N) -> (O, N)."""
+linear_24 = define(
     "linear_24(Tensor dense, Tensor packed, Tensor meta, Tensor? bias) -> Tensor", _run_linear, _like_linear
 )
+"""`dense @ S.T + bias` for the 2:4 matrix S.
+
+Shapes: (N, K), (O, K / 2), (O, K / 8) uint8, (O,) -> (N, O).
+"""
 
 
 def _made_of_choice(dense: torch.Tensor, transposable: bool) -> torch.Tensor:
@@ -200,9 +169,9 @@ def _made_of_compression(dense: torch.Tensor, meta: torch.Tensor) -> torch.Tenso
 
 
 MADE_OF: Mapping[OpOverload, Callable[..., Any]] = {
-    torch.ops.aotdist.choose_24.default: _made_of_choice,
-    torch.ops.aotdist.mask_24.default: decode,
-    torch.ops.aotdist.compress_24.default: _made_of_compression,
-    torch.ops.aotdist.unpack_24.default: unpack,
+    choose_24: _made_of_choice,
+    mask_24: decode,
+    compress_24: _made_of_compression,
+    unpack_24: unpack,
 }
 """What operators are made of, for a compiler that fuses: then one kernel chooses and packs."""

@@ -27,7 +27,7 @@ from aotdist.torch_seam.tensors import cutlass_word_places
 
 MaskKind: TypeAlias = Literal["row", "transposable"]
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int8)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 """What can be packed."""
 
 GROUP = 4
@@ -113,15 +113,13 @@ def two_largest(
 
 def magnitude(dense: torch.Tensor) -> torch.Tensor:
     """Integers in the order of the magnitudes: the bits of a float without its sign are."""
-    if dense.dtype == torch.int8:
-        return dense.to(torch.int16).abs()  # -128 has no magnitude in int8
     integers = bits(dense)
     return integers & torch.iinfo(integers.dtype).max
 
 
 def bits(dense: torch.Tensor) -> torch.Tensor:
-    """The same bits as integers; int8 as it is."""
-    return dense if dense.dtype == torch.int8 else dense.view(_INTEGER_OF_SIZE[dense.dtype.itemsize])
+    """The same bits as integers."""
+    return dense.view(_INTEGER_OF_SIZE[dense.dtype.itemsize])
 
 
 def _two_of_three(x: torch.Tensor, y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
@@ -199,53 +197,69 @@ def _places(meta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return halves & 0b11, halves >> 2
 
 
-def cutlass_words(meta: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Metadata as CUTLASS reads it, for values of `dtype`.
-
-    A word is two bytes, four for int8. 32-bit floats are 1:2 to the hardware: it sees each as two halves, and
-    wants one of every two kept.
-
-    Shapes: (R, C / 8) uint8 -> (R, C / 16) int16, (R, C / 32) int32 for int8, (R, C / 8) int16 for fp32.
+def cutlass_words(meta: torch.Tensor) -> torch.Tensor:
+    """Metadata as CUTLASS reads it, for 16-bit floats. Shapes: (R, C / 8) uint8 -> (R, C / 16) int16.
 
     Raises:
-        UnsupportedProgram: the size does not fill CUTLASS's words and tiles; or fp32 that is not 1:2.
+        UnsupportedProgram: the size does not fill CUTLASS's words and tiles.
     """
-    words = _one_of_two(meta) if dtype == torch.float32 else meta
-    word = torch.int32 if dtype == torch.int8 else torch.int16
-    rows = 16 if dtype == torch.int8 else 32
-    columns = 4 * word.itemsize
-    if dtype == torch.float64 or words.size(0) % rows or words.size(1) % columns:
+    if meta.size(0) % 32 or meta.size(1) % 8:
         raise UnsupportedProgram(
-            f"CUTLASS has no layout for {dtype} with metadata of size {list(meta.shape)}",
-            fix="16-bit floats want rows in 32s and columns in 64s, int8 16s and 128s, fp32 32s and 32s",
+            f"CUTLASS has no layout for metadata of size {list(meta.shape)}",
+            fix="16-bit floats want rows in 32s and columns in 64s",
         )
-    words = words.view(word)
+    words = meta.view(torch.int16)
     shuffled = torch.empty_like(words).view(-1)
     return shuffled.scatter(0, cutlass_word_places(words), words.view(-1)).view_as(words)
 
 
-def bytes_of_cutlass_words(words: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def bytes_of_cutlass_words(words: torch.Tensor) -> torch.Tensor:
     """The inverse of `cutlass_words`."""
-    ordered = words.reshape(-1).gather(0, cutlass_word_places(words)).view_as(words).view(torch.uint8)
-    return _two_of_four(ordered) if dtype == torch.float32 else ordered
+    return words.reshape(-1).gather(0, cutlass_word_places(words)).view_as(words).view(torch.uint8)
 
 
-def _one_of_two(meta: torch.Tensor) -> torch.Tensor:
-    """Two bytes for one: a kept 32-bit float is a pair of 16-bit places, 0 and 1 or 2 and 3."""
-    first, last = _places(meta)
-    if not bool(((first < 2) & (last >= 2)).all()):
-        raise UnsupportedProgram(
-            "the hardware's fp32 sparsity is 1:2, and here some pair of neighbours has both or none kept",
-            fix="convert the tensor to bf16 or fp16",
-        )
-    second_of_pair = torch.stack((first, last - 2), -1).flatten(-2)
-    low, high = (0b0100 + 0b1010 * second_of_pair).unflatten(-1, (-1, 2)).unbind(-1)
-    return low | (high << 4)
+# Choosing and packing 2:4 by slots, for compilers that fuse: one kernel reads a matrix and writes both.
+#
+# A byte of metadata stands for eight elements, of which four are kept, in four *slots*. A slot's place in its
+# group takes two bits, so a byte is the sum of its slots' places, each times a power of four; and what a slot
+# holds follows from its place and its group. Here both are computed at the slots, bytes by a sum over four of
+# them, so that they fit into one kernel that reduces rows, as a softmax is one. By groups, as above,
+# there are fewer operations where each is run by itself. Both give the same bits.
+#
+# Values are moved as integers, since nothing is computed with them.
+#
+# Shapes: R rows, C columns of the matrix; B = C / 8 bytes of metadata in a row, of 2 groups of 2 slots.
 
 
-def _two_of_four(meta: torch.Tensor) -> torch.Tensor:
-    """One byte for two: the inverse of `_one_of_two`."""
-    second_of_pair = torch.stack((meta >> 1, meta >> 5), -1).flatten(-2) & 1
-    first, last = second_of_pair.unflatten(-1, (-1, 2)).unbind(-1)
-    low, high = (first | ((last + 2) << 2)).unflatten(-1, (-1, 2)).unbind(-1)
-    return low | (high << 4)
+def choose_by_slots(dense: torch.Tensor) -> torch.Tensor:
+    """`encode(magnitude_mask(dense))`. Shapes: (R, C) -> (R, B) uint8."""
+    k0, k1, k2, k3 = two_largest(*_elements(magnitude(dense)))
+    first = (~k0).to(torch.int32) + (~(k0 | k1)).to(torch.int32)
+    last = 1 + (k2 | k3).to(torch.int32) + k3.to(torch.int32)
+    in_first_group, is_first = _halves(dense)
+    half = torch.where(is_first, first, torch.bitwise_left_shift(last, 2))
+    byte = torch.where(in_first_group, half, torch.bitwise_left_shift(half, 4))
+    return byte.sum((2, 3), dtype=torch.int32).to(torch.uint8)
+
+
+def compress_by_slots(dense: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
+    """`compress(dense, meta)`. Shapes: (R, C), (R, B) uint8 -> (R, C / 2)."""
+    byte = meta.to(torch.int32)[:, :, None, None]
+    in_first_group, is_first = _halves(dense)
+    half = torch.where(in_first_group, byte & 0b1111, torch.bitwise_right_shift(byte, 4))
+    place = torch.where(is_first, half & 0b11, torch.bitwise_right_shift(half, 2))
+    d0, d1, d2, d3 = _elements(bits(dense))
+    kept = torch.where(place == 0, d0, torch.where(place == 1, d1, torch.where(place == 2, d2, d3)))
+    return kept.flatten(1).view(dense.dtype)
+
+
+def _elements(dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Those of each slot's group, first to last. Shapes: (R, C) -> four times (R, B, 2, 2)."""
+    groups = dense.unflatten(1, (-1, 2, 1, GROUP)).expand(-1, -1, -1, 2, -1)
+    return groups.unbind(-1)
+
+
+def _halves(dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which slots are in the first group of a byte, and which come first in theirs. Shapes: (2, 1), (2,)."""
+    is_first = torch.arange(2, device=dense.device) == 0
+    return is_first[:, None], is_first

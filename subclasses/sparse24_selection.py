@@ -1,14 +1,20 @@
-"""From a dense matrix to its 2:4 part, in the middle of a training step: `sparsify` is differentiable."""
+"""From a dense matrix to its 2:4 part, in the middle of a training step: `sparsify` is differentiable.
+
+Of a DTensor every rank packs its own shard, so shards must hold whole groups.
+"""
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeAlias, cast
+import math
+from typing import Any, Literal, TypeAlias
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
 
+from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.sparse24 import Sparse24Tensor
 from aotdist.subclasses.sparse24_operators import choose_24, mask_24
-from aotdist.subclasses.sparse24_packing import MaskKind, require_packable
+from aotdist.subclasses.sparse24_packing import COLUMNS_PER_BYTE, MaskKind, require_packable
 
 Gradient: TypeAlias = Literal["straight-through", "masked"]
 
@@ -20,28 +26,71 @@ def sparsify(
     meta: torch.Tensor | None = None,
     gradient: Gradient = "straight-through",
     decay: float = 0.0,
-) -> Sparse24Tensor:
-    """The 2:4 part of a dense matrix, chosen by magnitude, now; differentiable.
+) -> torch.Tensor:
+    """The 2:4 part of a dense matrix, chosen by magnitude, now, as a `Sparse24Tensor`; differentiable.
 
     The gradient that reaches `dense` is that of the 2:4 matrix: all of it (`straight-through`: what was
     dropped learns as if it had been kept, and may be chosen again), or the kept half (`masked`). `decay` adds
     `decay * dense` to the gradient where nothing was kept, so that a choice settles.
 
+    Of a DTensor it is one of the same placements, around the local parts' `Sparse24Tensor`s. No rank has to
+    know another's shard: groups, and the tiles of a transposable mask, are whole in each.
+
     Args:
         dense: to choose from. Shapes: (R, C), C a multiple of 8; R too if `mask` is "transposable".
         mask: "row", or "transposable": then both `W` and `W.T` are 2:4, and packed.
-        meta: metadata of an earlier choice, to be kept to; None chooses. Shapes: (R, C / 8) uint8.
+        meta: metadata of an earlier choice, to be kept to; None chooses. Shapes: (R, C / 8) uint8, of the
+            whole matrix on every rank.
         gradient: what the gradient is.
         decay: lambda of SR-STE.
 
     Raises:
-        UnsupportedProgram: `dense` cannot be packed.
+        UnsupportedProgram: `dense` cannot be packed; it is a partial sum, or a shard boundary cuts a group.
 
     Source: Zhou et al., "Learning N:M Fine-grained Structured Sparse Neural Networks From Scratch" (SR-STE),
     arXiv:2102.04010, section 3.2.
     """
+    if isinstance(dense, DTensor):
+        _require_whole_groups(dense, mask)
+        meta = None if meta is None else _shard_like(meta, dense)
+        local = sparsify(dense.to_local(), mask, meta=meta, gradient=gradient, decay=decay)
+        whole = (dense.device_mesh, dense.placements)
+        return DTensor.from_local(local, *whole, run_check=False, shape=dense.shape, stride=dense.stride())
     require_packable(dense, mask)
-    return cast(Sparse24Tensor, _Sparsify.apply(dense, mask, meta, gradient, decay))
+    return _Sparsify.apply(dense, mask, meta, gradient, decay)
+
+
+def _require_whole_groups(dense: DTensor, mask: MaskKind) -> None:
+    """Raise unless every shard can be packed by itself; all ranks come to the same answer.
+
+    Raises:
+        UnsupportedProgram: names the placements and what would do.
+    """
+    if any(placement.is_partial() for placement in dense.placements):
+        raise UnsupportedProgram(
+            f"a partial sum ({dense.placements}) has no magnitudes to choose by",
+            fix="redistribute it to `Replicate()` or `Shard()` first",
+        )
+    for dim, size in enumerate(dense.shape):
+        sharing = zip(dense.placements, dense.device_mesh.shape, strict=True)
+        num_shards = math.prod(ranks for placement, ranks in sharing if placement.is_shard(dim))
+        cuts_groups = dim == dense.dim() - 1 or mask == "transposable"
+        if num_shards > 1 and cuts_groups and size % (num_shards * COLUMNS_PER_BYTE):
+            raise UnsupportedProgram(
+                f"dimension {dim}, of {size}, is sharded {num_shards} ways, which cuts groups of four "
+                f"(2:4, {mask} mask)",
+                fix=f"make it a multiple of {num_shards * COLUMNS_PER_BYTE}, or shard the other dimension",
+            )
+
+
+def _shard_like(meta: torch.Tensor, dense: DTensor) -> torch.Tensor:
+    """This rank's part of a whole matrix's metadata: eight columns are a byte, rows are rows."""
+    whole = meta if isinstance(meta, DTensor) else _replicated(meta, dense)
+    return whole.redistribute(placements=dense.placements).to_local()
+
+
+def _replicated(meta: torch.Tensor, dense: DTensor) -> DTensor:
+    return DTensor.from_local(meta, dense.device_mesh, [Replicate()] * len(dense.placements), run_check=False)
 
 
 class _Sparsify(torch.autograd.Function):
@@ -56,10 +105,10 @@ class _Sparsify(torch.autograd.Function):
     ) -> Sparse24Tensor:
         both = mask == "transposable"
         # A copy of what is held: another choice may be written over it before this forward's backward.
-        meta = choose_24(dense, transposable=both) if meta is None else meta.clone()
-        sparse = Sparse24Tensor.from_choice(dense, meta, both=both)
+        kept = choose_24(dense, transposable=both) if meta is None else meta.clone()
+        sparse = Sparse24Tensor.from_choice(dense, kept, both=both)
         ctx.gradient, ctx.decay = gradient, decay
-        ctx.save_for_backward(meta, dense if decay else None)
+        ctx.save_for_backward(kept, dense if decay else None)
         ctx.set_materialize_grads(False)
         return sparse
 

@@ -88,6 +88,8 @@ class SparseMatrix(Tensor):
     form: Form
     part_names: tuple[str, ...]
     called, remedy = "a matrix", FIX
+    rules: Mapping[Any, Callable[..., Any]]
+    """What operators do; all others are refused."""
 
     def __new__(cls, parts: Mapping[str, Tensor], form: Form) -> Self:
         """Wrap parts; see `sparse_parts`."""
@@ -108,11 +110,6 @@ class SparseMatrix(Tensor):
         return cls(inner, form) if stands_for_another(values) else made_of([*inner.values()], form)
 
     @classmethod
-    def rule(cls, func: Any) -> Callable[..., Any] | None:
-        """What an operator does; None if it is refused."""
-        return _RULES.get(func)
-
-    @classmethod
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
@@ -121,7 +118,7 @@ class SparseMatrix(Tensor):
         Raises:
             UnsupportedProgram: it is no product with a dense matrix.
         """
-        rule = cls.rule(func)
+        rule = cls.rules.get(func)
         found = NotImplemented if rule is None else rule(*args, **(kwargs or {}))
         if found is NotImplemented:
             layout = next(each.form[0] for each in pytree.tree_leaves(args) if isinstance(each, cls))
@@ -170,8 +167,7 @@ def _addmm(added: Tensor, matrix: Any, dense: Any, *, beta: Any = 1, alpha: Any 
     layout, size, is_coalesced = matrix.form
     if is_coalesced is None:
         return NotImplemented
-    of = torch.ops.aotdist.sparse_addmm.default
-    return of(added, indices, values, size, layout, is_coalesced, dense, beta, alpha)
+    return _sparse_addmm(added, indices, values, size, layout, is_coalesced, dense, beta, alpha)
 
 
 def _mm(matrix: Any, dense: Any) -> Tensor:
@@ -202,7 +198,7 @@ def _sum_of_masked(one: Any, other: Any) -> SparseMatrix:
     return SparseMatrix(of_one | {"_values()": of_one["_values()"] + of_other["_values()"]}, one.form)
 
 
-_RULES: Mapping[Any, Callable[..., Any]] = {
+SparseMatrix.rules = {
     torch.ops.prim.layout.default: SparseMatrix.layout_now,
     _ATEN.is_coalesced.default: SparseMatrix.is_in_order,
     _ATEN.detach.default: SparseMatrix.again,
@@ -245,19 +241,11 @@ def _run(
     return torch.addmm(added, matrix, dense, beta=beta, alpha=alpha)
 
 
-def _like(
-    added: Tensor,
-    indices: Any,
-    values: Tensor,
-    size: Sequence[int],
-    layout: Any,
-    is_coalesced: Any,
-    *rest: Any,
-) -> Tensor:
-    return torch.addmm(added, values.new_empty(size), rest[0])
+def _like(added: Tensor, _: Any, values: Tensor, size: Sequence[int], *rest: Any) -> Tensor:
+    return torch.addmm(added, values.new_empty(size), rest[2])
 
 
-define(
+_sparse_addmm = define(
     "sparse_addmm(Tensor added, Tensor[] indices, Tensor values, int[] size, Layout layout, "
     "bool is_coalesced, Tensor dense, Scalar beta, Scalar alpha) -> Tensor",
     _run,

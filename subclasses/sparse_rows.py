@@ -23,7 +23,7 @@ from aotdist.subclasses.sparse_matrix import OF_ROWS, Form, SparseMatrix, made_o
 from aotdist.torch_seam.autograd import in_backward
 from aotdist.torch_seam.operators import OpOverload, schema_of
 
-_ATEN, _OURS = torch.ops.aten, torch.ops.aotdist
+_ATEN = torch.ops.aten
 
 
 class SparseRows(SparseMatrix):
@@ -52,11 +52,6 @@ class SparseRows(SparseMatrix):
         return rows
 
     @classmethod
-    def rule(cls, func: Any) -> Callable[..., Any] | None:
-        """What an operator does; None if it is refused."""
-        return _RULES.get(func)
-
-    @classmethod
     def of(
         cls, both: tuple[Tensor, Tensor], size: Sequence[int], *, is_coalesced: bool = False
     ) -> SparseRows:
@@ -71,7 +66,7 @@ class SparseRows(SparseMatrix):
     def of_bags(cls, grad: Tensor, *given: Any) -> SparseRows:
         """The gradient of an embedding bag; it takes what the operator in eager does."""
         *_, num_weights, _, _, _, _, _ = given = (*given, _NO_PADDING)[:11]
-        return cls.of(_OURS.rows_of_bags.default(grad, *given), (num_weights, grad.shape[-1]))
+        return cls.of(_rows_of_bags(grad, *given), (num_weights, grad.shape[-1]))
 
     def new(self, indices: Tensor, values: Tensor, size: Sequence[int]) -> SparseRows:  # type: ignore[override]
         """Other rows."""
@@ -93,7 +88,7 @@ class SparseRows(SparseMatrix):
 
 def _coalesced(rows: SparseRows) -> SparseRows:
     size = rows.form[1]
-    return SparseRows.of(_OURS.sparse_rows_coalesce.default(*rows.both(), size), size, is_coalesced=True)
+    return SparseRows.of(_coalesce(*rows.both(), size), size, is_coalesced=True)
 
 
 def _masked(dense: Tensor, rows: Any) -> SparseRows:
@@ -113,11 +108,11 @@ def _added_to(one: Tensor, other: Any, *, alpha: Any = 1) -> Tensor:
         return NotImplemented
     *given, is_coalesced = (*other.both(), bool(other.form[2]))
     if not isinstance(one, SparseRows):
-        return _OURS.sparse_rows_add.default(one, *given, is_coalesced, alpha)
+        return _add(one, *given, is_coalesced, alpha)
     if _num_known(one.stored()) == 0:
         return other if alpha == 1 else NotImplemented
     size, are_coalesced = one.form[1], [bool(one.form[2]), is_coalesced]
-    added = _OURS.sparse_rows_sum.default(*one.both(), *given, size, *are_coalesced, alpha)
+    added = _add_up(*one.both(), *given, size, *are_coalesced, alpha)
     return SparseRows.of(added, size, is_coalesced=all(are_coalesced))
 
 
@@ -199,7 +194,7 @@ def _each(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 _neg, _mul, _div = map(_of_values, (_ATEN.neg.default, _ATEN.mul.Tensor, _ATEN.div.Tensor))
-_RULES: Mapping[Any, Callable[..., Any]] = {
+SparseRows.rules = {
     torch.ops.prim.layout.default: SparseMatrix.layout_now,
     _ATEN.is_coalesced.default: SparseMatrix.is_in_order,
     _ATEN.detach.default: SparseMatrix.again,
@@ -308,25 +303,25 @@ _BAGS, _NO_PADDING = _ATEN._embedding_bag_backward.default, -1
 _OF_BAGS = schema_of(_BAGS).removeprefix(_BAGS.name()).rpartition("=-1")[0]
 _ROWS = "(Tensor, Tensor)"
 _ADDED = "Tensor indices, Tensor values, bool is_coalesced, Scalar alpha"
-define(f"sparse_rows_add(Tensor dense, {_ADDED}) -> Tensor", _run_add, _like_dense)
+_add = define(f"sparse_rows_add(Tensor dense, {_ADDED}) -> Tensor", _run_add, _like_dense)
 define(f"sparse_rows_add_(Tensor(a!) dense, {_ADDED}) -> Tensor(a!)", _run_add_, _like_itself)
-define(
+_coalesce = define(
     f"sparse_rows_coalesce(Tensor indices, Tensor values, int[] size) -> {_ROWS}",
     _run_coalesce,
     _unknown_rows,
 )
-define(
+_add_up = define(
     "sparse_rows_sum(Tensor indices, Tensor values, Tensor others, Tensor added, int[] size, "
     f"bool is_coalesced, bool are_coalesced, Scalar alpha) -> {_ROWS}",
     _run_sum,
     _unknown_rows,
 )
-define(f"rows_of_bags{_OF_BAGS}) -> {_ROWS}", _run_bags, _rows_but_padding)
+_rows_of_bags = define(f"rows_of_bags{_OF_BAGS}) -> {_ROWS}", _run_bags, _rows_but_padding)
 
 
 def _added(dense: Tensor, indices: Tensor, values: Tensor, _is_coalesced: bool, alpha: Any) -> Tensor:
     return dense.index_put((indices,), values * alpha, accumulate=True)
 
 
-ADDED_ROWS: Mapping[OpOverload, Callable[..., Any]] = {_OURS.sparse_rows_add.default: _added}
+ADDED_ROWS: Mapping[OpOverload, Callable[..., Any]] = {_add: _added}
 """What adding rows to a dense tensor is made of, for compilers."""

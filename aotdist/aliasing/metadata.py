@@ -69,7 +69,7 @@ class Change:
 
     def moves(self) -> bool:
         """Whether the tensor may lie in another storage now, or elsewhere in its own."""
-        return self.op not in INVERSES and self.op not in _IN_PLACE
+        return self.op not in INVERSES and self.op not in _OF_HISTORY
 
     def reshapes(self) -> bool:
         """Whether it shows other sizes and strides now."""
@@ -87,13 +87,7 @@ class Change:
         inverse = INVERSES.get(self.op)  # pyright: ignore[reportArgumentType]
         if inverse is not None:
             return inverse(tensor, self)
-        if self.former is None:
-            return tensor
-        if self.op is _AS_STRIDED_ and tensor.requires_grad:
-            counted = len(self.args) > 2 or "storage_offset" in dict(self.kwargs)
-            offset = self.former.storage_offset() if counted else None
-            return tensor.as_strided(self.size, self.former.stride(), offset)
-        return self.former
+        return tensor if self.former is None else self.former
 
     def before_to_autograd(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same, with the history that it had: of a change under `no_grad`, autograd was not told.
@@ -159,8 +153,6 @@ def _place(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
 
 
 _OF_HISTORY = frozenset[Any]({torch.Tensor.detach_, torch.Tensor.requires_grad_})
-_AS_STRIDED_ = _ATEN.as_strided_.default
-_IN_PLACE = _OF_HISTORY | {_AS_STRIDED_}
 
 
 # Other names for a tensor: tensors in the same memory, which autograd does not take for views.

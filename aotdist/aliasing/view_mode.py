@@ -7,7 +7,7 @@ the user handles, wrappers included. So one log serves plain tensors and subclas
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -20,14 +20,14 @@ from aotdist.aliasing.overwrite import all_uncounted, bump, rewind, written_unco
 from aotdist.aliasing.view_log import ViewLog, is_recorded
 from aotdist.aliasing.view_refusals import (
     from_storage,
-    refuse_looking_around,
     refuse_overlapping_write,
     refuse_resized_inside,
+    strided_in_place,
     uncounted_with_history,
 )
 from aotdist.aliasing.views import Opened, ViewEntry, lies_in
 from aotdist.facts import DETACH, ViewStep, data_of
-from aotdist.subclasses.protocol import is_wrapper, wrapper_rule
+from aotdist.subclasses.protocol import is_wrapper
 from aotdist.torch_seam.functional import FunctionalTensor
 from aotdist.torch_seam.jagged import MAKES_JAGGED, with_ragged_inferred
 from aotdist.torch_seam.modes import OutOfDynamo, TorchDispatchMode, torch_functions_off
@@ -42,6 +42,7 @@ from aotdist.torch_seam.operators import (
     out_of_place,
     written_by,
 )
+from aotdist.torch_seam.patches import replaced
 
 _LIKE_ANOTHER = {
     torch.ops.aten.view_as.default: torch.ops.aten.reshape.default,
@@ -76,7 +77,6 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         super().__init__()
         self.log = log
         self._reshaped: list[tuple[torch.Tensor, ViewStep]] = []
-        self._reads_data = False
         self._is_off = False
 
     def __torch_dispatch__(
@@ -109,7 +109,7 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
             self.log.refuse_lost((*args, *kwargs.values()), targets)
         if whole or (getattr(func, "is_view", False) and func is not _LIFT):
             with nullcontext() if whole else _as_what_is_viewed(func, args):
-                result = self._view_by(func)(*args, **kwargs)
+                result = func(*args, **kwargs)
             # `reshape`, `to`, `dropout` make views where they can; autograd conjugates numbers, too.
             is_view = func is not MAKES_JAGGED and (not whole or lies_in(args[0], result))
             if is_view and isinstance(args[0], torch.Tensor):
@@ -143,26 +143,18 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
 
     def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor.data`, which this mode would otherwise log as `detach`."""
-        self._reads_data = True
-        try:
-            view = tensor.data
-        finally:
-            self._reads_data = False
+        view = tensor.data
         entry = self.log.views.get(view)
         if entry is not None and entry.steps[-1].op is DETACH:
             steps = (*entry.steps[:-1], replace(entry.steps[-1], op=data_of))
             self.log.views.put(replace(entry, steps=steps))
         return view
 
-    def _view_by(self, func: OpOverload) -> Callable[..., Any]:
-        """`func`; for `.data`, what calls it above autograd, so that writes of inner tensors are counted."""
-        return _detached_for_data if self._reads_data and func is DETACH else func
-
     def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Log `view.t_()`: the view is one step further from its base then, and views of it are not."""
         op: Any = func
         if func is _AS_STRIDED_:
-            refuse_looking_around(self.log.views, args[0], *args[1:], **kwargs)
+            raise strided_in_place()
         if func in _FROM_STORAGES:
             raise from_storage()
         changed, *rest = args
@@ -238,11 +230,8 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         if not isinstance(view, FunctionalTensor) or view.is_inference():
             return  # the history of a wrapper follows from its layout
         self.log.views.keep_first_steps(view, steps)
-        self._is_off = True
-        try:
+        with replaced(self, "_is_off", True):
             make_again(view, self._as_at(base, steps[0].serial), steps)
-        finally:
-            self._is_off = False
 
     def _as_at(self, base: torch.Tensor, serial: int) -> torch.Tensor:
         """A tensor as it was at a point of the trace, made by views of what it is now."""
@@ -267,10 +256,6 @@ def _format_of(tensor: torch.Tensor) -> Mapping[str, Any]:
         ):
             return {"memory_format": memory_format}
     return {}
-
-
-def _detached_for_data(tensor: torch.Tensor) -> torch.Tensor:
-    return wrapper_rule(type(tensor)).data_of(tensor) if is_wrapper(tensor) else DETACH(tensor)
 
 
 def _as_what_is_viewed(func: OpOverload, args: Sequence[Any]) -> AbstractContextManager[Any]:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
-from aotdist.aliasing.memory import may_repeat, shows
+from aotdist.aliasing.memory import may_repeat
 from aotdist.aliasing.views import Views
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import Origins
@@ -30,106 +28,82 @@ def refuse_overlapping_write(views: Views, func: OpOverload, target: torch.Tenso
         )
         if expanded or (strided and may_repeat(shown)):
             made = "an expanded" if expanded else "a strided"
-            raise UnsupportedProgram(
+            raise _refusal(
                 f"`{func}` writes through {made} tensor of size {list(shown.size())}, "
                 "whose elements share memory",
-                where=Origins().current(),
-                stage="joint",
                 fix="write the tensor before it is expanded, or `clone` the expanded one first",
             )
         shown = None if entry is None else entry.base
-
-
-def refuse_looking_around(
-    views: Views,
-    view: torch.Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
-    storage_offset: int | None = None,
-) -> None:
-    """Raise for an `as_strided_` after which a view shows elements that it did not show before.
-
-    In eager no gradient arrives for those elements; after a write, their gradient goes to the base.
-    """
-    if view not in views or not view.requires_grad or not view._is_view():
-        return
-    if not shows(view, size, stride, storage_offset):
-        raise UnsupportedProgram(
-            "`as_strided_` lets a view with a history show elements that it did not show",
-            where=Origins().current() or None,
-            stage="joint",
-            fix="make the view by `as_strided` of its base",
-        )
 
 
 def refuse_resized_inside(out: torch.Tensor, former: torch.Tensor) -> None:
     """Refuse a wrapper whose inner tensors were resized as `out=`: in eager it keeps its former sizes."""
     inside = zip(plain_tensors(out), plain_tensors(former), strict=True)
     if is_wrapper(out) and any(plain.size() != before.size() for plain, before in inside):
-        raise UnsupportedProgram(
+        raise _refusal(
             f"a {type(out).__name__} is given as `out=` of an operator whose result has another size",
-            where=Origins().current() or None,
-            stage="joint",
             fix="give it the size of the result before",
         )
 
 
 def detached_since(where: str | None = None) -> UnsupportedProgram:
     """An error for a view whose history is to be made again from that of its base, which has none now."""
-    return UnsupportedProgram(
+    return _refusal(
         "a view is used whose base was detached in place (`detach_`), and then written, after it was made",
-        where=where or Origins().current() or None,
-        stage="joint",
         fix="make the view afterwards, or detach a tensor of its own (`x = x.detach()`)",
+        where=where,
     )
 
 
 def reshaped_since(how: str = "", where: str | None = None) -> UnsupportedProgram:
     """An error for a view whose base has been reshaped since, and has got a history; `how` says more."""
-    return UnsupportedProgram(
+    return _refusal(
         f"a view is used whose base was reshaped in place after it was made{how and f' ({how})'}",
-        where=where or Origins().current() or None,
-        stage="joint",
         fix="make the view afterwards, or reshape without writing (`t` for `t_`)",
+        where=where,
     )
 
 
 def grows_as_a_view() -> UnsupportedProgram:
     """An error for a tensor that grows while another shares its memory."""
-    return UnsupportedProgram(
+    return _refusal(
         "a tensor is resized in place, and grows, while another shares its memory",
-        where=Origins().current() or None,
-        stage="joint",
         fix="clone it first, or make a tensor of the size that you need",
     )
 
 
 def outgrown() -> UnsupportedProgram:
     """An error for a view whose base has moved to other memory since."""
-    return UnsupportedProgram(
+    return _refusal(
         "a view is used whose base grew in place, or was given another storage, after it was made",
-        where=Origins().current() or None,
-        stage="joint",
         fix="make the view afterwards, or resize the tensor before the compiled function",
     )
 
 
 def uncounted_with_history(func: OpOverload) -> UnsupportedProgram:
     """An error for a write with history that autograd does not count, so that older views keep theirs."""
-    return UnsupportedProgram(
+    return _refusal(
         f"`{func}` writes a list with wrappers while autograd records: in eager, views from before keep the "
         "gradients that they had",
-        where=Origins().current(),
-        stage="joint",
         fix="write each by itself (`x.mul_(2)` for `torch._foreach_mul_([x], 2)`), or under `no_grad`",
+    )
+
+
+def strided_in_place() -> UnsupportedProgram:
+    """An error for a program that lets a tensor show other memory than it did, in place."""
+    return _refusal(
+        "`as_strided_` lets a tensor show other elements in place",
+        fix="let it be another tensor: `x = x.as_strided(size, stride)`",
     )
 
 
 def from_storage() -> UnsupportedProgram:
     """An error for a program that sets a tensor to a storage, of which a trace has none."""
-    return UnsupportedProgram(
+    return _refusal(
         "a tensor is set to a storage, which has no memory while it is captured",
-        where=Origins().current(),
-        stage="joint",
         fix="set it to a tensor: `x.set_(y)`",
     )
+
+
+def _refusal(what: str, *, fix: str, where: str | None = None) -> UnsupportedProgram:
+    return UnsupportedProgram(what, where=where or Origins().current() or None, stage="joint", fix=fix)

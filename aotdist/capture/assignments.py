@@ -46,8 +46,7 @@ class Assignments:
     def __init__(
         self, modules: Mapping[str, nn.Module], reached: Reached, ruled: Collection[nn.Module]
     ) -> None:
-        parameters = _of_parameters({path: module for path, module in modules.items() if module not in ruled})
-        places = [*_of_modules(modules), *parameters, *_containers(reached)]
+        places = [*_of_modules(modules, ruled), *_containers(reached)]
         self._empty = [place for place in places if _is_empty(place[1])]
         self._watched = [_watched(*place) for place in places if not _is_empty(place[1])]
         self._watched += _variables(reached)
@@ -139,7 +138,8 @@ class Assignments:
         """Whether it is a tensor, or a container of some that the program made."""
         if not isinstance(value, torch.Tensor) and id(value) in self.existing:
             return False
-        return shows_traced(value) or (is_plain(value) and _has_tensors(value))
+        has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
+        return shows_traced(value) or (has_tensors and is_plain(value))
 
     def _before(self) -> Iterator[Any]:
         for watched in self._watched:
@@ -211,10 +211,6 @@ def _with_given(value: Any, given: Mapping[int, int]) -> Any:
     return pytree.tree_map(known, value)
 
 
-def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
-
-
 def is_plain(value: Any) -> bool:
     """Whether there is nothing in a container but tensors, of the program or not, and constants."""
     return all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in pytree.tree_leaves(value))
@@ -255,19 +251,14 @@ def _refuse_deletion(place: Source, before: Any, value: Any) -> None:
         )
 
 
-def _of_modules(modules: Mapping[str, nn.Module]) -> Iterator[_Place]:
+def _of_modules(modules: Mapping[str, nn.Module], ruled: Collection[nn.Module]) -> Iterator[_Place]:
     for path, module in modules.items():
-        for held in (vars(module)["_buffers"], vars(module)["_modules"], vars(module)):
+        kinds = ("_buffers", "_modules") if module in ruled else ("_parameters", "_buffers", "_modules")
+        for held in (*map(vars(module).__getitem__, kinds), vars(module)):
             yield Source(path, held), held
         for name, value in vars(module).items():
             if name not in OF_EVERY_MODULE and type(value) in (list, dict):
                 yield Source(path, module).attribute(name), value
-
-
-def _of_parameters(modules: Mapping[str, nn.Module]) -> Iterator[_Place]:
-    for path, module in modules.items():
-        held = vars(module)["_parameters"]
-        yield Source(path, held), held
 
 
 def _containers(reached: Reached) -> Iterator[_Place]:

@@ -92,9 +92,8 @@ def capture(
         in_backward.watch_given = functools.partial(
             MutatedArguments, inner_args, inner_kwargs, inner_objects, apart=apart
         )
-        changes = _Changes(in_backward.watch_given(), checks, in_backward, prints=call.prints)
-        keeps_history = not call.differentiates
-        return _call(environment, run, changes, flat, examples, settings, keeps_history=keeps_history)
+        trace = _Trace(call, environment, in_backward, in_backward.watch_given(), checks, flat, examples)
+        return trace.outputs(run, reports_side_effects=settings.report_side_effects)
 
     slots = [Slot("primal", path) for path in arguments.tensor_paths()]
     slots += [Slot("primal", tensor.path) for tensor in environment.state]
@@ -159,23 +158,6 @@ def _dynamic_dims(
     return dims
 
 
-@dataclass(frozen=True, slots=True)
-class _Changes:
-    """What records the changes of one call, besides `Assignments`.
-
-    Args:
-        given: changes of containers and objects among the arguments.
-        checks: checks of data.
-        in_backward: is told what the forward assigned.
-        prints: whether prints are noted.
-    """
-
-    given: MutatedArguments
-    checks: Checks
-    in_backward: InBackward
-    prints: bool
-
-
 @contextlib.contextmanager
 def _tracing_modules(environment: Environment, stand_ins: tuple[torch.Tensor, ...]) -> Generator[None]:
     with contextlib.ExitStack() as stack:
@@ -189,97 +171,93 @@ def _tracing_modules(environment: Environment, stand_ins: tuple[torch.Tensor, ..
         yield
 
 
-def _call(
-    environment: Environment,
-    run: Callable[[], Any],
-    changes: _Changes,
-    inputs: Sequence[torch.Tensor],
-    examples: Sequence[torch.Tensor],
-    settings: Settings,
-    *,
-    keeps_history: bool,
-) -> list[Any]:
-    """Run the user's code; returns its flat results, what it assigned, and how to put them back."""
-    assignments = environment.assignments()
-    reached = environment.reached
-    with (
-        no_python_random(reached.python_generators),
-        none_advanced((*reached.opaque, *reached.assignable.owners)),
-    ):
-        outs, how = _run(run, changes, assignments, reached, inputs, examples, detaches=not keeps_history)
-    if settings.report_side_effects:
-        for path in assignments.side_effects():
-            warnings.warn(
-                f"aotdist: `{path}` was assigned while capturing; compiled calls will not assign it again",
-                stacklevel=2,
-            )
-    for clock in environment.reached.times:
-        warnings.warn(
-            f"aotdist: the program reads the time (`{clock}`), and every call will find that of the capture; "
-            "read it outside of the compiled function",
-            stacklevel=2,
-        )
-    outs, shown = with_attributes(outs, inputs, environment.reached, assignments.existing)
-    shares = any(isinstance(out, MadeObject) for out in outs)
-    return [*outs, replace(how, shown=tuple(shown), shares=shares)]
-
-
-def _run(
-    run: Callable[[], Any],
-    changes: _Changes,
-    assignments: Assignments,
-    reached: Reached,
-    inputs: Sequence[torch.Tensor],
-    examples: Sequence[torch.Tensor],
-    *,
-    detaches: bool,
-) -> tuple[list[Any], Returned]:
-    """Run the user's code on stand-ins; its outputs, but for attributes of these, and how to put them back.
-
-    The places that it assigned hold again what they held before.
+@dataclass(frozen=True, slots=True)
+class _Trace:
+    """One run of the user's code on stand-ins.
 
     Args:
-        run: the code.
-        changes: record what it does besides assignments.
-        assignments: has what it may assign, as that was before.
-        reached: what it reaches besides modules.
+        call: the call.
+        environment: what it reaches.
+        in_backward: is told what the forward assigned.
+        given: changes of containers and objects among the arguments.
+        checks: checks of data.
         inputs: the stand-ins.
         examples: what they stand for.
-        detaches: whether what it assigned has no history: its backward has run already.
     """
-    inside, prints = inside_wrappers(inputs), Prints(assignments.existing)
-    changes.in_backward.watch_forward = functools.partial(changed_outside_of_modules, reached)
-    changes.in_backward.num_effects = lambda: (len(changes.checks.made), len(prints.noted()))
-    try:
-        hearing = prints.heard() if changes.prints else contextlib.nullcontext()
-        with class_functions_on(), modes_left_alone(), hearing:
-            result = run()
-        changes.checks.close()
-        hand_over_attributes(inputs, examples)
-        apart = taken_apart(result, assignments.existing, made := dict[int, int](), changes.given.positions)
-        leaves, spec = pytree.tree_flatten(apart, is_leaf=is_leaf)
-        assigned = assignments.collect(changes.given.positions)
-        constants, gone = assignments.collect_constants()
-        # Numbers of a step that are kept are read off tensors, while it is traced.
-        constants = [(place, Tree.of(value).map(_as_symbol).value()) for place, value in constants]
-        changes.in_backward.forward_left([*assigned, *constants, *((place, ABSENT) for place in gone)])
-        replaced = replaced_inside(inputs, inside)
-        assigned += changes.given.assigned(made)
-        deleted, printed = [*changes.given.deleted(), *gone], prints.noted()
-    except BaseException as error:
-        prints.fail(error)
-        assignments.roll_back()
-        refuse_carried(error, assignments.existing)
-        raise
-    outs = list(leaves)
-    trees = [(place, Tree.of(value)) for place, value in assigned]
-    if detaches:
-        detached = functools.partial(_without_history, inputs=inputs)
-        trees = [(place, tree.map(detached)) for place, tree in trees]
-    effects = [*(Assign(place, Tree.of(value)) for place, value in constants), *map(Delete, deleted)]
-    log = _log(outs, trees, [*replaced.values(), *changes.checks.outs], printed, effects)
-    checks, counted = tuple(changes.checks.made), tuple(changes.given.counted)
-    return outs, Returned(spec, log, tuple(replaced), checks=checks, counted=counted)
+
+    call: UserCall
+    environment: Environment
+    in_backward: InBackward
+    given: MutatedArguments
+    checks: Checks
+    inputs: Sequence[torch.Tensor]
+    examples: Sequence[torch.Tensor]
+
+    def outputs(self, run: Callable[[], Any], *, reports_side_effects: bool) -> list[Any]:
+        """Run the user's code: its flat results, what it assigned, and how to put them back."""
+        assignments, reached = self.environment.assignments(), self.environment.reached
+        with (
+            no_python_random(reached.python_generators),
+            none_advanced((*reached.opaque, *reached.assignable.owners)),
+        ):
+            outs, how = self._run(run, assignments)
+        if reports_side_effects:
+            for path in assignments.side_effects():
+                warnings.warn(
+                    f"aotdist: `{path}` was assigned while capturing; compiled calls will not assign it "
+                    "again",
+                    stacklevel=2,
+                )
+        for clock in reached.times:
+            warnings.warn(
+                f"aotdist: the program reads the time (`{clock}`), and every call will find that of the "
+                "capture; read it outside of the compiled function",
+                stacklevel=2,
+            )
+        outs, shown = with_attributes(outs, self.inputs, reached, assignments.existing)
+        shares = any(isinstance(out, MadeObject) for out in outs)
+        return [*outs, replace(how, shown=tuple(shown), shares=shares)]
+
+    def _run(self, run: Callable[[], Any], assignments: Assignments) -> tuple[list[Any], Returned]:
+        """Its outputs, but for attributes of these, and how to put them back.
+
+        The places that it assigned, which `assignments` has as they were, hold again what they held before.
+        """
+        given, checks, in_backward = self.given, self.checks, self.in_backward
+        inside, prints = inside_wrappers(self.inputs), Prints(assignments.existing)
+        in_backward.watch_forward = functools.partial(changed_outside_of_modules, self.environment.reached)
+        in_backward.num_effects = lambda: (len(checks.made), len(prints.noted()))
+        try:
+            hearing = prints.heard() if self.call.prints else contextlib.nullcontext()
+            with class_functions_on(), modes_left_alone(), hearing:
+                result = run()
+            checks.close()
+            hand_over_attributes(self.inputs, self.examples)
+            apart = taken_apart(result, assignments.existing, made := dict[int, int](), given.positions)
+            leaves, spec = pytree.tree_flatten(apart, is_leaf=is_leaf)
+            assigned = assignments.collect(given.positions)
+            constants, gone = assignments.collect_constants()
+            # Numbers of a step that are kept are read off tensors, while it is traced.
+            constants = [(place, Tree.of(value).map(_as_symbol).value()) for place, value in constants]
+            in_backward.forward_left([*assigned, *constants, *((place, ABSENT) for place in gone)])
+            replaced = replaced_inside(self.inputs, inside)
+            assigned += given.assigned(made)
+            deleted, printed = [*given.deleted(), *gone], prints.noted()
+        except BaseException as error:
+            prints.fail(error)
+            assignments.roll_back()
+            refuse_carried(error, assignments.existing)
+            raise
+        outs = list(leaves)
+        trees = [(place, Tree.of(value)) for place, value in assigned]
+        if self.call.differentiates:  # its backward has run already
+            detached = functools.partial(_without_history, inputs=self.inputs)
+            trees = [(place, tree.map(detached)) for place, tree in trees]
+        effects = [*(Assign(place, Tree.of(value)) for place, value in constants), *map(Delete, deleted)]
+        log = _log(outs, trees, [*replaced.values(), *checks.outs], printed, effects)
+        return outs, Returned(
+            spec, log, tuple(replaced), checks=tuple(checks.made), counted=tuple(given.counted)
+        )
 
 
 def _log(

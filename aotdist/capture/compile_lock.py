@@ -19,7 +19,7 @@ from typing import ParamSpec, TypeVar
 from aotdist.torch_seam.autograd import in_thread_of_engine
 from aotdist.torch_seam.dynamo import dynamo_locks, frames_off
 from aotdist.torch_seam.interrupts import restoring
-from aotdist.torch_seam.locks import is_owned, process_lock, release
+from aotdist.torch_seam.undo import is_owned, process_lock, release
 
 P = ParamSpec("P")
 R = TypeVar("R")

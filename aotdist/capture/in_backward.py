@@ -134,18 +134,10 @@ class InBackward:
                 found = list(watched.changed_data(tensors=True))
                 values = [*(value for _, _, value in found), *(each.given.leaves for each in prints.noted())]
                 named, self.kept = _naming(values, told, self.symbols)
-                changes = _log(
-                    ((place, before, Tree.of(value).map(named)) for place, before, value in found),
-                    self._environment,
-                )
-                changes = EffectLog(
-                    (
-                        *(replace(each, given=each.given.map(named)) for each in prints.noted()),
-                        *changes.effects,
-                    ),
-                    changes.expected,
-                    tuple(map(recipe_of, self.kept)),
-                )
+                changed = [(place, before, Tree.of(value).map(named)) for place, before, value in found]
+                effects, expected = _effects(changed, self._environment)
+                printed = [replace(each, given=each.given.map(named)) for each in prints.noted()]
+                changes = EffectLog((*printed, *effects), expected, tuple(map(recipe_of, self.kept)))
                 self.replaced = [
                     (place, before) for place, before, _ in found if isinstance(before, torch.Tensor)
                 ]
@@ -194,8 +186,10 @@ class InBackward:
         return self.of_some.get(frozenset(arrived), self.whole)
 
 
-def _log(changes: Iterable[tuple[Source, Any, Tree]], environment: Environment) -> EffectLog:
-    """The changes of a backward; not those of arguments.
+def _effects(
+    changes: Iterable[tuple[Source, Any, Tree]], environment: Environment
+) -> tuple[Sequence[Effect], tuple[tuple[Source, tuple[Any, ...]], ...]]:
+    """The changes of a backward, not those of arguments; and what it expects.
 
     What a hook does may depend on what it finds, so places that the program may read are expected to hold
     what they held here. An item that is given a tensor or a number of the backward's may hold another's.
@@ -224,7 +218,7 @@ def _log(changes: Iterable[tuple[Source, Any, Tree]], environment: Environment) 
             known = (before, value)
         if environment.may_read(place) and not has_symbols(known):
             expected.append((place, any_of(known)))
-    return EffectLog(tuple(effects), tuple(expected))
+    return effects, tuple(expected)
 
 
 def _step(before: Any, value: Any) -> int | None:

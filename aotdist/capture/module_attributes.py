@@ -55,6 +55,8 @@ class Explain:
 
 
 ATTACHED = (PrintedSource, GraphList, Explain)
+HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+"""Attributes in which modules have their hooks."""
 
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
@@ -74,7 +76,7 @@ def hooks_of(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
     Those of FSDP2 are not entered: what they do is traced by rules, and their state changes at each call, so
     that a program which reads any attribute (`getattr(self, name)`) would fit no call.
     """
-    for name in ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks"):
+    for name in HOOKS:
         hooks: dict[int, Any] = getattr(module, name)
         shown = f"{path}.{name}" if path else name
         for position, (key, hook) in enumerate(hooks.items()):

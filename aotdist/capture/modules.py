@@ -20,20 +20,12 @@ from torch.nn.parameter import is_lazy
 
 from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant, same_constant
-from aotdist.capture.module_attributes import PrintedSource
+from aotdist.capture.module_attributes import HOOKS, PrintedSource
 from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import inside_module, set_current_line, set_current_module, with_paths
 from aotdist.torch_seam.modules import global_module_hooks
 from aotdist.torch_seam.own_attributes import own, shared, within
-
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
-
 
 KINDS = ("_parameters", "_buffers")
 """The dictionaries of a module that hold its state."""
@@ -175,10 +167,6 @@ def following_modules(modules: Mapping[str, nn.Module]) -> Generator[None]:
         set_current_line("")
 
 
-def _children(module: nn.Module) -> dict[str, nn.Module | None]:
-    return vars(module)["_modules"]
-
-
 class ModuleGuard:
     """Whether a module tree is still what it was at capture. Called at every step, so flat and quick.
 
@@ -199,10 +187,10 @@ class ModuleGuard:
         open_: Container[tuple[int, str]] = (),
     ) -> None:
         hooks: list[Mapping[Any, Any]] = [
-            getattr(module, name) for module in modules.values() for name in _HOOKS
+            getattr(module, name) for module in modules.values() for name in HOOKS
         ]
         hooks += global_module_hooks()
-        children = [_children(module) for module in modules.values()]
+        children = [vars(module)["_modules"] for module in modules.values()]
         named = [vars(module).get(kind, ()) for module in modules.values() for kind in _NAMED]
         self._held = tuple((holder, tuple(holder.values())) for holder in (*hooks, *children) if holder)
         self._named = tuple(holder for holder in named if holder)

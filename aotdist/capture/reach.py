@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from aotdist.capture.code import is_users_class, is_users_code, is_users_module, names_in, special_methods
 from aotdist.capture.constants import is_constant
@@ -47,7 +48,6 @@ from aotdist.capture.modules import KINDS, own_tensors, refuse_script
 from aotdist.capture.readers import cells_of, defaults_of, empty_cells_of, is_array, reader_of, wrapped_by
 from aotdist.capture.source import Source, keeper_of
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
-from aotdist.torch_seam.modules import is_parametrized
 
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 _FUNCTION_METHODS = frozenset({"forward", "setup_context", "backward", "jvp"})
@@ -72,7 +72,7 @@ def reach(
         apart: containers that it does not enter: what they hold is given in another way.
     """
     walk = _Walk(seen=dict.fromkeys(map(id, apart)))
-    path = "" if isinstance(target, nn.Module) else _display_name(target)
+    path = "" if isinstance(target, nn.Module) else getattr(target, "__name__", type(target).__name__)
     for source, tensor in arguments:
         walk.look_at(source, tensor)
     walk.visit(Source(path, target), target)
@@ -82,10 +82,6 @@ def reach(
     walk.tie_gradients()
     walk.note_absent()
     return walk.reached.after(walk.code)
-
-
-def _display_name(fn: Any) -> str:
-    return getattr(fn, "__name__", type(fn).__name__)
 
 
 @dataclass(slots=True)

@@ -10,12 +10,12 @@ import array
 import contextvars
 import functools
 import os
-import sys
 import types
 import weakref
 from collections.abc import Callable, Container, Iterator, MutableMapping
 from typing import Any
 
+import numpy as np
 from torch import nn
 
 from aotdist.capture.leaked_tensors import contents
@@ -42,8 +42,7 @@ def reader_of(value: Any, names: Container[str]) -> Callable[[Any], Any] | None:
         return environment
     if isinstance(value, (bytearray, array.array)):
         return items if len(memoryview(value).cast("B")) <= _LARGEST_ARRAY else None
-    numpy = sys.modules.get("numpy")
-    if numpy is None or not isinstance(value, (numpy.ndarray, numpy.generic)):
+    if not isinstance(value, (np.ndarray, np.generic)):
         return None
     shares = is_array(value) and any(name in names for name in _SHARE_MEMORY)
     is_data = not value.dtype.hasobject and value.nbytes <= _LARGEST_ARRAY
@@ -52,8 +51,7 @@ def reader_of(value: Any, names: Container[str]) -> Callable[[Any], Any] | None:
 
 def is_array(value: Any) -> bool:
     """Whether it is an array of numpy's."""
-    numpy = sys.modules.get("numpy")
-    return numpy is not None and isinstance(value, numpy.ndarray)
+    return isinstance(value, np.ndarray)
 
 
 def value_of_variable(variable: contextvars.ContextVar[Any]) -> Any:

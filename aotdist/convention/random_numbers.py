@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -14,68 +14,45 @@ Rule: TypeAlias = Callable[..., Any]
 """`rule(stream, *args, **kwargs)`: what the operator returns, its generator left out; the layout is free."""
 
 _ATEN = torch.ops.aten
-RULES: dict[OpOverload, Rule] = {}
-"""The operators that are functions of a stream."""
-
-
-def _rule(op: OpOverload) -> Callable[[Rule], Rule]:
-    def register(rule: Rule) -> Rule:
-        RULES[op] = rule
-        return rule
-
-    return register
 
 
 def _floating(dtype: torch.dtype | None) -> torch.dtype:
     return dtype or torch.get_default_dtype()
 
 
-# --- uniform ----------------------------------------------------------------------------------------
+# --- uniform, normal --------------------------------------------------------------------------------
 
 
-@_rule(_ATEN.rand.default)
 def _rand(s: Stream, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
     return s.uniform(size, _floating(dtype))
 
 
-@_rule(_ATEN.rand_like.default)
 def _rand_like(s: Stream, x: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
     return s.uniform(x.size(), dtype or x.dtype)
 
 
-@_rule(_ATEN.uniform.default)
 def _uniform(s: Stream, x: torch.Tensor, low: float = 0.0, high: float = 1.0) -> torch.Tensor:
     return s.uniform(x.size(), x.dtype) * (high - low) + low
 
 
-# --- normal -----------------------------------------------------------------------------------------
-
-
-@_rule(_ATEN.randn.default)
 def _randn(s: Stream, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
     return s.normal(size, _floating(dtype))
 
 
-@_rule(_ATEN.randn_like.default)
 def _randn_like(s: Stream, x: torch.Tensor, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
     return s.normal(x.size(), dtype or x.dtype)
 
 
-@_rule(_ATEN.normal_functional.default)
 def _normal(s: Stream, x: torch.Tensor, mean: float = 0.0, std: float = 1.0) -> torch.Tensor:
     return s.normal(x.size(), x.dtype) * std + mean
 
 
-@_rule(_ATEN.normal.Tensor_float)
-@_rule(_ATEN.normal.float_Tensor)
-@_rule(_ATEN.normal.Tensor_Tensor)
 def _normal_of(s: Stream, mean: Any, std: Any = 1.0) -> torch.Tensor:
     sizes = [value.size() for value in (mean, std) if isinstance(value, torch.Tensor)]
     dtype = mean.dtype if isinstance(mean, torch.Tensor) else std.dtype
     return s.normal(torch.broadcast_shapes(*sizes), dtype) * std + mean
 
 
-@_rule(_ATEN.normal.float_float)
 def _normal_sized(
     s: Stream, mean: float, std: float, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any
 ) -> torch.Tensor:
@@ -85,19 +62,15 @@ def _normal_sized(
 # --- yes or no --------------------------------------------------------------------------------------
 
 
-@_rule(_ATEN.bernoulli.default)
 def _bernoulli(s: Stream, x: torch.Tensor) -> torch.Tensor:
     return _bernoulli_p(s, x, x)
 
 
-@_rule(_ATEN.bernoulli.p)
-@_rule(_ATEN.bernoulli.Tensor)
 def _bernoulli_p(s: Stream, x: torch.Tensor, p: Any = 0.5) -> torch.Tensor:
     exact = torch.float64 if isinstance(p, torch.Tensor) and p.dtype is torch.float64 else torch.float32
     return (s.uniform(x.size(), exact) < p).to(x.dtype)
 
 
-@_rule(_ATEN.native_dropout.default)
 def _dropout(s: Stream, x: torch.Tensor, p: float, train: bool | None = True) -> Any:
     if train is False or p == 0:
         return x.clone(), torch.ones_like(x, dtype=torch.bool)
@@ -108,39 +81,22 @@ def _dropout(s: Stream, x: torch.Tensor, p: float, train: bool | None = True) ->
 # --- integers ---------------------------------------------------------------------------------------
 
 
-def _integers(s: Stream, size: Sequence[int], low: int, high: int, dtype: torch.dtype | None) -> torch.Tensor:
-    return (s.long_words(size) % (high - low) + low).to(dtype or torch.int64)
+def _randint(s: Stream, *given: Any, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
+    *bounds, size = given
+    return _integers(s, size, bounds, dtype or torch.int64)
 
 
-@_rule(_ATEN.randint.default)
-def _randint(
-    s: Stream, high: int, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any
-) -> torch.Tensor:
-    return _integers(s, size, 0, high, dtype)
-
-
-@_rule(_ATEN.randint.low)
-def _randint_from(
-    s: Stream, low: int, high: int, size: Sequence[int], *, dtype: torch.dtype | None = None, **_: Any
-) -> torch.Tensor:
-    return _integers(s, size, low, high, dtype)
-
-
-@_rule(_ATEN.randint_like.default)
 def _randint_like(
-    s: Stream, x: torch.Tensor, high: int, *, dtype: torch.dtype | None = None, **_: Any
+    s: Stream, x: torch.Tensor, *bounds: int, dtype: torch.dtype | None = None, **_: Any
 ) -> torch.Tensor:
-    return _integers(s, x.size(), 0, high, dtype or x.dtype)
+    return _integers(s, x.size(), bounds, dtype or x.dtype)
 
 
-@_rule(_ATEN.randint_like.low_dtype)
-def _randint_like_from(
-    s: Stream, x: torch.Tensor, low: int, high: int, *, dtype: torch.dtype | None = None, **_: Any
-) -> torch.Tensor:
-    return _integers(s, x.size(), low, high, dtype or x.dtype)
+def _integers(s: Stream, size: Sequence[int], bounds: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    low, high = (0, *bounds)[-2:]
+    return (s.long_words(size) % (high - low) + low).to(dtype)
 
 
-@_rule(_ATEN.randperm.default)
 def _randperm(s: Stream, n: int, *, dtype: torch.dtype | None = None, **_: Any) -> torch.Tensor:
     return s.long_words((n,)).argsort().to(dtype or torch.int64)
 
@@ -148,12 +104,10 @@ def _randperm(s: Stream, n: int, *, dtype: torch.dtype | None = None, **_: Any) 
 # --- others -----------------------------------------------------------------------------------------
 
 
-@_rule(_ATEN.exponential.default)
 def _exponential(s: Stream, x: torch.Tensor, rate: float = 1.0) -> torch.Tensor:
     return -torch.log1p(-s.uniform(x.size(), x.dtype)) / rate
 
 
-@_rule(_ATEN.multinomial.default)
 def _multinomial(s: Stream, weights: torch.Tensor, count: int, replacement: bool = False) -> torch.Tensor:
     if replacement:
         sums = weights.cumsum(-1)
@@ -161,6 +115,32 @@ def _multinomial(s: Stream, weights: torch.Tensor, count: int, replacement: bool
         return torch.searchsorted(sums, chosen, right=True).clamp(max=weights.size(-1) - 1)
     # The first of so many exponential clocks to ring is each with its own weight (Efraimidis and Spirakis).
     return (weights / _exponential(s, weights)).topk(count, -1).indices
+
+
+RULES: Mapping[OpOverload, Rule] = {
+    _ATEN.rand.default: _rand,
+    _ATEN.rand_like.default: _rand_like,
+    _ATEN.uniform.default: _uniform,
+    _ATEN.randn.default: _randn,
+    _ATEN.randn_like.default: _randn_like,
+    _ATEN.normal_functional.default: _normal,
+    _ATEN.normal.Tensor_float: _normal_of,
+    _ATEN.normal.float_Tensor: _normal_of,
+    _ATEN.normal.Tensor_Tensor: _normal_of,
+    _ATEN.normal.float_float: _normal_sized,
+    _ATEN.bernoulli.default: _bernoulli,
+    _ATEN.bernoulli.p: _bernoulli_p,
+    _ATEN.bernoulli.Tensor: _bernoulli_p,
+    _ATEN.native_dropout.default: _dropout,
+    _ATEN.randint.default: _randint,
+    _ATEN.randint.low: _randint,
+    _ATEN.randint_like.default: _randint_like,
+    _ATEN.randint_like.low_dtype: _randint_like,
+    _ATEN.randperm.default: _randperm,
+    _ATEN.exponential.default: _exponential,
+    _ATEN.multinomial.default: _multinomial,
+}
+"""The operators that are functions of a stream."""
 
 
 # Random words as a function of a seed and an offset: Philox-4x32-10.

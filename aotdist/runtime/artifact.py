@@ -42,8 +42,8 @@ from aotdist.runtime.ranks import (
     naming_lost_ranks,
 )
 from aotdist.sizes import concrete, evaluate
-from aotdist.torch_seam.locks import process_lock
 from aotdist.torch_seam.packed_graphs import Places
+from aotdist.torch_seam.undo import process_lock
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,16 +5,16 @@ They stay where they are, in the optimizers; a compiled step is handed those of 
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Collection, Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from aotdist.capture.constants import is_constant, is_number
-from aotdist.torch_seam.undo import to_undo
+from aotdist.torch_seam.undo import undoing
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,19 +60,14 @@ class HeldState:
     layout: list[Hashable] = field(default_factory=list[Hashable])
     containers: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
 
-    @contextlib.contextmanager
-    def put_back(self) -> Generator[None]:
+    def put_back(self) -> AbstractContextManager[None]:
         """Let all containers have the items afterwards that they had."""
 
         def put_back() -> None:
             for container, items in self.containers:
                 refill(container, items)
 
-        to_undo(put_back)
-        try:
-            yield
-        finally:
-            put_back()
+        return undoing(put_back)
 
     def now(self, optimizers: Sequence[torch.optim.Optimizer]) -> HeldState | None:
         """The same with the numbers of now; None if anything else is another object by now.

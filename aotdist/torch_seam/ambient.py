@@ -18,7 +18,7 @@ from torch._C._dynamo.guards import GlobalStateGuard as GlobalStateGuard
 from torch.nn.attention import SDPBackend
 from torch.utils._device import DeviceContext
 
-from aotdist.torch_seam.locks import process_lock
+from aotdist.torch_seam.undo import process_lock
 
 
 def fills_uninitialized_memory() -> bool:
@@ -26,15 +26,19 @@ def fills_uninitialized_memory() -> bool:
     return bool(torch.utils.deterministic.fill_uninitialized_memory)  # type: ignore[attr-defined]
 
 
-KERNEL_CHOICES: tuple[Callable[[], bool], ...] = (
-    torch._C._get_flash_sdp_enabled,
-    torch._C._get_mem_efficient_sdp_enabled,
-    torch._C._get_math_sdp_enabled,
-    torch._C._get_cudnn_sdp_enabled,
-    torch._C._get_mkldnn_enabled,
-    torch._C._get_cudnn_enabled,
-    functools.partial(getattr, torch.backends.mha, "_is_fastpath_enabled"),
+_KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
+    (torch._C._get_flash_sdp_enabled, torch._C._set_sdp_use_flash),
+    (torch._C._get_mem_efficient_sdp_enabled, torch._C._set_sdp_use_mem_efficient),
+    (torch._C._get_math_sdp_enabled, torch._C._set_sdp_use_math),
+    (torch._C._get_cudnn_sdp_enabled, torch._C._set_sdp_use_cudnn),
+    (torch._C._get_mkldnn_enabled, torch._C._set_mkldnn_enabled),
+    (torch._C._get_cudnn_enabled, torch._C._set_cudnn_enabled),
+    (
+        functools.partial(getattr, torch.backends.mha, "_is_fastpath_enabled"),
+        torch.backends.mha.set_fastpath_enabled,
+    ),
 )
+KERNEL_CHOICES = tuple(may_choose for may_choose, _ in _KERNELS)
 """What tells whether operators may choose each of these kernels.
 
 For attention: flash, memory-efficient, math, cuDNN. For convolutions and recurrent layers: oneDNN, cuDNN.
@@ -71,16 +75,7 @@ def uses_onednn() -> bool:
 
 def choose_kernels(choices: tuple[bool, ...]) -> None:
     """Restore what `kernel_choices` returned."""
-    setters = (
-        torch._C._set_sdp_use_flash,
-        torch._C._set_sdp_use_mem_efficient,
-        torch._C._set_sdp_use_math,
-        torch._C._set_sdp_use_cudnn,
-        torch._C._set_mkldnn_enabled,
-        torch._C._set_cudnn_enabled,
-        torch.backends.mha.set_fastpath_enabled,
-    )
-    for choose, choice in zip(setters, choices, strict=True):
+    for (_, choose), choice in zip(_KERNELS, choices, strict=True):
         choose(choice)
 
 
@@ -145,9 +140,8 @@ def autocast_only(devices: Sequence[tuple[str, torch.dtype]]) -> Generator[None]
         yield
 
 
-def autocast_off() -> AbstractContextManager[Any]:
-    """Autocast disabled on every device, whatever is on outside."""
-    return torch._C._DisableAutocast()
+autocast_off: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutocast
+"""Autocast disabled on every device, whatever is on outside."""
 
 
 class _Here:

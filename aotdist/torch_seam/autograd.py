@@ -22,10 +22,8 @@ from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradien
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.undo import to_undo
 
-
-def next_sequence_nr() -> int:
-    """The number that the next autograd node made by this thread will carry."""
-    return torch.autograd._get_sequence_nr()
+next_sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr
+"""The number that the next autograd node made by this thread will carry."""
 
 
 def has_several_results(tensor: torch.Tensor) -> bool:
@@ -338,9 +336,8 @@ def failing_in_backward(tensor: torch.Tensor, reason: str) -> torch.Tensor:
         return torch._C._functions.DelayedError(reason.encode(), 1)(tensor.detach().requires_grad_())
 
 
-def beneath_autograd() -> AbstractContextManager[Any]:
-    """Operators run as autograd's own formulas run them: it allows everything, and counts writes."""
-    return torch._C._AutoDispatchBelowAutograd()
+beneath_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
+"""Operators run as autograd's own formulas run them: it allows everything, and counts writes."""
 
 
 def is_once_differentiable(tensors: Iterable[torch.Tensor]) -> bool:
@@ -370,9 +367,8 @@ def starts_of_backwards(frame: types.FrameType | None) -> Iterator[types.FrameTy
         frame = frame.f_back
 
 
-def backward_task() -> int:
-    """A number for the running backward, different for each."""
-    return torch._C._current_graph_task_id()
+backward_task: Callable[[], int] = torch._C._current_graph_task_id
+"""A number for the running backward, different for each."""
 
 
 def runs_in_backward(leaf: torch.Tensor) -> bool:

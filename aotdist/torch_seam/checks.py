@@ -39,9 +39,7 @@ def gaussian_nll_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
         return torch.nn.functional.gaussian_nll_loss(*args, **kwargs)
 
 
-def check_all(condition: torch.Tensor, message: Callable[[], object]) -> None:
-    """`torch._check_tensor_all`."""
-    torch._check_tensor_all(condition, message)
+check_all: Callable[[torch.Tensor, Callable[[], object]], None] = torch._check_tensor_all
 
 
 def raise_check(error: type[Exception], message: str | None) -> None:

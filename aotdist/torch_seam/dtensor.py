@@ -18,7 +18,7 @@ from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.patches import replaced_here
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
-from aotdist.torch_seam.undo import to_undo
+from aotdist.torch_seam.undo import undoing
 
 
 def dtensor_spec(context: Any, mesh: DeviceMesh | None, size: torch.Size, stride: tuple[int, ...]) -> Any:
@@ -127,12 +127,8 @@ def _handlers_kept() -> Generator[None]:
         handlers.clear()
         handlers.update(before)
 
-    to_undo(put_back)
-    with replaced_here(loss, "_disable_custom_loss_ops", disable_for_forward):
-        try:
-            yield
-        finally:
-            put_back()
+    with undoing(put_back), replaced_here(loss, "_disable_custom_loss_ops", disable_for_forward):
+        yield
 
 
 @contextmanager
@@ -153,12 +149,8 @@ def _masks_apart() -> Generator[None]:
         for buffer, data, refcount in before.values():
             buffer.data, buffer.refcount = data, refcount
 
-    to_undo(put_back)
-    with replaced_here(buffer_class, "materialize_mask", materialize_apart):
-        try:
-            yield
-        finally:
-            put_back()
+    with undoing(put_back), replaced_here(buffer_class, "materialize_mask", materialize_apart):
+        yield
 
 
 @contextmanager

@@ -236,9 +236,8 @@ def compiling_tapes(
     return compiled_autograd._enable(compiler, dynamic=dynamic)
 
 
-def forget_tapes() -> None:
-    """Drop the backwards that compiled autograd has compiled."""
-    torch._C._dynamo.compiled_autograd.clear_cache()
+forget_tapes: Callable[[], None] = torch._C._dynamo.compiled_autograd.clear_cache
+"""Drop the backwards that compiled autograd has compiled."""
 
 
 def tapes_off() -> AbstractContextManager[None]:

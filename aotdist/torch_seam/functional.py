@@ -27,7 +27,6 @@ from torch._subclasses.functional_tensor import _detect_infra_mode
 from torch.utils._mode_utils import no_dispatch
 
 from aotdist.torch_seam.classes import CACHED_SIZES
-from aotdist.torch_seam.comparable import Number, Symbolic, comparable, number_of
 from aotdist.torch_seam.modes import torch_functions_off, unrecorded_numbers
 from aotdist.torch_seam.patches import replaced, replaced_here
 from aotdist.torch_seam.symbols import depends_on_data
@@ -53,11 +52,8 @@ def fake_of_its_own(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
         size, stride, offset = tensor.size(), tensor.stride(), int(tensor.storage_offset())
         return new_fake(mode, size, stride, tensor.dtype, tensor.device, offset=offset, num_bytes=memory)
     converter = mode.fake_tensor_converter.meta_converter
-    known, converter.storage_memo = converter.storage_memo, WeakValueDictionary()
-    try:
+    with replaced(converter, "storage_memo", WeakValueDictionary()):
         return mode.from_tensor(tensor, static_shapes=True)
-    finally:
-        converter.storage_memo = known
 
 
 def _memory_of_dense(tensor: torch.Tensor) -> int | None:
@@ -128,6 +124,33 @@ def _fake_of(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> 
         torch._C._set_throw_on_mutable_data_ptr(fake)
     vars(fake).update(state)
     return fake
+
+
+@dataclass(frozen=True, slots=True)
+class Symbolic:
+    """A symbolic size, equal to others of the same expression: to compare these themselves is a guard.
+
+    Args:
+        expression: of sympy's.
+        number: the size.
+    """
+
+    expression: Any
+    number: torch.SymInt = field(compare=False)
+
+
+Number = int | Symbolic
+"""A size that can be compared."""
+
+
+def comparable(size: int | torch.SymInt) -> Number:
+    """A size as something to compare and hash."""
+    return Symbolic(size.node.expr, size) if isinstance(size, torch.SymInt) else size
+
+
+def number_of(size: Number) -> Any:
+    """The size that was made `comparable`."""
+    return size.number if isinstance(size, Symbolic) else size
 
 
 @dataclass(frozen=True, slots=True)

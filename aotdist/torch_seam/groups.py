@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeAlias, cast
 
 import torch
+import torch.distributed as dist
 
 # Public classes that their public module re-exports in a way which type checkers call private.
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
@@ -15,7 +16,7 @@ from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 
 from aotdist.torch_seam.dtensor import forget_shardings
-from aotdist.torch_seam.patches import Patch, Place, replaced_here
+from aotdist.torch_seam.patches import Patch, replaced_here
 
 
 def runs_on_gloo(group_name: Any, device: torch.device) -> bool:
@@ -76,15 +77,11 @@ def all_to_all_of_symbols(instead: AllToAll) -> AbstractContextManager[None]:
     return _ALL_TO_ALL.applied(instead)
 
 
-def _places_of_all_to_all() -> list[Place]:
-    if not torch.distributed.is_available():
-        return []
-    modules = (torch.distributed, torch.distributed.distributed_c10d)
-    return [(module, "all_to_all_single", _all_to_all_single) for module in modules]
-
-
-_ALL_TO_ALL = Patch[AllToAll]("all_to_all_of_symbols", _places_of_all_to_all)
-_all_to_all_of_numbers: Any = getattr(torch.distributed, "all_to_all_single", None)
+_ALL_TO_ALL = Patch[AllToAll](
+    "all_to_all_of_symbols",
+    lambda: [(owner, "all_to_all_single", _all_to_all_single) for owner in (dist, dist.distributed_c10d)],
+)
+_all_to_all_of_numbers: Any = dist.all_to_all_single
 
 
 def _all_to_all_single(
@@ -99,24 +96,24 @@ def _all_to_all_single(
     is_symbolic = any(isinstance(rows, torch.SymInt) for given in splits for rows in given or ())
     if instead is None or not is_symbolic or output_split_sizes is None or input_split_sizes is None:
         return _all_to_all_of_numbers(output, input, *splits, group, async_op)
-    group = torch.distributed.group.WORLD if group is None else group
+    group = dist.group.WORLD if group is None else group
     instead(output, input, output_split_sizes, input_split_sizes, group.group_name)
     return finished_work() if async_op else None
 
 
 def group_name_of(group: Any) -> str:
     """The name of a process group that is given as an operator gets it, as an object of TorchScript's."""
-    return torch.distributed.ProcessGroup.unbox(group).group_name
+    return dist.ProcessGroup.unbox(group).group_name
 
 
 def group_size_of(group: Any) -> int:
     """The number of ranks of a process group that is given as an object of TorchScript's."""
-    return torch.distributed.ProcessGroup.unbox(group).size()
+    return dist.ProcessGroup.unbox(group).size()
 
 
 def name_of_reduction(reduction: Any) -> str:
     """What functional collectives call a reduction (`sum`) that is given as an object of TorchScript's."""
-    return torch.distributed.ReduceOp.RedOpType(reduction.op()).name.lower()
+    return dist.ReduceOp.RedOpType(reduction.op()).name.lower()
 
 
 def finished_work() -> Any:
@@ -146,18 +143,18 @@ def fake_world(rank: int, world_size: int) -> AbstractContextManager[None]:
 def _fake_world(rank: int, world_size: int) -> Generator[None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    torch.distributed.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     forget_shardings()
     try:
         yield
     finally:
-        torch.distributed.destroy_process_group()
+        dist.destroy_process_group()
         forget_shardings()
 
 
 def world_group_name() -> str | None:
     """The name of the group of all ranks; None where there is none."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if not dist.is_initialized():
         return None
-    world = torch.distributed.group.WORLD
+    world = dist.group.WORLD
     return None if world is None else world.group_name

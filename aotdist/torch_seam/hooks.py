@@ -13,25 +13,17 @@ import torch
 
 from aotdist.torch_seam.autograd import backward_task
 
-
-def hooks_of_gradient(tensor: torch.Tensor) -> Any:
-    """What `register_hook` registered, if anything."""
-    return tensor._backward_hooks
-
-
-_HOOKS = (operator.attrgetter("_backward_hooks"), operator.attrgetter("_post_accumulate_grad_hooks"))
+hooks_of_gradient: Callable[[torch.Tensor], Any] = operator.attrgetter("_backward_hooks")
+"""What `register_hook` registered, if anything."""
+hooks_after_accumulation: Callable[[torch.Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
+"""What `register_post_accumulate_grad_hook` registered, if anything."""
 
 
 def with_hooks(positions: Iterable[int], tensors: Sequence[Any]) -> list[int]:
     """Those of the positions whose tensors have hooks of either kind; 0.06 us for each tensor."""
-    if not any(map(_HOOKS[0], tensors)) and not any(map(_HOOKS[1], tensors)):
+    if not any(map(hooks_of_gradient, tensors)) and not any(map(hooks_after_accumulation, tensors)):
         return []
     return [k for k in positions if tensors[k]._backward_hooks or tensors[k]._post_accumulate_grad_hooks]
-
-
-def hooks_after_accumulation(leaf: torch.Tensor) -> Any:
-    """What `register_post_accumulate_grad_hook` registered, if anything."""
-    return leaf._post_accumulate_grad_hooks
 
 
 def set_hooks_of_gradient(leaf: torch.Tensor, hooks: Any) -> None:

@@ -57,11 +57,9 @@ def shape_environment(fake_mode: FakeTensorMode | None) -> Generator[None]:
         return
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    fake_mode.shape_env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
-    try:
+    empty = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+    with replaced(fake_mode, "shape_env", empty):
         yield
-    finally:
-        fake_mode.shape_env = None
 
 
 def constants_allowed(fake_mode: FakeTensorMode | None) -> AbstractContextManager[None]:
@@ -168,13 +166,6 @@ def inductor_config(**options: Any) -> AbstractContextManager[Any]:
     from torch._inductor import config
 
     return config.patch({name.replace("__", "."): value for name, value in options.items()})
-
-
-def inductor_counters() -> Mapping[str, int]:
-    """What Inductor counts: patterns that matched, graphs that its cache held."""
-    from torch._dynamo.utils import counters
-
-    return counters["inductor"]
 
 
 def inductor_config_is_per_thread() -> bool:

@@ -28,8 +28,16 @@ from torch.utils import _python_dispatch
 
 from aotdist.torch_seam import ambient, patches
 from aotdist.torch_seam.dynamo import dynamo_locks
-from aotdist.torch_seam.locks import LOCKS, free_in_child, is_owned, release
-from aotdist.torch_seam.undo import interrupt_behind, led_to, note_in, raise_interrupt
+from aotdist.torch_seam.undo import (
+    LOCKS,
+    free_in_child,
+    interrupt_behind,
+    is_owned,
+    led_to,
+    note_in,
+    raise_interrupt,
+    release,
+)
 
 R = TypeVar("R")
 _NOWHERE: Any = object()

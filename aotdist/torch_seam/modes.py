@@ -28,9 +28,8 @@ class OutOfDynamo:
         return False
 
 
-def no_modes() -> AbstractContextManager[Any]:
-    """Every dispatch mode is off: real tensors can be computed with in the middle of a trace."""
-    return _disable_current_modes()
+no_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
+"""Every dispatch mode is off: real tensors can be computed with in the middle of a trace."""
 
 
 @contextmanager
@@ -45,13 +44,12 @@ def unrecorded_numbers() -> Generator[None]:
             torch._C._set_dispatch_mode(tracing)
 
 
-def dispatch_keys_kept() -> AbstractContextManager[Any]:
-    """Restores, afterwards, which dispatch keys this thread includes and excludes.
+dispatch_keys_kept: Callable[[], AbstractContextManager[Any]] = torch._C._PreserveDispatchKeyGuard
+"""Restores, afterwards, which dispatch keys this thread includes and excludes.
 
-    An internal assertion of PyTorch that fails inside of `jvp` leaves autograd excluded (torch 2.13): from
-    then on nothing in the process requires grad.
-    """
-    return torch._C._PreserveDispatchKeyGuard()
+An internal assertion of PyTorch that fails inside of `jvp` leaves autograd excluded (torch 2.13): from
+then on nothing in the process requires grad.
+"""
 
 
 @contextmanager
@@ -92,29 +90,24 @@ def set_aside(dispatch: Callable[..., T]) -> Callable[..., T]:
     return dispatching
 
 
-def torch_functions_off() -> AbstractContextManager[Any]:
-    """No `__torch_function__` is called, neither of modes nor of subclasses."""
-    return torch._C.DisableTorchFunction()
+torch_functions_off: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunction
+"""No `__torch_function__` is called, neither of modes nor of subclasses."""
 
 
-def class_functions_off() -> AbstractContextManager[Any]:
-    """No `__torch_function__` of a subclass is called; those of modes are."""
-    return torch._C.DisableTorchFunctionSubclass()
+class_functions_off: Callable[[], AbstractContextManager[Any]] = torch._C.DisableTorchFunctionSubclass
+"""No `__torch_function__` of a subclass is called; those of modes are."""
 
 
-def class_functions_on() -> AbstractContextManager[Any]:
-    """Every `__torch_function__` is called, whatever an outer context switched off."""
-    return torch._C._EnableTorchFunction()
+class_functions_on: Callable[[], AbstractContextManager[Any]] = torch._C._EnableTorchFunction
+"""Every `__torch_function__` is called, whatever an outer context switched off."""
 
 
-def class_functions_are_on() -> bool:
-    """Whether the `__torch_function__` of classes is called."""
-    return torch._C._is_torch_function_enabled()
+class_functions_are_on: Callable[[], bool] = torch._C._is_torch_function_enabled
+"""Whether the `__torch_function__` of classes is called."""
 
 
-def python_kernels() -> AbstractContextManager[None]:
-    """Kernels in Python take precedence over those in C++, some of which specialise symbolic sizes."""
-    return enable_python_dispatcher()
+python_kernels: Callable[[], AbstractContextManager[Any]] = enable_python_dispatcher
+"""Kernels in Python take precedence over those in C++, some of which specialise symbolic sizes."""
 
 
 def num_modes() -> tuple[int, int]:

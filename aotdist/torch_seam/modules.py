@@ -77,11 +77,6 @@ def recurrent_layers_referring_to(
             layer._flat_weight_refs = references
 
 
-def is_parametrized(module: torch.nn.Module) -> bool:
-    """Whether something of a module is computed where it is read (`weight_norm`, `spectral_norm`)."""
-    return parametrize.is_parametrized(module)
-
-
 @contextmanager
 def intercept_calls(hear: Callable[[torch.nn.Module], None]) -> Generator[None]:
     """In this context, and in this thread, `hear` is called with each module before its forward."""
@@ -91,8 +86,5 @@ def intercept_calls(hear: Callable[[torch.nn.Module], None]) -> Generator[None]:
         if threading.get_ident() == thread:
             hear(module)
 
-    handle = register_module_forward_pre_hook(hook)
-    try:
+    with register_module_forward_pre_hook(hook):
         yield
-    finally:
-        handle.remove()

@@ -42,15 +42,25 @@ def writes_arguments(op: OpOverload) -> bool:
 @functools.cache
 def functional_twin(op: OpOverload) -> OpOverload | None:
     """The operator that computes what an in-place one writes (`sin` for `sin_`); None for any other."""
-    namespace, _, name = op._schema.name.partition("::")
+    name = _name(op)
     if not name.endswith("_") or torch.Tag.inplace_view in op.tags or name == "copy_":
         return None
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
     taken = [str(argument.type) for argument in op._schema.arguments]
     # Names alone do not tell: `pow_.Scalar` is the twin of `pow.Tensor_Scalar`.
+    overloads = _overloads(op, name.removesuffix("_"))
     fitting = (o for o in overloads if [str(argument.type) for argument in o._schema.arguments] == taken)
     return next(fitting, None)
+
+
+def _name(op: OpOverload) -> str:
+    """What an operator is called, without namespace and overload: `add_` for `aten.add_.Tensor`."""
+    return op._schema.name.partition("::")[2]
+
+
+def _overloads(op: OpOverload, name: str) -> list[OpOverload]:
+    """The operators of a name, if there are any, in the namespace of another."""
+    packet = getattr(getattr(torch.ops, op.namespace), name, None)
+    return [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
 
 
 @functools.cache
@@ -58,13 +68,10 @@ def in_place_twin(op: OpOverload) -> OpOverload | None:
     """The operator that stores in its arguments what `op` computes element by element; None for none."""
     if op is torch.ops.aten.copy.default:
         return torch.ops.aten.copy_.default
-    namespace, _, name = op._schema.name.partition("::")
-    is_ours = namespace == "aotdist"
+    name, is_ours = _name(op), op.namespace == "aotdist"
     if not is_ours and torch.Tag.pointwise not in op.tags and not name.startswith(("_foreach_", "_fused_")):
         return None
-    packet = getattr(getattr(torch.ops, namespace), f"{name}_", None)
-    overloads = [] if packet is None else [getattr(packet, overload) for overload in packet.overloads()]
-    return next((o for o in overloads if functional_twin(o) is op), None)
+    return next((o for o in _overloads(op, f"{name}_") if functional_twin(o) is op), None)
 
 
 def with_defaults(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -76,10 +83,8 @@ def with_defaults(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
 @functools.cache
 def out_of_place(op: OpOverload) -> OpOverload | None:
     """The view that an in-place one makes (`t` for `t_`); None for what makes none (`resize_`, `set_`)."""
-    namespace, _, name = op._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
-    twins = [] if packet is None else (getattr(packet, overload) for overload in packet.overloads())
-    names = argument_names(op)  # the overload may have another name: `transpose.int` for `transpose_`
+    twins, names = _overloads(op, _name(op).removesuffix("_")), argument_names(op)
+    # The overload may have another name: `transpose.int` for `transpose_`.
     return next((twin for twin in twins if twin.is_view and argument_names(twin) == names), None)
 
 
@@ -111,9 +116,7 @@ def without_outs(op: OpOverload) -> OpOverload | None:
     def taken(op: OpOverload) -> list[tuple[str, str]]:
         return [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
 
-    namespace, _, name = op._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name)
-    makers = (getattr(packet, overload) for overload in packet.overloads())
+    makers = _overloads(op, _name(op))
     return next((m for m in makers if taken(m) == taken(op) and not writes_arguments(m)), None)
 
 

@@ -91,15 +91,11 @@ def intercept_steps(
         before: called with the optimizer.
         after: likewise, if its step did not fail.
     """
-    handles = [
+    with (
         register_optimizer_step_pre_hook(_Told(before)),
         register_optimizer_step_post_hook(_Told(after)),
-    ]
-    try:
+    ):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

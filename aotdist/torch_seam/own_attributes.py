@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import nn
 
-from aotdist.torch_seam.patches import Patch, replaced_here
+from aotdist.torch_seam.patches import Patch, replaced, replaced_here
 from aotdist.torch_seam.undo import to_undo
 
 _COPIED = ("_parameters", "_buffers")
@@ -111,18 +111,10 @@ def noting_reads() -> Generator[dict[tuple[int, str], nn.Module]]:
             outer |= reads
 
 
-@contextmanager
-def noting_no_reads() -> Generator[None]:
+def noting_no_reads() -> AbstractContextManager[None]:
     """What this thread reads inside is not for `noting_reads`: it is not the program that reads."""
     held = _OWN.value
-    if held is None:
-        yield
-        return
-    outer, held.reads = held.reads, None
-    try:
-        yield
-    finally:
-        held.reads = outer
+    return nullcontext() if held is None else replaced(held, "reads", None)
 
 
 def note_read(attributes: Mapping[tuple[int, str], nn.Module]) -> None:

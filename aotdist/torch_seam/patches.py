@@ -15,7 +15,7 @@ from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from aotdist.torch_seam.autograd import in_thread_of_engine
-from aotdist.torch_seam.locks import process_lock
+from aotdist.torch_seam.undo import process_lock
 
 T = TypeVar("T")
 

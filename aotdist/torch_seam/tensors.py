@@ -78,9 +78,8 @@ def seen_by_modes(values: Sequence[Any] | None) -> Any:
     )
 
 
-def preserved_version(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """Lets writes inside of the context leave the version counter of `tensor` alone."""
-    return _unsafe_preserve_version_counter(tensor)
+preserved_version: Callable[[torch.Tensor], AbstractContextManager[None]] = _unsafe_preserve_version_counter
+"""Lets writes inside of the context leave the version counter of `tensor` alone."""
 
 
 def another_storage(memory: torch.Tensor) -> torch.UntypedStorage:
@@ -91,9 +90,8 @@ def another_storage(memory: torch.Tensor) -> torch.UntypedStorage:
     return torch._C._from_dlpack(torch._C._to_dlpack(memory)).untyped_storage()
 
 
-def copy_each(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    """`copy_` for many tensors, in few launches on a GPU."""
-    torch._foreach_copy_(targets, sources)
+copy_each: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = torch._foreach_copy_
+"""`copy_` for many tensors, in few launches on a GPU."""
 
 
 def cutlass_word_places(words: torch.Tensor) -> torch.Tensor:

@@ -35,9 +35,8 @@ _TAKE_TENSORS = (
 )
 
 
-def beneath_transforms() -> AbstractContextManager[Any]:
-    """In this context, the transforms around it differentiate, batch and wrap nothing."""
-    return temporarily_clear_interpreter_stack()
+beneath_transforms: Callable[[], AbstractContextManager[Any]] = temporarily_clear_interpreter_stack
+"""In this context, the transforms around it differentiate, batch and wrap nothing."""
 
 
 def swapped_unseen(swap: Swap) -> AbstractContextManager[None]:

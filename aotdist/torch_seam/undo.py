@@ -1,11 +1,17 @@
-"""What undoes the changes that a compilation makes to objects of the program's, if it is interrupted."""
+"""What an interrupt, or a fork, must not leave behind: held locks, and changes to the program's objects.
+
+A compilation says how what it changes is undone. Locks that all threads share are never left held, and in a
+forked process they are free.
+"""
 
 # pyright: basic
 from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 
 class PassesPrograms(BaseException):
@@ -32,6 +38,16 @@ def to_undo(undo: Callable[[], None]) -> None:
         _here.noted.append(undo)
 
 
+@contextmanager
+def undoing(undo: Callable[[], None]) -> Generator[None]:
+    """`undo` is called when the context is left, and if the compilation is interrupted; see `to_undo`."""
+    to_undo(undo)
+    try:
+        yield
+    finally:
+        undo()
+
+
 def note_in(noted: list[Callable[[], None]] | None) -> None:
     """Note what is said in this list from now on, or nowhere."""
     _here.noted, _here.handled = noted, sys.exc_info()[1] if noted is not None else None
@@ -56,3 +72,32 @@ def raise_interrupt(error: BaseException) -> None:
     interrupt = interrupt_behind(error)
     if interrupt is not None and interrupt is not error:
         raise interrupt from None
+
+
+LOCKS: list[threading.RLock] = []
+"""All that `process_lock` has made."""
+
+
+def process_lock() -> threading.RLock:
+    """A lock that is never gone."""
+    LOCKS.append(threading.RLock())
+    return LOCKS[-1]
+
+
+def is_owned(lock: Any) -> bool:
+    """Whether this thread holds a lock; for `threading.RLock` alone."""
+    return lock._is_owned()
+
+
+def release(locks: Iterable[Any]) -> None:
+    """Release those of the locks that this thread holds, however often it took them."""
+    for lock in locks:
+        while is_owned(lock):
+            lock.release()
+
+
+def free_in_child(locks: Iterable[Any]) -> None:
+    """Free, in a process that was forked, the locks that threads hold which it does not have."""
+    for lock in locks:
+        if not is_owned(lock):
+            lock._at_fork_reinit()

@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx.immutable_collections import immutable_list
 
-from aotdist.torch_seam.comparable import comparable
-from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode, Likeness, may_be_made_anew
+from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode, Likeness, comparable, may_be_made_anew
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree

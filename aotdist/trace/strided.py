@@ -34,7 +34,6 @@ from aotdist.torch_seam.operators import OpOverload
 from aotdist.trace.failures import refusal
 
 _AS_STRIDED = torch.ops.aten.as_strided.default
-_AS_STRIDED_ = torch.ops.aten.as_strided_.default
 _UNFOLD = torch.ops.aten.unfold.default
 _IN_PLACE: Mapping[Any, Callable[..., torch.Tensor]] = {
     torch.ops.aten.t_.default: torch.ops.aten.t.default,
@@ -107,7 +106,7 @@ class Strided:
             return None
         if func is _AS_STRIDED and is_functional_base(tensor):
             return None
-        return functools.partial(self._in_place, tensor, make) if func is _AS_STRIDED_ else make
+        return make
 
     def _in_place(self, tensor: FunctionalTensor, make: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Let `tensor` be a view of what it is; with PyTorch's own operator, none would own the memory."""
@@ -151,7 +150,7 @@ class Strided:
         """Note that a view shows memory which the trace does not have, or cannot write through the view."""
         key = functional_storage_id(tensor)
         if key in self._inputs and func is not _UNFOLD:  # which shows nothing around a tensor
-            if func is _AS_STRIDED_ or data_writes(tensor):
+            if data_writes(tensor):
                 raise _writes_around(func)
             self._looked_around.add(key)
         self._not_through_views.add(key)
@@ -190,7 +189,7 @@ def _place(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     """Size, stride and offset of a view that counts from the storage; None for other operators."""
     if func is _UNFOLD:
         return _unfolded(*args, **kwargs)
-    if func is _AS_STRIDED or func is _AS_STRIDED_:
+    if func is _AS_STRIDED:
         return _Place(*[*args[1:], *kwargs.values()]) if len(kwargs) < 2 else _Place(**kwargs)
     return None
 

@@ -51,15 +51,15 @@ def a_view(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return rest, y, y
 
 
-def detached_and_strided(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def detached_and_transposed(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     y = x * 3
     row = y[0].detach()
     y.detach_()
-    y.as_strided_((2, 2), (2, 1))
+    y.t_()
     return row, y
 
 
-RESHAPED = [between_views, written_since, not_returned, a_view, detached_and_strided]
+RESHAPED = [between_views, written_since, not_returned, a_view, detached_and_transposed]
 
 
 @pytest.mark.parametrize("program", RESHAPED)

@@ -89,7 +89,7 @@ def sparse24(dtype: torch.dtype) -> tuple[Callable[..., tuple[Tensor, ...]], tup
     """A matrix, chosen from and packed."""
 
     def program(x: Tensor) -> tuple[Tensor, ...]:
-        meta = choose_24(x)
+        meta = choose_24(x, transposable=False)
         return compress_24(x, meta), meta
 
     return program, (torch.zeros(512, 1024, dtype=dtype),)

@@ -36,7 +36,6 @@ REFUSALS = (
     "whose base was reshaped in place after it was made",
     "itself a view of another tensor, that was made before a write",
     "which gets a gradient, is given another dtype",
-    "`as_strided_` lets a view with a history show elements that it did not show",
     "is a leaf that gives up its gradient in place, and is then written",
     "a tensor is detached in place (`detach_`) that a write of it with history needs",
     "writes a list with wrappers while autograd records",

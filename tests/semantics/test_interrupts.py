@@ -27,8 +27,8 @@ from aotdist.aliasing.view_mode import ViewMode
 from aotdist.capture.ambient import ambient
 from aotdist.export import aot_export_module
 from aotdist.torch_seam.dynamo import dynamo_locks
-from aotdist.torch_seam.locks import LOCKS, is_owned
 from aotdist.torch_seam.patches import PATCHES, _held_by, values_here
+from aotdist.torch_seam.undo import LOCKS, is_owned
 
 SWEEP = (pytest.mark.sweep, pytest.mark.timeout(7200))
 X = torch.tensor([[0.5, -1.0], [2.0, 0.25]])

@@ -1,4 +1,4 @@
-"""Writes to what a tensor lies in: `resize_`, `set_`, `as_strided_`, `.data =`, `out=` of another size."""
+"""Writes to what a tensor lies in: `resize_`, `set_`, `.data =`, `out=` of another size."""
 
 from collections.abc import Callable
 from typing import Any
@@ -85,10 +85,6 @@ ONE: dict[str, Callable[[torch.Tensor], Any]] = {
     "resize_ before a write": lambda x: x.resize_(4).add_(1) * 2,
     "a view, then resize_": lambda x: (x[1], x.resize_(4).add_(1)),
     "resize_, then a view": lambda x: (x.resize_(4)[1:], x),
-    "as_strided_": lambda x: x.as_strided_((2, 2), (1, 2)) * 2,
-    "as_strided_ after a write": lambda x: x.mul_(3).as_strided_((2, 2), (2, 1)) * 2,
-    "as_strided_ before a write": lambda x: x.as_strided_((2, 2), (2, 1)).mul_(3) * 2,
-    "as_strided_ with a view before": lambda x: (x[1], x.as_strided_((2, 2), (1, 2)), x * 1)[::2],
     "swapdims_": lambda x: x.swapdims_(0, 1) * 2,
     "swapaxes_ and a view before": lambda x: (x[1], x.swapaxes_(0, 1)),
     "set_ to fresh": lambda x: x.set_(new(x, 4)) * 2,

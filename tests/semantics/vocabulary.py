@@ -341,7 +341,6 @@ RESHAPES = ("{a}.t_()", "{a}.unsqueeze_(0)", "{a}.squeeze_()", "{a}.detach_()", 
 MOVES = (
     "{a}.resize_({a}.shape[:-1])",
     "{a}.resize_(5, 4).fill_(0.5)",
-    "{a}.as_strided_((2, 2), (2, 1))",
     "{a}.set_({b})",
     "{a}.set_({b}.detach())",
     "{a}.data = {b}",

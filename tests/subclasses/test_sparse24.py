@@ -259,6 +259,18 @@ def test_to_and_from_pytorch(mask: MaskKind) -> None:
         assert torch.equal(theirs.t().to_dense(), sparse.to_dense().t())
 
 
+def test_32_bit_floats_from_pytorch_and_not_to_cutlass() -> None:
+    """To the hardware these are 1:2: one of every two is kept."""
+    kept = torch.arange(64) % 2 == torch.randint(2, (32, 1))
+    values, words = torch_conversions.sparse_semi_structured_from_dense_cutlass(torch.randn(32, 64) * kept)
+    parts = (values, words, None, None)
+    theirs = SparseSemiStructuredTensorCUTLASS((32, 64), *parts, compressed_swizzled_bitmask=None)
+    ours = Sparse24Tensor.from_semi_structured(theirs)
+    assert torch.equal(ours.to_dense(), theirs.to_dense())
+    with pytest.raises(UnsupportedProgram, match="no layout of CUTLASS's"):
+        ours.to_semi_structured("cutlass")
+
+
 def test_cusparselt_needs_a_gpu() -> None:
     sparse = sparsify(torch.randn(32, 64, dtype=torch.bfloat16))
     with pytest.raises(RuntimeError, match="Only CUDA tensors"):

@@ -22,7 +22,6 @@ from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.subclasses.sparse24 import Sparse24Tensor
 from aotdist.subclasses.sparse24_selection import sparsify
-from aotdist.subclasses.sparse24_shards import sparsify_shards
 from tests.ranks.harness import World
 from tests.subclasses.fsdp_models import (
     Net,
@@ -233,7 +232,7 @@ def shards_case() -> None:
     for mask in ("row", "transposable"):
         whole = sparsify(dense, mask)
         for placement in (Shard(0), Shard(1), Replicate()):
-            sharded = sparsify_shards(distribute_tensor(dense, line(2), [placement]), mask)
+            sharded = sparsify(distribute_tensor(dense, line(2), [placement]), mask)
             local = sharded.to_local()
             assert isinstance(local, Sparse24Tensor)
             assert sharded.shape == whole.shape
@@ -254,11 +253,11 @@ def refusals_case() -> None:
         (torch.zeros(7, 12), Shard(0), "row", "rows of 12"),
     ):
         with pytest.raises(UnsupportedProgram, match=says):
-            sparsify_shards(distribute_tensor(dense, mesh, [placement]), mask)
-    assert sparsify_shards(distribute_tensor(torch.zeros(7, 8), mesh, [Shard(0)])).shape == (7, 8)
+            sparsify(distribute_tensor(dense, mesh, [placement]), mask)
+    assert sparsify(distribute_tensor(torch.zeros(7, 8), mesh, [Shard(0)])).shape == (7, 8)
     partial = DTensor.from_local(torch.zeros(8, 8), mesh, [Partial()])
     with pytest.raises(UnsupportedProgram, match="partial sum"):
-        sparsify_shards(partial)
+        sparsify(partial)
 
 
 def test_shards_that_cut_groups_are_refused(world2: World) -> None:

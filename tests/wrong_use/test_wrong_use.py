@@ -402,12 +402,10 @@ def test_a_view_of_what_was_detached_and_written_is_refused() -> None:
     assert x._version == 0
 
 
-@pytest.mark.parametrize("in_place", [False, True])
-def test_writing_what_only_as_strided_shows_is_refused(in_place: bool) -> None:
+def test_writing_what_only_as_strided_shows_is_refused() -> None:
     def reach(x: torch.Tensor) -> torch.Tensor:
         made = torch.empty_strided((3, 4), (8, 2)).copy_(x)
-        shown = (made.as_strided_ if in_place else made.as_strided)((2, 2), (2, 1))
-        return shown.add_(1)
+        return made.as_strided((2, 2), (2, 1)).add_(1)
 
     with pytest.raises(UnsupportedProgram, match="writes memory that `as_strided` shows"):
         compiled(reach)(torch.zeros(3, 4))

@@ -17,8 +17,14 @@ from aotdist.origins import current_tags
 from aotdist.subclasses.protocol import Constant, Plain, Wrapper, is_wrapper, plain_tensors, recipe_of
 from aotdist.torch_seam.autograd import in_backward
 from aotdist.torch_seam.block_gradients import hears_saved_tensors, in_custom_function
-from aotdist.torch_seam.comparable import comparable
-from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, functional_value, memory_of
+from aotdist.torch_seam.functional import (
+    FakeTensor,
+    FunctionalTensor,
+    Likeness,
+    comparable,
+    functional_value,
+    memory_of,
+)
 from aotdist.torch_seam.modes import num_modes, torch_functions_off, under_transform
 
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
