@@ -129,14 +129,12 @@ class DataOptions:
 
     Args:
         root: folder whose Python files are the text; by default the standard library's.
-        cache_folder: where the joined bytes are kept between runs; by default the user's cache folder.
         seq_len: bytes that the model sees at once.
         batch_size: sequences per data-parallel rank and micro step.
         validation_percent: share of the files that is held out for validation.
     """
 
     root: Path | None = None
-    cache_folder: Path | None = None
     seq_len: int = 256
     batch_size: int = 8
     validation_percent: int = 5

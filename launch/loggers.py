@@ -67,7 +67,7 @@ def scalars(record: Record) -> dict[str, float]:
             return {}
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(Reporter):
     """Event files in the run's folder: `tensorboard --logdir runs`."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -90,7 +90,7 @@ class TensorBoardLogger:
         self._writer.close()
 
 
-class WandbLogger:
+class WandbLogger(Reporter):
     """A run of Weights & Biases in the run's folder, offline: `wandb sync` sends it.
 
     Its steps only rise, so each record says its own (`step`), and charts are drawn over that.

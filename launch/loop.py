@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+import aotdist
 from aotdist.errors import AotdistError
 from aotdist.launch.checkpoints.saver import Saver
-from aotdist.launch.compiling import compile_summary
+from aotdist.launch.checkpoints.snapshot import TrainState
 from aotdist.launch.config import JobOptions
 from aotdist.launch.data import Batch, Windows, validation_batches
 from aotdist.launch.lease import Lease
@@ -24,7 +25,6 @@ from aotdist.launch.parallel import World, sync_gradients
 from aotdist.launch.profiling import StepProfiler
 from aotdist.launch.progress import Reporter
 from aotdist.launch.shutdown import StopRequest
-from aotdist.launch.state import TrainState
 
 
 class TrainingDiverged(AotdistError):
@@ -101,7 +101,7 @@ class Trainer:
             if self._report(state, unreported):
                 return False
             if state.step == first_step:
-                self._show_compile_summary(state)
+                self._show_compile_summary(state.model)
             if self._owes_validation(state):
                 self._validate(state)
             if self.saver.is_due(state.step) and state.step < self.options.optim.steps:
@@ -214,10 +214,9 @@ class Trainer:
         state.validated = state.step
         self.reporter.record(ValidationRecord(state.step, loss, state.step * self._tokens_per_step()))
 
-    def _show_compile_summary(self, state: TrainState) -> None:
-        summary = compile_summary(state.model, self.options.compile)
-        if summary is not None:
-            self.reporter.section("compiled", summary)
+    def _show_compile_summary(self, model: nn.Module) -> None:
+        if self.options.compile.backend != "eager":
+            self.reporter.section("compiled", str(aotdist.explain(model)))
 
 
 def _divides(period: int, step: int) -> bool:

@@ -16,9 +16,8 @@ from aotdist.launch.checkpoints.manifest import (
     step_of,
 )
 from aotdist.launch.checkpoints.reader import CheckedReader
-from aotdist.launch.checkpoints.snapshot import load_tensors
+from aotdist.launch.checkpoints.snapshot import NEVER, TrainState, load_tensors
 from aotdist.launch.parallel import World
-from aotdist.launch.state import NEVER, TrainState
 
 _TEXT_FLAGS = {
     "seq_len": "--data.seq-len",

@@ -26,12 +26,11 @@ from aotdist.launch.checkpoints.manifest import (
     checkpoint_folder,
     read_manifest,
 )
-from aotdist.launch.checkpoints.snapshot import tensors_of
+from aotdist.launch.checkpoints.snapshot import NEVER, TrainState, tensors_of
 from aotdist.launch.checkpoints.writer import AtomicWriter
 from aotdist.launch.config import CheckpointOptions
 from aotdist.launch.metrics import CheckpointRecord
 from aotdist.launch.parallel import World
-from aotdist.launch.state import NEVER, TrainState
 
 
 class CheckpointFailed(AotdistError):
