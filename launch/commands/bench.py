@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import aotdist
-from aotdist.artifacts.build import Made, called_by, refuse_arguments
+from aotdist.artifacts.build import Made, called_by, refuse_maker
 from aotdist.errors import BadSettings
 from aotdist.launch.commands.build import maker_named
 from aotdist.report.profile import most_allocated_by
@@ -80,7 +80,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.rounds < 1:
         raise BadSettings(f"--rounds is {options.rounds}", fix="give 1 or more")
     make, settings = maker_named(options.model), Settings.from_environment()
-    refuse_arguments(make)
+    refuse_maker(make)
     ways: dict[str, Callable[[Any], Any]] = {
         _EAGER: lambda target: target,
         "torch.compile": torch.compile,
