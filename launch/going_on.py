@@ -20,8 +20,7 @@ class Before:
     Args:
         options: as they were asked for.
         ranks: that it ran on.
-        batch_ranks: data-parallel ranks that `--data.batch-size` and its like were meant for; 0 if nobody
-            noted it.
+        batch_ranks: data-parallel ranks that `--data.batch-size` and its like were meant for.
     """
 
     options: JobOptions
@@ -33,20 +32,14 @@ def run_before(options: JobOptions, place: Place) -> Before | None:
     """The run that is to go on, as it was; None for a new one.
 
     Raises:
-        BadSettings: there is no such run, or what it wrote down cannot be read.
+        BadSettings: there is no such run, or what it wrote down is damaged.
     """
     folder = folder_of_run(options, place)
     if folder is None:
         return None
-    before = read_options(folder / CONFIG_FILE)
+    options = read_options(folder / CONFIG_FILE)  # which sees that the file is as it was written
     environment = read_environment(folder / CONFIG_FILE)
-    ranks, batch_ranks = environment.get("ranks", 1), environment.get("batch_ranks", 0)
-    if not (type(ranks) is type(batch_ranks) is int and ranks > 0 and batch_ranks >= 0):
-        raise BadSettings(
-            f"--resume: {folder / CONFIG_FILE} is damaged: ranks {ranks!r}, batch_ranks {batch_ranks!r}",
-            fix="give it the numbers that it had",
-        )
-    return Before(before, ranks, batch_ranks)
+    return Before(options, environment["ranks"], environment["batch_ranks"])
 
 
 def says_batch_anew(words: Sequence[str], options: JobOptions, place: Place) -> bool:
@@ -78,7 +71,7 @@ def batch_ranks(options: JobOptions, before: Before | None, num_dp_ranks: int, *
     """
     if before is None or is_anew or _batch(options) != _batch(before.options):
         return num_dp_ranks
-    return before.batch_ranks or num_dp_ranks
+    return before.batch_ranks
 
 
 def _batch(options: JobOptions) -> tuple[int, int]:
@@ -128,7 +121,7 @@ def other_ranks(before: Before, ranks: int, options: JobOptions, num_dp_ranks: i
     if before.ranks == ranks:
         return ""
     taken, was = sequences(options, num_dp_ranks), sequences(before.options, before.batch_ranks)
-    still, change = "still " * (taken == was), f", not {was}" * (was not in (0, taken))
+    still, change = "still " * (taken == was), f", not {was}" * (taken != was)
     size, accumulate = _batch(options)
     return (
         f"; with {ranks} rank{'s' * (ranks > 1)}, not {before.ranks}: a step {still}takes {taken} sequences"

@@ -6,7 +6,7 @@ import math
 import resource
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -39,14 +39,6 @@ class StepTensors(NamedTuple):
 
     loss: Tensor
     grad_norm: Tensor
-
-
-@dataclass(slots=True)
-class Unreported:
-    """Steps taken since the last report, and when the first of them began."""
-
-    steps: list[StepTensors] = field(default_factory=list)
-    since: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,13 +84,13 @@ class Trainer:
     def _train(self, state: TrainState) -> bool:
         if self._owes_validation(state):
             self._validate(state)
-        unreported, first_step = Unreported(), state.step + 1
+        first_step, since, unreported = state.step + 1, time.perf_counter(), list[StepTensors]()
         while state.step < self.options.optim.steps:
             with self.profiler.around(state.step + 1):
-                unreported.steps.append(self._take_step(state))
+                unreported.append(self._take_step(state))
             if not (state.step == first_step or self._reports_after(state.step)):
                 continue
-            if self._report(state, unreported):
+            if self._report(state, unreported, since):
                 return False
             if state.step == first_step:
                 self._show_compile_summary(state.model)
@@ -106,7 +98,7 @@ class Trainer:
                 self._validate(state)
             if self.saver.is_due(state.step) and state.step < self.options.optim.steps:
                 self._save(state)
-            unreported = Unreported()
+            since, unreported = time.perf_counter(), []
         return True
 
     def _reports_after(self, step: int) -> bool:
@@ -148,8 +140,8 @@ class Trainer:
         with self.world.autocast():
             return model(tokens, targets)
 
-    def _report(self, state: TrainState, unreported: Unreported) -> bool:
-        """Records the steps, and returns whether any rank was asked to stop.
+    def _report(self, state: TrainState, steps: list[StepTensors], since: float) -> bool:
+        """Records the steps taken since the last report, and returns whether any rank was asked to stop.
 
         The answer travels with the losses, so that all ranks stop after the same step at no cost; and so
         do whether their save is done, so that all hear of its end, or its failure, after the same step, and
@@ -160,14 +152,14 @@ class Trainer:
             float(self.saver.is_writing),
             float(self.lease.is_lost),
         ]
-        told = torch.stack([tensors.loss for tensors in unreported.steps])
+        told = torch.stack([tensors.loss for tensors in steps])
         told = torch.cat([told, torch.tensor(asks, device=self.world.device)])
         *losses, stopping, writing, lost = self.world.mean(told).tolist()
         if lost:
             raise self.lease.lost()
-        seconds = (time.perf_counter() - unreported.since) / len(unreported.steps)
-        first = state.step - len(unreported.steps) + 1
-        for step, (loss, tensors) in enumerate(zip(losses, unreported.steps, strict=True), start=first):
+        seconds = (time.perf_counter() - since) / len(steps)
+        first = state.step - len(steps) + 1
+        for step, (loss, tensors) in enumerate(zip(losses, steps, strict=True), start=first):
             self._record_step(step, loss, float(tensors.grad_norm), seconds)
         if self.saver.has_save and not writing:
             self.reporter.record(self.saver.collect())
