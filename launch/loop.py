@@ -18,6 +18,7 @@ from aotdist.launch.checkpoints.saver import Saver
 from aotdist.launch.checkpoints.snapshot import TrainState
 from aotdist.launch.config import JobOptions
 from aotdist.launch.data import Batch, Windows, validation_batches
+from aotdist.launch.going_on import sequences
 from aotdist.launch.lease import Lease
 from aotdist.launch.metrics import StepRecord, ValidationRecord
 from aotdist.launch.optim import clip_gradients, learning_rate, set_learning_rate
@@ -187,9 +188,7 @@ class Trainer:
             )
 
     def _tokens_per_step(self) -> int:
-        data = self.options.data
-        sequences = data.batch_size * self.world.layout.num_dp_ranks * self.options.optim.accumulate
-        return sequences * data.seq_len
+        return sequences(self.options, self.world.layout.num_dp_ranks) * self.options.data.seq_len
 
     @torch.no_grad()
     def _validate(self, state: TrainState) -> None:

@@ -118,12 +118,14 @@ def _shard(
     optimizers: Sequence[Optimizer],
     is_block: Callable[[nn.Module], bool] | None,
 ) -> None:
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+
     options = _fsdp_options(accelerator)
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     same_on_all_ranks(model, mesh)
     if accelerator.mixed_precision != "no":
         _keep_in_float32(model)
-    is_block = is_block or _policy_of(options, model)
+    is_block = is_block or fsdp2_prepare_auto_wrap_policy(options, model)
     shard(
         model,
         optimizers,
@@ -171,15 +173,6 @@ def _fsdp_options(accelerator: Accelerator) -> FullyShardedDataParallelPlugin:
     if accelerator.mixed_precision != "no":
         options.set_mixed_precision(accelerator.mixed_precision)
     return options
-
-
-def _policy_of(
-    options: FullyShardedDataParallelPlugin, model: nn.Module
-) -> Callable[[nn.Module], bool] | None:
-    """The policy among the options (`TRANSFORMER_BASED_WRAP`, say) as a predicate, if there is one."""
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
-
-    return fsdp2_prepare_auto_wrap_policy(options, model)
 
 
 def _tell(accelerator: Accelerator, options: FullyShardedDataParallelPlugin) -> None:

@@ -15,7 +15,7 @@ import torch
 from aotdist.errors import BadSettings
 from aotdist.files import AS_USUAL, with_checksum, write_whole
 from aotdist.launch.config import AUTO, CONFIG_FILE, JobOptions, RunOptions
-from aotdist.launch.lease import LEASE_FILE, Lease, is_held, refuse_held
+from aotdist.launch.lease import LEASE_FILE, Lease, in_use, living
 from aotdist.launch.parallel import Place, World
 
 CURVE_FILE = "loss.png"
@@ -81,8 +81,8 @@ def refuse_taken(options: JobOptions) -> None:
         RunInUse: another process of this machine trains in its folder.
     """
     run, before = options.run, _folder_named(options)
-    if before is not None:
-        refuse_held(before)
+    if before is not None and (holder := living(before)) is not None:
+        raise in_use(before, holder)
     if options.resume is None and run.name is not None and (run.folder / run.name).exists():
         if not _died_at_birth(run.folder / run.name):
             raise _taken(run, run.name)
@@ -135,7 +135,7 @@ def _died_at_birth(folder: Path) -> bool:
     """Whether a process made the folder and was gone before it had written down its options."""
     if not folder.is_dir() or any(not _is_of_birth(path.name) for path in folder.iterdir()):
         return False
-    return not is_held(folder)
+    return living(folder) is None
 
 
 def _is_of_birth(name: str) -> bool:

@@ -40,10 +40,7 @@ _EAGER, _OURS = "eager", "aotdist"
 def add_to(subparsers: Any) -> None:
     """Add the subcommand to the parser of `aotdist`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "bench",
-        help="time a step beside eager and torch.compile",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "bench", help="time a step beside eager and torch.compile", description=_DESCRIPTION
     )
     parser.add_argument("model", metavar="MODEL", help="package.module:function, or file.py:function")
     parser.add_argument("--backend", default="auto", help="of aotdist.compile (default: %(default)s)")

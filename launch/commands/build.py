@@ -30,10 +30,7 @@ compile is read from AOTDIST_* variables."""
 def add_to(subparsers: Any) -> None:
     """Add the subcommand to the parser of `aotdist`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "build",
-        help="compile ahead of time, into a file",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "build", help="compile ahead of time, into a file", description=_DESCRIPTION
     )
     add_model_to(parser)
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: FUNCTION.TARGET.aot")

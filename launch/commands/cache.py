@@ -21,10 +21,7 @@ AOTDIST_CACHE_FOLDER sets; see docs/cache.md."""
 def add_to(subparsers: Any) -> None:
     """Add the subcommand to the parser of `aotdist`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "cache",
-        help="list, check or clear what was compiled before",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "cache", help="list, check or clear what was compiled before", description=_DESCRIPTION
     )
     parser.add_argument("--folder", type=Path, help="default: that of the settings")
     actions = parser.add_subparsers(required=True, metavar="ACTION")

@@ -26,7 +26,6 @@ def add_to(subparsers: Any) -> None:
         "train",
         help="train the example model",
         description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,  # `--run.name` is no `--ranks`
         add_help=False,
     )
