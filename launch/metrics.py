@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from aotdist.errors import BadSettings
 from aotdist.files import AS_USUAL, write_whole
 
 METRICS_FILE = "metrics.jsonl"
@@ -158,36 +157,19 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All records of a file; lines that are damaged are left out with a warning, one cut short without.
-
-    Raises:
-        BadSettings: there is something else in its place, or it may not be read.
-    """
+    """All records of a file; lines that are damaged are left out with a warning, one cut short without."""
     return _records(path)[0]
 
 
 def _records(path: Path) -> tuple[list[Record], bool]:
     """The records of a file, and whether a line that was cut short stands after them."""
-    lines, rest = _lines(path)
+    *lines, rest = path.read_bytes().split(b"\n")
     found = [_record_or_none(line) for line in lines]
     records = [record for record in found if record is not None]
     if len(records) < len(lines):
         first, count = found.index(None) + 1, len(lines) - len(records)
         warnings.warn(f"aotdist: {path}: {count} damaged, the first in line {first}: left out", stacklevel=3)
     return records, bool(rest)
-
-
-def _lines(path: Path) -> tuple[list[bytes], bytes]:
-    """The whole lines of a file, and what stands after them: nothing, or a line that was cut short."""
-    try:
-        *lines, rest = path.read_bytes().split(b"\n")
-    except (IsADirectoryError, PermissionError) as error:
-        raise BadSettings(
-            f"{path} cannot be read: {error.strerror}",
-            stage="launch",
-            fix="move it away: a run goes on from its checkpoint without what it recorded before",
-        ) from error
-    return lines, rest
 
 
 def _record_or_none(line: bytes) -> Record | None:
@@ -206,8 +188,7 @@ def cut_metrics(path: Path, step: int, validated: int) -> None:
         validated: validations after this step are, too.
 
     Raises:
-        BadSettings: there is something else in its place, or it may not be read.
-        OSError: it cannot be written.
+        OSError: it cannot be read or written.
     """
     records, is_cut_short = _records(path) if path.exists() else ([], False)
     if is_cut_short:

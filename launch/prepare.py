@@ -62,7 +62,6 @@ def prepare(
         BadSettings: there is no accelerator, or it is set up for what cannot be combined with this.
         UnsupportedProgram: the model is wrapped or sharded already, or an optimizer is of other parameters.
     """
-    _require_accelerator(accelerator)
     _require_combinable(accelerator)
     model = _only_model(objects)
     optimizers = [each for each in objects if isinstance(each, Optimizer)]
@@ -185,30 +184,22 @@ def _tell(accelerator: Accelerator, options: FullyShardedDataParallelPlugin) -> 
     accelerator.state.distributed_type = DistributedType.FSDP
 
 
-def _require_accelerator(given: Any) -> None:
-    """Refuse what stands where the accelerator should.
+def _require_combinable(accelerator: Accelerator) -> None:
+    """Refuse what is no accelerator, and one that shards, compiles or casts in its own way.
 
     Raises:
-        BadSettings: it is something else, the model most likely.
+        BadSettings: it is something else, the model most likely; or it does.
     """
     from accelerate import Accelerator
-
-    if not isinstance(given, Accelerator):
-        raise BadSettings(
-            f"`aotdist.prepare` takes the accelerator first, and was given a {type(given).__name__}",
-            fix="call `aotdist.prepare(accelerator, model, optimizer)`, with an `accelerate.Accelerator`",
-        )
-
-
-def _require_combinable(accelerator: Accelerator) -> None:
-    """Refuse what shards, compiles or casts in its own way.
-
-    Raises:
-        BadSettings: the accelerator does.
-    """
     from accelerate.utils import DistributedType, DynamoBackend
 
     from aotdist.launch.accelerate import AotdistPlugin
+
+    if not isinstance(cast("object", accelerator), Accelerator):
+        raise BadSettings(
+            f"`aotdist.prepare` takes the accelerator first, and was given a {type(accelerator).__name__}",
+            fix="call `aotdist.prepare(accelerator, model, optimizer)`, with an `accelerate.Accelerator`",
+        )
 
     others = {
         DistributedType.DEEPSPEED: "DeepSpeed",

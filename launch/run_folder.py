@@ -162,16 +162,10 @@ def write_config(folder: Path, options: JobOptions, world: World, batch_ranks: i
         "compute_dtype": str(world.compute_dtype).removeprefix("torch."),
         "launch_id": world.place.launch_id,
     }
-    of_json = json.loads(json.dumps(dataclasses.asdict(options), default=_jsonable))
+    of_json = json.loads(json.dumps(dataclasses.asdict(options), default=str))  # paths
     text = with_checksum({"options": of_json, "environment": environment})
     write_whole(folder / CONFIG_FILE, [text.encode()], mode=AS_USUAL)  # a run can go on only if it is whole
 
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} is no option's type")

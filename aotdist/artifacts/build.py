@@ -186,7 +186,7 @@ def _on_each_rank(
     then: Callable[[Any, Compilation], T],
 ) -> list[list[T]]:
     """What becomes of each call on each rank: `then` of the target and its compilation, as that rank."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if torch.distributed.is_initialized():
         raise BadSettings(
             "this process is in a process group already",
             stage="store",

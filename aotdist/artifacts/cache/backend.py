@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from aotdist.artifacts.cache.folder import Entry, Folder, Turn
-from aotdist.artifacts.cache.key import WrittenGraph, about, key_of, key_of_toolchain, with_origins
+from aotdist.artifacts.cache.key import about, key_of, key_of_toolchain, read, with_origins, written
 from aotdist.artifacts.live import NOTHING_LIVE
 from aotdist.artifacts.values import Json, Values
 from aotdist.codegen.contract import Backend, Emission, Emitted, Portable
@@ -82,18 +82,18 @@ class CachingBackend(InductorBackend):
         if mode is None or place is None:
             InductorBackend.check(self)
             return InductorBackend.prepare_joint(self, graph)
-        found = place.look(lambda entry: WrittenGraph(*entry.content).read(graph, mode))
+        found = place.look(lambda entry: read(entry.content, graph, mode))
         if found is not None:
             return found
         try:
             InductorBackend.check(self)
             prepared = InductorBackend.prepare_joint(self, graph)
             try:
-                written = WrittenGraph.of(prepared, mode)
+                content = written(prepared, mode)
             except UnsupportedProgram:
                 return prepared
-            place.fill([written.graph, written.shapes], ())
-            return with_origins(written.read(graph, mode), prepared)
+            place.fill(content, ())
+            return with_origins(read(content, graph, mode), prepared)
         finally:
             place.leave()
 
@@ -124,7 +124,7 @@ class CachingBackend(InductorBackend):
         if fake_mode is None:
             return None
         try:
-            key = key_of(what, graph, WrittenGraph.of(graph, fake_mode), self.settings, *more)
+            key = key_of(what, graph, fake_mode, self.settings, *more)
         except UnsupportedProgram:
             return None
         return self._at(key, name, what)
@@ -141,14 +141,14 @@ def _finishing(emitted: Emitted, place: Place) -> Callable[[], None]:
             emitted.finish()
             portable = emitted.portable() if emitted.portable else None
             if portable is not None:
-                place.fill(_written(portable), portable.libraries)
+                place.fill(_portable_written(portable), portable.libraries)
         finally:
             place.leave()
 
     return finish
 
 
-def _written(portable: Portable) -> Json:
+def _portable_written(portable: Portable) -> Json:
     values = Values(NOTHING_LIVE, {})
     fields = {field.name: getattr(portable, field.name) for field in fields_of(portable)}
     del fields["libraries"]
