@@ -9,7 +9,7 @@ import dataclasses
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,10 @@ def make_loggers(options: JobOptions, folder: Path, first_step: int) -> list[Rep
         folder: of the run.
         first_step: after which training goes on; what came later in an earlier process is taken back.
     """
-    make: dict[str, Callable[[], Reporter]] = {
-        "tensorboard": lambda: TensorBoardLogger(folder, first_step),
-        "wandb": lambda: WandbLogger(folder, options),
-    }
-    return [make[name]() for name in options.run.loggers]
+    return [
+        TensorBoardLogger(folder, first_step) if name == "tensorboard" else WandbLogger(folder, options)
+        for name in options.run.loggers
+    ]
 
 
 def scalars(record: Record) -> dict[str, float]:

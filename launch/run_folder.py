@@ -133,13 +133,10 @@ def _new_folder(options: RunOptions) -> Path:
 
 def _died_at_birth(folder: Path) -> bool:
     """Whether a process made the folder and was gone before it had written down its options."""
-    if not folder.is_dir() or any(not _is_of_birth(path.name) for path in folder.iterdir()):
+    of_birth = (LEASE_FILE, f".{LEASE_FILE}.", f".{CONFIG_FILE}.")
+    if not folder.is_dir() or any(not path.name.startswith(of_birth) for path in folder.iterdir()):
         return False
     return living(folder) is None
-
-
-def _is_of_birth(name: str) -> bool:
-    return name == LEASE_FILE or name.startswith((f".{LEASE_FILE}.", f".{CONFIG_FILE}."))
 
 
 def write_config(folder: Path, options: JobOptions, world: World, batch_ranks: int) -> None:

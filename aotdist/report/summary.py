@@ -174,19 +174,14 @@ def _bytes_of_code(code: CodeType | None) -> int:
 
 
 def _graph_summary(name: str, graph: Graph, emitted: Emitted | None) -> GraphSummary:
-    count = num_operations(graph)
-    if emitted is None:
-        return GraphSummary(name, count, collectives(graph), None, None, from_cache=False)
-    fusion = emitted.fusion() if emitted.fusion else None
-    recordings = emitted.recordings() if emitted.recordings else None
     return GraphSummary(
         name,
-        count,
+        num_operations(graph),
         collectives(graph),
-        fusion,
-        recordings,
-        from_cache=emitted.from_cache,
-        regions=emitted.regions,
+        fusion=emitted.fusion() if emitted and emitted.fusion else None,
+        recordings=emitted.recordings() if emitted and emitted.recordings else None,
+        from_cache=emitted is not None and emitted.from_cache,
+        regions=emitted.regions if emitted else (),
     )
 
 
@@ -195,7 +190,7 @@ def _artifact(summary: ArtifactSummary) -> str:
     for graph in summary.graphs:
         count = f"{graph.num_operations:>7,} operations"
         lines.append(f"  {graph.name:<10}{count}  {_collectives(graph)}".rstrip())
-        lines += [f"    {line}" for line in _kernels(graph)]
+        lines += [f"    {line}" for line in (*_recordings(graph), *_fusion(graph))]
     lines += [f"  {name}: {text}" for name, text in named_facts(summary)]
     stages = ", ".join(f"{name} {seconds:.2f}" for name, seconds in summary.seconds.items())
     lines.append(f"  seconds: {stages}, total {sum(summary.seconds.values()):.2f}")
@@ -251,12 +246,6 @@ def _collectives(graph: GraphSummary) -> str:
     for collective in graph.collectives:
         sizes[collective.op] += collective.num_bytes
     return ", ".join(f"{count} {op} ({format_bytes(sizes[op])})" for op, count in counts.items())
-
-
-def _kernels(graph: GraphSummary) -> Iterator[str]:
-    """What became of a graph that is recorded, or that kernels of our own compute."""
-    yield from _recordings(graph)
-    yield from _fusion(graph)
 
 
 def _recordings(graph: GraphSummary) -> Iterator[str]:

@@ -52,9 +52,9 @@ def _list(folder: Folder) -> None:
 def _verify(folder: Folder) -> None:
     """Check that everything is whole; fails if something is not."""
     entries = folder.listed()
-    damaged = [each for each in entries if _fault(folder, each) is not None]
-    for each in damaged:
-        print(f"{each.key}: {_fault(folder, each)}")
+    damaged = [f"{each.key}: {fault}" for each in entries if (fault := _fault(folder, each)) is not None]
+    for line in damaged:
+        print(line)
     if damaged:
         raise CacheCorrupt(
             f"{len(damaged)} of {len(entries)} entries in {folder.path} are damaged",

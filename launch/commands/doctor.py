@@ -76,7 +76,7 @@ class Finding:
 
 def findings(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     """Everything that can be found out in a second or two, without starting ranks."""
-    yield _python()
+    yield Finding("python", "fine", f"Python {platform.python_version()}")
     yield _version("torch", torch.__version__, TESTED_TORCH, older="broken")
     yield _triton()
     yield _compiler()
@@ -85,10 +85,6 @@ def findings(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
     yield _settings(environ)
     yield from _cache(environ)
     yield from _combinations(environ)
-
-
-def _python() -> Finding:
-    return Finding("python", "fine", f"Python {platform.python_version()}")
 
 
 def _version(
