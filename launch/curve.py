@@ -59,10 +59,6 @@ def draw_curve(folder: Path) -> Path | None:
     if not steps:
         return None
     validations = [record for record in records if isinstance(record, ValidationRecord)]
-    return _draw(folder, steps, validations)
-
-
-def _draw(folder: Path, steps: list[StepRecord], validations: list[ValidationRecord]) -> Path:
     # pyplot would choose a display and keep the figure alive; the object interface does neither.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg
