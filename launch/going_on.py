@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aotdist.errors import BadSettings
-from aotdist.launch.config import AUTO, CONFIG_FILE, JobOptions, read_options
-from aotdist.launch.parallel import Place
-from aotdist.launch.run_folder import folder_of_run, read_environment
+from aotdist.launch.config import AUTO, CONFIG_FILE, JobOptions, parse_options, read_options
+from aotdist.launch.parallel import Layout, Place, require_even_split
+from aotdist.launch.run_folder import folder_of_run, read_environment, refuse_taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,34 @@ def run_before(options: JobOptions, place: Place) -> Before | None:
     options = read_options(folder / CONFIG_FILE)  # which sees that the file is as it was written
     environment = read_environment(folder / CONFIG_FILE)
     return Before(options, environment["ranks"], environment["batch_ranks"])
+
+
+def ranks_before(words: Sequence[str], program: str) -> int | None:
+    """The ranks that a run had which a command line goes on with, if they were several; said to the user."""
+    if not any(word.partition("=")[0] == "--resume" for word in words):
+        return None
+    before = run_before(parse_options(words, speaks=True, program=program), Place())
+    if before is None or before.ranks == 1:
+        return None
+    print(f"going on with {before.ranks} ranks, as the run had; --ranks says otherwise", flush=True)
+    return before.ranks
+
+
+def require_sound(words: Sequence[str], ranks: int, program: str) -> None:
+    """Refuse before ranks are started what every one would: torchrun would start them again, and again.
+
+    Raises:
+        SystemExit: an option is unknown or does not parse, or help was asked for.
+        BadSettings: the options contradict each other, do not fit the ranks, or name a run that is there.
+        RunInUse: the run that is to go on is under way.
+    """
+    options = parse_options(words, speaks=True, program=program)
+    layout, before = Layout.of(options.parallel, ranks), run_before(options, Place())
+    require_even_split(options, layout.tp)
+    refuse_taken(options)
+    is_anew = says_batch_anew(words, options, Place())
+    meant_for = batch_ranks(options, before, layout.num_dp_ranks, is_anew=is_anew)
+    with_same_batch(options, meant_for, layout.num_dp_ranks)
 
 
 def says_batch_anew(words: Sequence[str], options: JobOptions, place: Place) -> bool:
