@@ -35,8 +35,6 @@ def add_to(subparsers: Any) -> None:
 
 def _run(options: argparse.Namespace) -> int:
     words: list[str] = options.more
-    if options.help:
-        print(options.parser.format_help(), flush=True)
     try:
         from aotdist.launch import going_on, train
     except ModuleNotFoundError as error:  # the other commands need none of these packages
@@ -44,6 +42,7 @@ def _run(options: argparse.Namespace) -> int:
             f"training needs the package {error.name}", fix="pip install 'aotdist[train]'"
         ) from error
     if options.help:
+        print(options.parser.format_help(), flush=True)
         return train.main(["--help"], _PROGRAM)
     ranks: int | None = options.ranks
     if ranks is None and "RANK" not in os.environ:
