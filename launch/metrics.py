@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from aotdist.errors import BadSettings
 from aotdist.files import AS_USUAL, write_whole
 
 METRICS_FILE = "metrics.jsonl"
@@ -157,13 +158,24 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All records of a file; lines that are damaged are left out with a warning, one cut short without."""
+    """All records of a file; lines that are damaged are left out with a warning, one cut short without.
+
+    Raises:
+        BadSettings: there is something else in its place, or it may not be read.
+    """
     return _records(path)[0]
 
 
 def _records(path: Path) -> tuple[list[Record], bool]:
     """The records of a file, and whether a line that was cut short stands after them."""
-    *lines, rest = path.read_bytes().split(b"\n")
+    try:
+        *lines, rest = path.read_bytes().split(b"\n")
+    except (IsADirectoryError, PermissionError) as error:
+        raise BadSettings(
+            f"{path} cannot be read: {error.strerror}",
+            stage="launch",
+            fix="move it away: a run goes on from its checkpoint without what it recorded before",
+        ) from error
     found = [_record_or_none(line) for line in lines]
     records = [record for record in found if record is not None]
     if len(records) < len(lines):
@@ -188,7 +200,8 @@ def cut_metrics(path: Path, step: int, validated: int) -> None:
         validated: validations after this step are, too.
 
     Raises:
-        OSError: it cannot be read or written.
+        BadSettings: there is something else in its place, or it may not be read.
+        OSError: it cannot be written.
     """
     records, is_cut_short = _records(path) if path.exists() else ([], False)
     if is_cut_short:

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from aotdist.errors import BadSettings
 from aotdist.launch.metrics import (
     EndRecord,
     MetricsLog,
@@ -119,3 +120,9 @@ def test_a_damaged_line_is_left_out_with_a_warning(tmp_path, line):
     with pytest.warns(UserWarning, match="1 damaged, the first in line 2"):
         cut_metrics(path, 1, 0)
     assert read_metrics(path) == [STEP, STEP]
+
+
+def test_a_folder_in_its_place_is_an_error(tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(BadSettings, match=r"metrics.jsonl cannot be read: Is a directory"):
+        cut_metrics(tmp_path / "metrics.jsonl", 1, 0)
