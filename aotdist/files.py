@@ -55,15 +55,6 @@ def is_owners_alone(known: os.stat_result) -> bool:
     return known.st_uid == os.geteuid() and not known.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
-def is_own_file(path: Path) -> bool:
-    """Whether there is a file, and no link, that belongs to this user and that nobody else may write."""
-    try:
-        known = path.lstat()
-    except FileNotFoundError:
-        return False
-    return stat.S_ISREG(known.st_mode) and is_owners_alone(known)
-
-
 def with_checksum(document: Mapping[str, Any]) -> str:
     """A document of JSON's types, as it stands in a file: with the SHA-256 of the rest at its end.
 

@@ -129,14 +129,12 @@ class DataOptions:
 
     Args:
         root: folder whose Python files are the text; by default the standard library's.
-        cache_folder: where the joined bytes are kept between runs; by default the user's cache folder.
         seq_len: bytes that the model sees at once.
         batch_size: sequences per data-parallel rank and micro step.
         validation_percent: share of the files that is held out for validation.
     """
 
     root: Path | None = None
-    cache_folder: Path | None = None
     seq_len: int = 256
     batch_size: int = 8
     validation_percent: int = 5
@@ -330,8 +328,6 @@ class RunOptions:
         validation_batches: batches of each data-parallel rank that a validation reads.
         deterministic: refuse kernels that are not repeatable bit for bit (matters on GPUs only).
         sample_bytes: bytes that the trained model writes at the end; 0 for none.
-        sample_prompt: what the sample continues.
-        sample_temperature: 0 always takes the likeliest byte.
     """
 
     folder: Path = Path("runs")
@@ -343,13 +339,10 @@ class RunOptions:
     validation_batches: int = 8
     deterministic: bool = False
     sample_bytes: int = 240
-    sample_prompt: str = "class "
-    sample_temperature: float = 0.6
 
     def __post_init__(self) -> None:
         _require_positive(self, "log_every", "validation_batches")
-        _require_not_negative(self, "validate_every", "sample_bytes", "sample_temperature")
-        _require(bool(self.sample_prompt), "--run.sample-prompt is empty", "give at least one character")
+        _require_not_negative(self, "validate_every", "sample_bytes")
         name = self.name
         # An empty one is a variable of the shell that is not set, and no wish for a run without a name.
         plain_name = name is None or (name not in ("", ".", "..") and Path(name).name == name)

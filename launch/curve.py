@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import math
-import operator
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -41,17 +40,16 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def smoothed(values: Sequence[float], deviation: float = _SMOOTHING_STEPS) -> list[float]:
+def smoothed(values: Sequence[float]) -> list[float]:
     """Gaussian mean around each value, cut off at the ends; unlike a running mean, it does not lag."""
-    reach = math.ceil(3 * deviation)
-    weights = [math.exp(-((offset / deviation) ** 2) / 2) for offset in range(-reach, reach + 1)]
-    means: list[float] = []
-    for place in range(len(values)):
-        first = max(0, place - reach)
-        near = values[first : place + reach + 1]
-        near_weights = weights[first - place + reach :][: len(near)]
-        means.append(sum(map(operator.mul, near, near_weights)) / sum(near_weights))
-    return means
+    import numpy as np
+    from scipy.ndimage import gaussian_filter1d
+
+    sums, weights = (
+        gaussian_filter1d(np.asarray(each, float), _SMOOTHING_STEPS, mode="constant", truncate=3)
+        for each in (values, np.ones(len(values)))
+    )
+    return (sums / weights).tolist()
 
 
 def draw_curve(folder: Path) -> Path | None:
@@ -61,10 +59,6 @@ def draw_curve(folder: Path) -> Path | None:
     if not steps:
         return None
     validations = [record for record in records if isinstance(record, ValidationRecord)]
-    return _draw(folder, steps, validations)
-
-
-def _draw(folder: Path, steps: list[StepRecord], validations: list[ValidationRecord]) -> Path:
     # pyplot would choose a display and keep the figure alive; the object interface does neither.
     from matplotlib import rc_context
     from matplotlib.backends.backend_agg import FigureCanvasAgg

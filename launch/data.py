@@ -1,4 +1,4 @@
-"""The text: Python files joined into two memory-mapped byte strings, and each rank's stream through them.
+"""The text: Python files joined into two byte strings, and each rank's stream through them.
 
 Whole files are held out for validation, so no training window ever overlaps one. Training windows are
 visited in an order that depends on the seed and on nothing else: the position of a stream is one number,
@@ -10,8 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sysconfig
-import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,10 +19,7 @@ import torch
 from torch import Tensor
 
 from aotdist.errors import BadSettings
-from aotdist.files import is_own_file, write_whole
-from aotdist.launch.checkpoints.manifest import facts_of
 from aotdist.launch.config import DataOptions
-from aotdist.settings import default_cache_folder
 
 SEPARATOR = b"\0"
 """Stands between files: a byte that no Python source contains."""
@@ -46,7 +42,7 @@ class Batch(NamedTuple):
 class Corpus:
     """Training and validation text; `sha256` is that of one and then the other.
 
-    Shapes: one dimension each, uint8, backed by a mapped file.
+    Shapes: one dimension each, uint8.
     """
 
     training: Tensor
@@ -72,82 +68,32 @@ def is_held_out(path: Path, percent: int) -> bool:
 
 
 def load_corpus(options: DataOptions) -> Corpus:
-    """The text that `options` describe, joined on first use and mapped from the cache afterwards.
-
-    Ranks may race here: each writes a file of its own and renames it, so a cached file is always whole.
+    """The text that `options` describe: every rank joins it anew (12 MB of the standard library in 0.2 s).
 
     Raises:
-        BadSettings: there is too little text, or it cannot be read, or kept in the cache folder.
+        BadSettings: there is too little text, or it cannot be read.
     """
     root = options.root or Path(sysconfig.get_paths()["stdlib"])
     paths = source_files(root)
-    cache = _cache_folder(options)
-    halves, digest = dict[bool, Tensor](), hashlib.sha256()
+    halves, digest = list[Tensor](), hashlib.sha256()
     for held_out in (False, True):
-        half = [path for path in paths if is_held_out(path, options.validation_percent) == held_out]
-        joined = _joined_file(root, half, cache)
-        halves[held_out] = _mapped(joined)
-        digest.update(facts_of(joined).sha256.encode())
-    for held_out, text in halves.items():
-        _require_a_window(text, root, options.seq_len, "validation" if held_out else "training")
-    return Corpus(halves[False], halves[True], root, len(paths), digest.hexdigest())
+        joined = _joined(root, [p for p in paths if is_held_out(p, options.validation_percent) == held_out])
+        if len(joined) <= options.seq_len:
+            raise BadSettings(
+                f"{root} holds {len(joined)} bytes of {'validation' if held_out else 'training'} text, fewer "
+                f"than one sequence of {options.seq_len + 1}",
+                fix="choose a folder with more Python files (--data.root), or a smaller --data.seq-len",
+            )
+        halves.append(torch.frombuffer(joined, dtype=torch.uint8))
+        digest.update(hashlib.sha256(joined).hexdigest().encode())
+    return Corpus(halves[0], halves[1], root, len(paths), digest.hexdigest())
 
 
-def _require_a_window(text: Tensor, root: Path, seq_len: int, purpose: str) -> None:
-    if len(text) <= seq_len:
-        raise BadSettings(
-            f"{root} holds {len(text)} bytes of {purpose} text, fewer than one sequence of {seq_len + 1}",
-            fix="choose a folder with more Python files (--data.root), or a smaller --data.seq-len",
-        )
-
-
-def _cache_folder(options: DataOptions) -> Path:
-    folder = options.cache_folder or Path(default_cache_folder())
+def _joined(root: Path, paths: Sequence[Path]) -> bytearray:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
+        return bytearray().join(part for path in paths for part in ((root / path).read_bytes(), SEPARATOR))
     except OSError as error:
-        what = f"the cache folder {folder} cannot be written: {error.strerror}"
-        raise BadSettings(what, fix="name another one with --data.cache-folder") from error
-    return folder
-
-
-def _joined_file(root: Path, paths: list[Path], cache: Path) -> Path:
-    """The file of a text; one that others have made, or may write, is made anew.
-
-    Raises:
-        BadSettings: a source cannot be read, or the file cannot be written.
-    """
-    try:
-        joined = cache / f"text-{_listing_hash(root, paths)}.bin"
-        if not is_own_file(joined):
-            _write_joined(root, paths, joined)
-    except OSError as error:
-        raise BadSettings(
-            f"the text of {root} cannot be joined in {cache}: {error}",
-            fix="make room, or name another folder with --data.cache-folder",
-        ) from error
-    return joined
-
-
-def _listing_hash(root: Path, paths: Iterable[Path]) -> str:
-    """Changes when a file is added, removed or edited: name, size and time of each go in."""
-    listing = hashlib.sha256(str(root).encode())
-    for path in paths:
-        stat = (root / path).stat()
-        listing.update(f"{path.as_posix()} {stat.st_size} {stat.st_mtime_ns}\n".encode())
-    return listing.hexdigest()[:16]
-
-
-def _write_joined(root: Path, paths: Iterable[Path], joined: Path) -> None:
-    write_whole(joined, ((root / path).read_bytes() + SEPARATOR for path in paths))
-
-
-def _mapped(path: Path) -> Tensor:
-    size = path.stat().st_size
-    if size == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+        raise BadSettings(f"the text cannot be read: {error}", fix="choose another --data.root") from error
 
 
 @dataclass(frozen=True, slots=True)

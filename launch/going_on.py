@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from aotdist.errors import BadSettings
-from aotdist.launch.config import AUTO, CONFIG_FILE, JobOptions, read_options
-from aotdist.launch.parallel import Place
-from aotdist.launch.run_folder import folder_of_run, read_environment
+from aotdist.launch.config import AUTO, CONFIG_FILE, JobOptions, parse_options, read_options
+from aotdist.launch.parallel import Layout, Place, require_even_split
+from aotdist.launch.run_folder import folder_of_run, read_environment, refuse_taken
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,7 @@ class Before:
     Args:
         options: as they were asked for.
         ranks: that it ran on.
-        batch_ranks: data-parallel ranks that `--data.batch-size` and its like were meant for; 0 if nobody
-            noted it.
+        batch_ranks: data-parallel ranks that `--data.batch-size` and its like were meant for.
     """
 
     options: JobOptions
@@ -33,20 +32,42 @@ def run_before(options: JobOptions, place: Place) -> Before | None:
     """The run that is to go on, as it was; None for a new one.
 
     Raises:
-        BadSettings: there is no such run, or what it wrote down cannot be read.
+        BadSettings: there is no such run, or what it wrote down is damaged.
     """
     folder = folder_of_run(options, place)
     if folder is None:
         return None
-    before = read_options(folder / CONFIG_FILE)
+    options = read_options(folder / CONFIG_FILE)  # which sees that the file is as it was written
     environment = read_environment(folder / CONFIG_FILE)
-    ranks, batch_ranks = environment.get("ranks", 1), environment.get("batch_ranks", 0)
-    if not (type(ranks) is type(batch_ranks) is int and ranks > 0 and batch_ranks >= 0):
-        raise BadSettings(
-            f"--resume: {folder / CONFIG_FILE} is damaged: ranks {ranks!r}, batch_ranks {batch_ranks!r}",
-            fix="give it the numbers that it had",
-        )
-    return Before(before, ranks, batch_ranks)
+    return Before(options, environment["ranks"], environment["batch_ranks"])
+
+
+def ranks_before(words: Sequence[str], program: str) -> int | None:
+    """The ranks that a run had which a command line goes on with, if they were several; said to the user."""
+    if not any(word.partition("=")[0] == "--resume" for word in words):
+        return None
+    before = run_before(parse_options(words, speaks=True, program=program), Place())
+    if before is None or before.ranks == 1:
+        return None
+    print(f"going on with {before.ranks} ranks, as the run had; --ranks says otherwise", flush=True)
+    return before.ranks
+
+
+def require_sound(words: Sequence[str], ranks: int, program: str) -> None:
+    """Refuse before ranks are started what every one would: torchrun would start them again, and again.
+
+    Raises:
+        SystemExit: an option is unknown or does not parse, or help was asked for.
+        BadSettings: the options contradict each other, do not fit the ranks, or name a run that is there.
+        RunInUse: the run that is to go on is under way.
+    """
+    options = parse_options(words, speaks=True, program=program)
+    layout, before = Layout.of(options.parallel, ranks), run_before(options, Place())
+    require_even_split(options, layout.tp)
+    refuse_taken(options)
+    is_anew = says_batch_anew(words, options, Place())
+    meant_for = batch_ranks(options, before, layout.num_dp_ranks, is_anew=is_anew)
+    with_same_batch(options, meant_for, layout.num_dp_ranks)
 
 
 def says_batch_anew(words: Sequence[str], options: JobOptions, place: Place) -> bool:
@@ -78,7 +99,7 @@ def batch_ranks(options: JobOptions, before: Before | None, num_dp_ranks: int, *
     """
     if before is None or is_anew or _batch(options) != _batch(before.options):
         return num_dp_ranks
-    return before.batch_ranks or num_dp_ranks
+    return before.batch_ranks
 
 
 def _batch(options: JobOptions) -> tuple[int, int]:
@@ -128,7 +149,7 @@ def other_ranks(before: Before, ranks: int, options: JobOptions, num_dp_ranks: i
     if before.ranks == ranks:
         return ""
     taken, was = sequences(options, num_dp_ranks), sequences(before.options, before.batch_ranks)
-    still, change = "still " * (taken == was), f", not {was}" * (was not in (0, taken))
+    still, change = "still " * (taken == was), f", not {was}" * (taken != was)
     size, accumulate = _batch(options)
     return (
         f"; with {ranks} rank{'s' * (ranks > 1)}, not {before.ranks}: a step {still}takes {taken} sequences"

@@ -7,13 +7,14 @@ import time
 from contextlib import closing
 
 import torch
+from torch import nn
 
 import aotdist
 from aotdist.errors import BadSettings
 from aotdist.launch.checkpoints.manifest import CHECKPOINTS_FOLDER, TextFacts
 from aotdist.launch.checkpoints.resume import resume
 from aotdist.launch.checkpoints.saver import Saver
-from aotdist.launch.compiling import compile_model, convert_model
+from aotdist.launch.checkpoints.snapshot import NEVER, TrainState
 from aotdist.launch.config import JobOptions
 from aotdist.launch.data import ByteStream, Corpus, Windows, load_corpus
 from aotdist.launch.going_on import batch_ranks, other_ranks, run_before, with_same_batch
@@ -26,11 +27,11 @@ from aotdist.launch.optim import build_optimizer
 from aotdist.launch.parallel import Place, World, join, spread
 from aotdist.launch.profiling import PROFILE_FOLDER, StepProfiler, require_gpu_for_snapshots
 from aotdist.launch.progress import Reporter, make_reporter
-from aotdist.launch.recorder import RecordingReporter, SilentReporter
+from aotdist.launch.recorder import RecordingReporter
 from aotdist.launch.run_folder import RunFolder, claim_run_folder, write_config
 from aotdist.launch.sample import write_sample
 from aotdist.launch.shutdown import Interrupted, StopRequest, naming_lost_ranks
-from aotdist.launch.state import NEVER, TrainState
+from aotdist.settings import Settings
 
 
 def run_job(
@@ -65,9 +66,10 @@ def run_job(
     corpus = load_corpus(options.data)
     model = build_decoder(options.model, seq_len=options.data.seq_len, seed=options.run.seed)
     facts = _facts(options, world, corpus, model)
-    convert_model(model, options.float8, options.sparse24)
+    _convert(model, options)
     spread(model, world, options)
-    compile_model(model, options.compile)
+    settings = options.compile.settings(Settings.from_environment())
+    aotdist.compile(model, backend=options.compile.backend, settings=settings)
     state = TrainState(model, build_optimizer(model, options.optim), _training_stream(options, world, corpus))
     text = _text_facts(options, world, corpus)
     run = world.from_rank_0(lambda: claim_run_folder(options, place, lease))
@@ -96,6 +98,23 @@ def run_job(
         reporter.record(EndRecord(status, state.step, time.perf_counter() - started))
     if not finished:
         raise Interrupted(stop.signal_number or signal.SIGINT)
+
+
+def _convert(model: Decoder, options: JobOptions) -> None:
+    """Converts the linear layers of the blocks in place, to 8 bits, or 2:4 sparse, before they are sharded.
+
+    Raises:
+        BadSettings: a recipe's package is missing, or the sizes do not fit.
+    """
+    float8, sparse24 = options.float8, options.sparse24
+    if sparse24.mask != "off":
+        aotdist.sparsify_24(model, _in_a_block, mask=sparse24.mask, decay=sparse24.decay)
+    if float8.recipe != "off":
+        aotdist.to_float8(model, float8.recipe, filter=_in_a_block, float8_all_gather=float8.all_gather)
+
+
+def _in_a_block(path: str, _: nn.Linear) -> bool:
+    return path.startswith("blocks.")
 
 
 def _left_out(options: JobOptions, step: int) -> str:
@@ -141,7 +160,7 @@ def _reporter(
     batch_ranks: int,
 ) -> Reporter:
     if world.place.rank != 0:
-        return SilentReporter()
+        return Reporter()
     try:
         if not run.is_new:
             cut_metrics(run.path / METRICS_FILE, state.step, state.validated)

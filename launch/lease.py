@@ -183,23 +183,8 @@ def unwritable(folder: Path, error: OSError) -> BadSettings:
     )
 
 
-def refuse_held(folder: Path) -> None:
-    """Refuse a folder that a living process of this machine holds; nothing is taken.
-
-    Raises:
-        RunInUse: one does.
-    """
-    if (found := _living(folder)) is not None:
-        raise _in_use(folder, found)
-
-
-def is_held(folder: Path) -> bool:
-    """Whether a living process of this machine holds a folder."""
-    return _living(folder) is not None
-
-
 @dataclass(frozen=True, slots=True)
-class _Found:
+class Found:
     """A lease that lies there: whose it is, and when it was last renewed, in seconds since 1970."""
 
     holder: Holder
@@ -207,10 +192,12 @@ class _Found:
 
     @property
     def is_elsewhere(self) -> bool:
+        """Whether its holder is on another machine."""
         return self.holder.machine != _machine()
 
     @property
     def lives_here(self) -> bool:
+        """Whether its holder is a living process of this machine."""
         return not self.is_elsewhere and _born(self.holder.pid) == self.holder.born
 
     def is_gone(self, watched_s: float) -> bool:
@@ -236,11 +223,12 @@ def _taken(path: Path, me: Holder) -> Holder | None:
                 write_whole(path, [json.dumps(asdict(me)).encode() + b"\n"], mode=AS_USUAL)
                 return None if found is None else found.holder
         if found.lives_here or found != first:
-            raise _in_use(path.parent, found)
+            raise in_use(path.parent, found)
         time.sleep(min(1.0, SILENT_S / 4))
 
 
-def _in_use(folder: Path, found: _Found) -> RunInUse:
+def in_use(folder: Path, found: Found) -> RunInUse:
+    """What refuses a folder that somebody holds."""
     began, renewed = (max(0.0, time.time() - when) for when in (found.holder.since, found.beat))
     return RunInUse(
         f"{found.holder} trains in {folder}: since {began:.0f} s, and it was there {renewed:.0f} s ago",
@@ -250,13 +238,13 @@ def _in_use(folder: Path, found: _Found) -> RunInUse:
     )
 
 
-def _living(folder: Path) -> _Found | None:
+def living(folder: Path) -> Found | None:
     """The lease of a folder that a living process of this machine holds."""
     found = _found(folder / LEASE_FILE)
     return found if found is not None and found.lives_here else None
 
 
-def _found(path: Path) -> _Found | None:
+def _found(path: Path) -> Found | None:
     """The lease that lies there, if one does."""
     try:
         with path.open("rb") as file:
@@ -269,7 +257,7 @@ def _found(path: Path) -> _Found | None:
         holder = Holder(pid=pid, since=since, **fields)
     except (ValueError, TypeError, KeyError, AttributeError):
         holder = _UNKNOWN
-    return _Found(holder, beat)
+    return Found(holder, beat)
 
 
 @contextmanager

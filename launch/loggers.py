@@ -9,7 +9,7 @@ import dataclasses
 import importlib
 import importlib.util
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,11 +41,10 @@ def make_loggers(options: JobOptions, folder: Path, first_step: int) -> list[Rep
         folder: of the run.
         first_step: after which training goes on; what came later in an earlier process is taken back.
     """
-    make: dict[str, Callable[[], Reporter]] = {
-        "tensorboard": lambda: TensorBoardLogger(folder, first_step),
-        "wandb": lambda: WandbLogger(folder, options),
-    }
-    return [make[name]() for name in options.run.loggers]
+    return [
+        TensorBoardLogger(folder, first_step) if name == "tensorboard" else WandbLogger(folder, options)
+        for name in options.run.loggers
+    ]
 
 
 def scalars(record: Record) -> dict[str, float]:
@@ -67,7 +66,7 @@ def scalars(record: Record) -> dict[str, float]:
             return {}
 
 
-class TensorBoardLogger:
+class TensorBoardLogger(Reporter):
     """Event files in the run's folder: `tensorboard --logdir runs`."""
 
     def __init__(self, folder: Path, first_step: int) -> None:
@@ -90,7 +89,7 @@ class TensorBoardLogger:
         self._writer.close()
 
 
-class WandbLogger:
+class WandbLogger(Reporter):
     """A run of Weights & Biases in the run's folder, offline: `wandb sync` sends it.
 
     Its steps only rise, so each record says its own (`step`), and charts are drawn over that.

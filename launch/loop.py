@@ -6,17 +6,19 @@ import math
 import resource
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+import aotdist
 from aotdist.errors import AotdistError
 from aotdist.launch.checkpoints.saver import Saver
-from aotdist.launch.compiling import compile_summary
+from aotdist.launch.checkpoints.snapshot import TrainState
 from aotdist.launch.config import JobOptions
 from aotdist.launch.data import Batch, Windows, validation_batches
+from aotdist.launch.going_on import sequences
 from aotdist.launch.lease import Lease
 from aotdist.launch.metrics import StepRecord, ValidationRecord
 from aotdist.launch.optim import clip_gradients, learning_rate, set_learning_rate
@@ -24,7 +26,6 @@ from aotdist.launch.parallel import World, sync_gradients
 from aotdist.launch.profiling import StepProfiler
 from aotdist.launch.progress import Reporter
 from aotdist.launch.shutdown import StopRequest
-from aotdist.launch.state import TrainState
 
 
 class TrainingDiverged(AotdistError):
@@ -39,14 +40,6 @@ class StepTensors(NamedTuple):
 
     loss: Tensor
     grad_norm: Tensor
-
-
-@dataclass(slots=True)
-class Unreported:
-    """Steps taken since the last report, and when the first of them began."""
-
-    steps: list[StepTensors] = field(default_factory=list)
-    since: float = field(default_factory=time.perf_counter)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +85,21 @@ class Trainer:
     def _train(self, state: TrainState) -> bool:
         if self._owes_validation(state):
             self._validate(state)
-        unreported, first_step = Unreported(), state.step + 1
+        first_step, since, unreported = state.step + 1, time.perf_counter(), list[StepTensors]()
         while state.step < self.options.optim.steps:
             with self.profiler.around(state.step + 1):
-                unreported.steps.append(self._take_step(state))
+                unreported.append(self._take_step(state))
             if not (state.step == first_step or self._reports_after(state.step)):
                 continue
-            if self._report(state, unreported):
+            if self._report(state, unreported, since):
                 return False
             if state.step == first_step:
-                self._show_compile_summary(state)
+                self._show_compile_summary(state.model)
             if self._owes_validation(state):
                 self._validate(state)
             if self.saver.is_due(state.step) and state.step < self.options.optim.steps:
                 self._save(state)
-            unreported = Unreported()
+            since, unreported = time.perf_counter(), []
         return True
 
     def _reports_after(self, step: int) -> bool:
@@ -148,8 +141,8 @@ class Trainer:
         with self.world.autocast():
             return model(tokens, targets)
 
-    def _report(self, state: TrainState, unreported: Unreported) -> bool:
-        """Records the steps, and returns whether any rank was asked to stop.
+    def _report(self, state: TrainState, steps: list[StepTensors], since: float) -> bool:
+        """Records the steps taken since the last report, and returns whether any rank was asked to stop.
 
         The answer travels with the losses, so that all ranks stop after the same step at no cost; and so
         do whether their save is done, so that all hear of its end, or its failure, after the same step, and
@@ -160,14 +153,14 @@ class Trainer:
             float(self.saver.is_writing),
             float(self.lease.is_lost),
         ]
-        told = torch.stack([tensors.loss for tensors in unreported.steps])
+        told = torch.stack([tensors.loss for tensors in steps])
         told = torch.cat([told, torch.tensor(asks, device=self.world.device)])
         *losses, stopping, writing, lost = self.world.mean(told).tolist()
         if lost:
             raise self.lease.lost()
-        seconds = (time.perf_counter() - unreported.since) / len(unreported.steps)
-        first = state.step - len(unreported.steps) + 1
-        for step, (loss, tensors) in enumerate(zip(losses, unreported.steps, strict=True), start=first):
+        seconds = (time.perf_counter() - since) / len(steps)
+        first = state.step - len(steps) + 1
+        for step, (loss, tensors) in enumerate(zip(losses, steps, strict=True), start=first):
             self._record_step(step, loss, float(tensors.grad_norm), seconds)
         if self.saver.has_save and not writing:
             self.reporter.record(self.saver.collect())
@@ -195,9 +188,7 @@ class Trainer:
             )
 
     def _tokens_per_step(self) -> int:
-        data = self.options.data
-        sequences = data.batch_size * self.world.layout.num_dp_ranks * self.options.optim.accumulate
-        return sequences * data.seq_len
+        return sequences(self.options, self.world.layout.num_dp_ranks) * self.options.data.seq_len
 
     @torch.no_grad()
     def _validate(self, state: TrainState) -> None:
@@ -214,10 +205,9 @@ class Trainer:
         state.validated = state.step
         self.reporter.record(ValidationRecord(state.step, loss, state.step * self._tokens_per_step()))
 
-    def _show_compile_summary(self, state: TrainState) -> None:
-        summary = compile_summary(state.model, self.options.compile)
-        if summary is not None:
-            self.reporter.section("compiled", summary)
+    def _show_compile_summary(self, model: nn.Module) -> None:
+        if self.options.compile.backend != "eager":
+            self.reporter.section("compiled", str(aotdist.explain(model)))
 
 
 def _divides(period: int, step: int) -> bool:

@@ -168,17 +168,6 @@ def read_metrics(path: Path) -> list[Record]:
 
 def _records(path: Path) -> tuple[list[Record], bool]:
     """The records of a file, and whether a line that was cut short stands after them."""
-    lines, rest = _lines(path)
-    found = [_record_or_none(line) for line in lines]
-    records = [record for record in found if record is not None]
-    if len(records) < len(lines):
-        first, count = found.index(None) + 1, len(lines) - len(records)
-        warnings.warn(f"aotdist: {path}: {count} damaged, the first in line {first}: left out", stacklevel=3)
-    return records, bool(rest)
-
-
-def _lines(path: Path) -> tuple[list[bytes], bytes]:
-    """The whole lines of a file, and what stands after them: nothing, or a line that was cut short."""
     try:
         *lines, rest = path.read_bytes().split(b"\n")
     except (IsADirectoryError, PermissionError) as error:
@@ -187,7 +176,12 @@ def _lines(path: Path) -> tuple[list[bytes], bytes]:
             stage="launch",
             fix="move it away: a run goes on from its checkpoint without what it recorded before",
         ) from error
-    return lines, rest
+    found = [_record_or_none(line) for line in lines]
+    records = [record for record in found if record is not None]
+    if len(records) < len(lines):
+        first, count = found.index(None) + 1, len(lines) - len(records)
+        warnings.warn(f"aotdist: {path}: {count} damaged, the first in line {first}: left out", stacklevel=3)
+    return records, bool(rest)
 
 
 def _record_or_none(line: bytes) -> Record | None:

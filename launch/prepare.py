@@ -62,7 +62,6 @@ def prepare(
         BadSettings: there is no accelerator, or it is set up for what cannot be combined with this.
         UnsupportedProgram: the model is wrapped or sharded already, or an optimizer is of other parameters.
     """
-    _require_accelerator(accelerator)
     _require_combinable(accelerator)
     model = _only_model(objects)
     optimizers = [each for each in objects if isinstance(each, Optimizer)]
@@ -118,12 +117,14 @@ def _shard(
     optimizers: Sequence[Optimizer],
     is_block: Callable[[nn.Module], bool] | None,
 ) -> None:
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
+
     options = _fsdp_options(accelerator)
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
     same_on_all_ranks(model, mesh)
     if accelerator.mixed_precision != "no":
         _keep_in_float32(model)
-    is_block = is_block or _policy_of(options, model)
+    is_block = is_block or fsdp2_prepare_auto_wrap_policy(options, model)
     shard(
         model,
         optimizers,
@@ -173,15 +174,6 @@ def _fsdp_options(accelerator: Accelerator) -> FullyShardedDataParallelPlugin:
     return options
 
 
-def _policy_of(
-    options: FullyShardedDataParallelPlugin, model: nn.Module
-) -> Callable[[nn.Module], bool] | None:
-    """The policy among the options (`TRANSFORMER_BASED_WRAP`, say) as a predicate, if there is one."""
-    from accelerate.utils.fsdp_utils import fsdp2_prepare_auto_wrap_policy
-
-    return fsdp2_prepare_auto_wrap_policy(options, model)
-
-
 def _tell(accelerator: Accelerator, options: FullyShardedDataParallelPlugin) -> None:
     """Say that the model is sharded with FSDP2, in the two places that accelerate asks."""
     from accelerate import PartialState
@@ -192,30 +184,22 @@ def _tell(accelerator: Accelerator, options: FullyShardedDataParallelPlugin) -> 
     accelerator.state.distributed_type = DistributedType.FSDP
 
 
-def _require_accelerator(given: Any) -> None:
-    """Refuse what stands where the accelerator should.
+def _require_combinable(accelerator: Accelerator) -> None:
+    """Refuse what is no accelerator, and one that shards, compiles or casts in its own way.
 
     Raises:
-        BadSettings: it is something else, the model most likely.
+        BadSettings: it is something else, the model most likely; or it does.
     """
     from accelerate import Accelerator
-
-    if not isinstance(given, Accelerator):
-        raise BadSettings(
-            f"`aotdist.prepare` takes the accelerator first, and was given a {type(given).__name__}",
-            fix="call `aotdist.prepare(accelerator, model, optimizer)`, with an `accelerate.Accelerator`",
-        )
-
-
-def _require_combinable(accelerator: Accelerator) -> None:
-    """Refuse what shards, compiles or casts in its own way.
-
-    Raises:
-        BadSettings: the accelerator does.
-    """
     from accelerate.utils import DistributedType, DynamoBackend
 
     from aotdist.launch.accelerate import AotdistPlugin
+
+    if not isinstance(cast("object", accelerator), Accelerator):
+        raise BadSettings(
+            f"`aotdist.prepare` takes the accelerator first, and was given a {type(accelerator).__name__}",
+            fix="call `aotdist.prepare(accelerator, model, optimizer)`, with an `accelerate.Accelerator`",
+        )
 
     others = {
         DistributedType.DEEPSPEED: "DeepSpeed",

@@ -55,17 +55,14 @@ class StepProfiler:
             yield
             return
         if step == first:
-            self._begin()
+            if self.options.memory:
+                record_memory_history(True)
+            self._trace = torch_profiler()
+            self._trace.start()
         with record_function(f"{STEP_MARK}{step}"):
             yield
         if step == first + num_steps - 1:
             self.close()
-
-    def _begin(self) -> None:
-        if self.options.memory:
-            record_memory_history(True)
-        self._trace = torch_profiler()
-        self._trace.start()
 
     def close(self) -> None:
         """Writes what was traced, if anything: also of a run that ends in the midst of it."""

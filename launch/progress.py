@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Protocol
 
 from rich.console import Console
 from rich.panel import Panel
@@ -18,24 +17,20 @@ _PLAIN_LINES = 50
 """Step lines that a whole run prints where there is no terminal."""
 
 
-class Reporter(Protocol):
-    """Shows a run as it goes."""
+class Reporter:
+    """Shows a run as it goes; this one, of ranks other than 0, shows nothing."""
 
     def start(self, facts: Mapping[str, str], num_steps: int) -> None:
         """The run begins; `facts` is what it is about."""
-        ...
 
     def record(self, record: Record) -> None:
         """Something was measured."""
-        ...
 
     def section(self, title: str, text: str) -> None:
         """A longer text: the compile summary, the sample."""
-        ...
 
     def close(self) -> None:
         """Nothing more will come."""
-        ...
 
 
 def make_reporter(console: Console | None = None) -> Reporter:
@@ -81,7 +76,7 @@ def _describe_slope(record: StepRecord) -> str:
     return f"norm {record.grad_norm:5.2f}  lr {record.lr:.1e}"
 
 
-class PlainReporter:
+class PlainReporter(Reporter):
     """Lines for a log file: about `_PLAIN_LINES` of them for the steps, and every validation."""
 
     def __init__(self) -> None:
@@ -107,14 +102,11 @@ class PlainReporter:
     def section(self, title: str, text: str) -> None:
         print(f"--- {title} ---\n{text}\n", flush=True)
 
-    def close(self) -> None:
-        pass
-
     def _print_step(self, step: int, text: str) -> None:
         print(f"step {step:>5}/{self._num_steps}  {text}", flush=True)
 
 
-class LiveReporter:
+class LiveReporter(Reporter):
     """A bar that stays at the bottom, with everything else scrolling above it."""
 
     def __init__(self, console: Console) -> None:

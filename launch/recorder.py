@@ -14,7 +14,7 @@ from aotdist.launch.progress import Reporter
 from aotdist.launch.run_folder import CURVE_FILE
 
 
-class RecordingReporter:
+class RecordingReporter(Reporter):
     """Writes everything into a run folder first and tells the others then.
 
     Records go to the metrics file, each section to a text file of its title, and closing draws the
@@ -64,19 +64,3 @@ def _warning(name: str) -> Generator[None]:
         yield
     except OSError as error:
         warnings.warn(f"aotdist: {name} of the run folder cannot be written: {error.strerror}", stacklevel=4)
-
-
-class SilentReporter:
-    """For ranks other than 0."""
-
-    def start(self, facts: Mapping[str, str], num_steps: int) -> None:
-        pass
-
-    def record(self, record: Record) -> None:
-        pass
-
-    def section(self, title: str, text: str) -> None:
-        pass
-
-    def close(self) -> None:
-        pass

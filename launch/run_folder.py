@@ -15,7 +15,7 @@ import torch
 from aotdist.errors import BadSettings
 from aotdist.files import AS_USUAL, with_checksum, write_whole
 from aotdist.launch.config import AUTO, CONFIG_FILE, JobOptions, RunOptions
-from aotdist.launch.lease import LEASE_FILE, Lease, is_held, refuse_held
+from aotdist.launch.lease import LEASE_FILE, Lease, in_use, living
 from aotdist.launch.parallel import Place, World
 
 CURVE_FILE = "loss.png"
@@ -81,8 +81,8 @@ def refuse_taken(options: JobOptions) -> None:
         RunInUse: another process of this machine trains in its folder.
     """
     run, before = options.run, _folder_named(options)
-    if before is not None:
-        refuse_held(before)
+    if before is not None and (holder := living(before)) is not None:
+        raise in_use(before, holder)
     if options.resume is None and run.name is not None and (run.folder / run.name).exists():
         if not _died_at_birth(run.folder / run.name):
             raise _taken(run, run.name)
@@ -133,13 +133,10 @@ def _new_folder(options: RunOptions) -> Path:
 
 def _died_at_birth(folder: Path) -> bool:
     """Whether a process made the folder and was gone before it had written down its options."""
-    if not folder.is_dir() or any(not _is_of_birth(path.name) for path in folder.iterdir()):
+    of_birth = (LEASE_FILE, f".{LEASE_FILE}.", f".{CONFIG_FILE}.")
+    if not folder.is_dir() or any(not path.name.startswith(of_birth) for path in folder.iterdir()):
         return False
-    return not is_held(folder)
-
-
-def _is_of_birth(name: str) -> bool:
-    return name == LEASE_FILE or name.startswith((f".{LEASE_FILE}.", f".{CONFIG_FILE}."))
+    return living(folder) is None
 
 
 def write_config(folder: Path, options: JobOptions, world: World, batch_ranks: int) -> None:
@@ -162,16 +159,10 @@ def write_config(folder: Path, options: JobOptions, world: World, batch_ranks: i
         "compute_dtype": str(world.compute_dtype).removeprefix("torch."),
         "launch_id": world.place.launch_id,
     }
-    of_json = json.loads(json.dumps(dataclasses.asdict(options), default=_jsonable))
+    of_json = json.loads(json.dumps(dataclasses.asdict(options), default=str))  # paths
     text = with_checksum({"options": of_json, "environment": environment})
     write_whole(folder / CONFIG_FILE, [text.encode()], mode=AS_USUAL)  # a run can go on only if it is whole
 
 
 def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, Path):
-        return str(value)
-    raise TypeError(f"{type(value).__name__} is no option's type")

@@ -8,6 +8,11 @@ from torch import Tensor, nn
 from aotdist.launch.config import RunOptions
 from aotdist.launch.parallel import World
 
+PROMPT = "class "
+"""What the sample continues."""
+
+TEMPERATURE = 0.6
+
 
 @torch.no_grad()
 def write_sample(model: nn.Module, world: World, options: RunOptions, *, seq_len: int) -> str:
@@ -17,22 +22,20 @@ def write_sample(model: nn.Module, world: World, options: RunOptions, *, seq_len
     compiled model then needs one artifact for all of them.
     """
     generator = torch.Generator().manual_seed(options.seed)
-    text = list(options.sample_prompt.encode())
+    text = list(PROMPT.encode())
     for _ in range(options.sample_bytes):
         context = text[-seq_len:]
         window = torch.tensor([context + [0] * (seq_len - len(context))], device=world.device)
         with world.autocast():
             logits = model(window)[0, len(context) - 1]
-        text.append(draw_byte(logits.cpu(), options.sample_temperature, generator))
+        text.append(draw_byte(logits.cpu(), generator))
     return bytes(text).decode(errors="replace")
 
 
-def draw_byte(logits: Tensor, temperature: float, generator: torch.Generator) -> int:
-    """One byte, at temperature 0 the likeliest.
+def draw_byte(logits: Tensor, generator: torch.Generator) -> int:
+    """One byte.
 
     Shapes: logits (256,).
     """
-    if temperature == 0:
-        return int(logits.argmax())
-    chances = torch.softmax(logits.float() / temperature, dim=-1)
+    chances = torch.softmax(logits.float() / TEMPERATURE, dim=-1)
     return int(torch.multinomial(chances, 1, generator=generator))

@@ -26,7 +26,7 @@ def test_the_second_command_goes_on_with_the_first(
     for number in range(40):
         Path(f"module_{number}.py").write_text("def function(x):\n    return x\n" * 20)
     small = [word for word in SMALL_MODEL if not word.startswith("--checkpoint")]
-    place = ["--data.root=.", "--data.cache-folder=cache", "--compile.backend=eager"]
+    place = ["--data.root=.", "--compile.backend=eager"]
     assert main([*first, *small, *place, "--optim.steps=4", "--checkpoint.every=2"]) == 0
     assert main([*second, "--optim.steps=6"]) == 0
     assert "from step 4" in capsys.readouterr().out

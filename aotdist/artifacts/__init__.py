@@ -10,9 +10,8 @@ trace. Loading prints it again, exactly as it is printed after compiling. In the
 - `archive.py`: the file: members, checksums, versions;
 - `build.py`, `load.py`: what users call.
 
-`store/` writes a compilation as data: graphs node by node, and the facts. That is all that a trace finds out;
-plans are made from the facts again, and the runtime is printed again, so a loaded and a compiled program run
-the same code.
+The graphs and the facts are all that a trace finds out; plans are made from the facts again, so a loaded and
+a compiled program run the same code.
 
 A record is read for a call: the call is captured as usual, and described part by part in words that two
 processes can compare (`artifacts/signature.py`). If the words match those of the build, tensors, modules and

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
@@ -25,6 +24,7 @@ from aotdist.codegen.triton import TARGETS
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.files import path_of, refuse_unwritable
 from aotdist.pipeline import compilation_of
+from aotdist.report.profile import refuse_arguments
 from aotdist.runtime.artifact import Artifact, load
 from aotdist.runtime.compilation import Compilation
 from aotdist.runtime.guards import fit_of
@@ -166,7 +166,7 @@ def compiled_ahead(
     return _on_each_rank(make, chosen, world_size, settings, loaded)
 
 
-def refuse_arguments(make: Callable[..., Any]) -> None:
+def refuse_maker(make: Callable[..., Any]) -> None:
     """Refuse a maker that cannot be called as makers are.
 
     Raises:
@@ -174,17 +174,8 @@ def refuse_arguments(make: Callable[..., Any]) -> None:
     """
     if not callable(make) or isinstance(make, nn.Module):
         raise _nothing(f"`make` is a {type(make).__name__}, and not what makes it")
-    try:
-        inspect.signature(make).bind()
-    except TypeError as error:
-        name = getattr(make, "__name__", type(make).__name__)
-        raise BadSettings(
-            f"`{name}` is called without arguments: {error}",
-            stage="store",
-            fix="name a function that makes what to compile, and what to call it with, by itself",
-        ) from error
-    except ValueError:  # a function of C that does not tell
-        return
+    fix = "name a function that makes what to compile, and what to call it with, by itself"
+    refuse_arguments(make, fix, stage="store")
 
 
 def _on_each_rank(
@@ -195,7 +186,7 @@ def _on_each_rank(
     then: Callable[[Any, Compilation], T],
 ) -> list[list[T]]:
     """What becomes of each call on each rank: `then` of the target and its compilation, as that rank."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if torch.distributed.is_initialized():
         raise BadSettings(
             "this process is in a process group already",
             stage="store",
@@ -203,7 +194,7 @@ def _on_each_rank(
         )
     if type(world_size) is not int or world_size < 1:
         raise BadSettings(f"a world has no {world_size!r} ranks", stage="store", fix="give 1 or more")
-    refuse_arguments(make)
+    refuse_maker(make)
     chosen = settings_of(settings)
     ranks = list[list[T]]()
     for rank in range(world_size):

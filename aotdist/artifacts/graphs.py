@@ -89,10 +89,14 @@ class Graphs:
             json["holds"] = {"nodes": self._nodes(held)} if is_graph else self._values.written(held, where)
         elif node.op == "call_function":
             json["target"] = self._values.written(node.target, where)
+
+        def at(read: Node) -> Any:
+            return NodeAt(position[read])
+
         arguments: Any = {"args": tuple(node.args), "kwargs": dict(node.kwargs)}
         for key, value in arguments.items():
             if value:
-                json[key] = self._values.written(map_arg(value, _at(position)), where)
+                json[key] = self._values.written(map_arg(value, at), where)
         self._name_group(node, json)
         json["meta"] = {key: node.meta[key] for key in META if node.meta.get(key) is not None}
         if "source" in json["meta"] and not self._to_compile:
@@ -240,10 +244,3 @@ def without_folder(source: str) -> str:
     folders = sorted((*sys.path, str(Path.cwd())), key=len, reverse=True)
     inside = next((folder for folder in folders if folder and path.startswith(folder + os.sep)), None)
     return (os.path.relpath(path, inside) if inside else os.path.basename(path)) + line + code
-
-
-def _at(position: Mapping[Node, int]) -> Callable[[Node], Any]:
-    def at(node: Node) -> NodeAt:
-        return NodeAt(position[node])
-
-    return at

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from aotdist.artifacts.archive import Archive, check_versions, open_archive
 from aotdist.artifacts.record import read, settings_of
@@ -56,7 +57,9 @@ class Stored:
         """
         manifest = self.archive.manifest
         with only_ours():
-            built: list[Json] = self.archive.record_of(_rank() if manifest.world_size > 1 else 0)["calls"]
+            built: list[Json] = self.archive.record_of(dist.get_rank() if manifest.world_size > 1 else 0)[
+                "calls"
+            ]
             settings = settings_of(built[0])
         with class_functions_off():
             return loaded_together(manifest.name, settings, lambda: self._fitting(built, call), artifacts)
@@ -90,14 +93,6 @@ def gpu_here() -> str | None:
     return f"sm_{major}{minor}"
 
 
-def _rank() -> int:
-    return torch.distributed.get_rank() if _is_distributed() else 0
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
 def _check_process(path: Path, archive: Archive) -> None:
     """See that what an artifact was built with and for is here.
 
@@ -113,7 +108,7 @@ def _check_process(path: Path, archive: Archive) -> None:
             stage="store",
             fix=f"build it for what is here: `--target {gpu or 'cpu'}`",
         )
-    num_ranks = torch.distributed.get_world_size() if _is_distributed() else 1
+    num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     if manifest.world_size not in (1, num_ranks):  # what was built for one rank communicates with none
         raise BadArtifact(
             f"{path} was built for {manifest.world_size} ranks, and here are {num_ranks}",

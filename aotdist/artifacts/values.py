@@ -13,7 +13,7 @@ import hashlib
 import math
 import re
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -30,13 +30,13 @@ from aotdist.torch_seam.dtensor import layout_kinds
 from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload, is_of_tensors, operator_named
 from aotdist.torch_seam.trees import TreeSpec, pytree, tree_children, tree_of
 
+T = TypeVar("T")
+
 Json: TypeAlias = Any
 """What the `json` module reads and writes."""
 
 _Fields: TypeAlias = Mapping[str, Json]
 _NAMED_BY_TORCH = torch.dtype | torch.layout | torch.memory_format
-_OTHER = object()
-"""What a reader returns of a kind that is not among its own."""
 
 
 class Values:
@@ -54,6 +54,23 @@ class Values:
         self.live = live
         self._binaries = binaries
         self._layouts = layout_kinds()
+        self._readers: Mapping[str, Callable[[_Fields], Any]] = {
+            "row": lambda json: Row[Any, Any](self._all_read(json["of"])),
+            "list": lambda json: self._all_read(json["of"]),
+            "dict": lambda json: {self.read(key): self.read(part) for key, part in json["of"]},
+            "set": lambda json: frozenset(self._all_read(json["of"])),
+            "slice": lambda json: slice(*self._all_read(json["of"])),
+            "device": lambda json: self._device(json["name"]),
+            "tensor": self._read_tensor,
+            "mesh": lambda json: live.mesh(self._named(json, MeshName)),
+            "group": lambda json: live.group(self._named(json, GroupName)),
+            "place": lambda json: live.source_of(self._named(json, Place)),
+            "tree": self._read_tree,
+            "packed": self._read_packed,
+            **_NAMED,
+            **dict.fromkeys(self._layouts, self._read_layout),
+            **dict.fromkeys(CLASSES, lambda json: made(CLASSES[json["is"]], self._read_fields(json))),
+        }
 
     def written(self, value: Any, where: str) -> Json:
         """`value` as JSON.
@@ -185,71 +202,27 @@ class Values:
         if type(json) is not dict:
             return json if type(json) is int else require(json, _Scalar, "a value")
         kind = json.get("is")
+        reader = self._readers.get(kind) if type(kind) is str else None
+        if reader is None:
+            raise damaged(f"the artifact holds a {kind!r}, which is no kind of ours")
         try:
-            for reader in (self._read_container, self._read_of_torch, self._read_of_ours):
-                value = reader(kind, json)
-                if value is not _OTHER:
-                    return value
+            return reader(json)
         except AotdistError:
             raise
         except NOT_OURS as error:
             what = f"a {kind} is written in another way than ours ({type(error).__name__}: {error})"
             raise damaged(what) from error
-        raise damaged(f"the artifact holds a {kind!r}, which is no kind of ours")
 
     def _all_read(self, parts: Any) -> list[Any]:
         return [self.read(part) for part in require(parts, list, "what a container holds")]
 
-    def _read_container(self, kind: Any, json: _Fields) -> Any:
-        match kind:
-            case "row":
-                return Row[Any, Any](self._all_read(json["of"]))
-            case "list":
-                return self._all_read(json["of"])
-            case "dict":
-                return {self.read(key): self.read(part) for key, part in json["of"]}
-            case "set":
-                return frozenset(self._all_read(json["of"]))
-            case "slice":
-                return slice(*self._all_read(json["of"]))
-            case str() if kind in _NAMED:
-                return _NAMED[kind](json)
-            case _:
-                return _OTHER
+    def _named(self, json: _Fields, kind: type[T]) -> T:
+        return require(self.read(json["name"]), kind, "a name")
 
-    def _read_of_torch(self, kind: Any, json: _Fields) -> Any:
-        match kind:
-            case "device":
-                return self._device(json["name"])
-            case "tensor":
-                return self._read_tensor(json)
-            case "mesh":
-                return self.live.mesh(require(self.read(json["name"]), MeshName, "the name of a mesh"))
-            case "group":
-                return self.live.group(require(self.read(json["name"]), GroupName, "the name of a group"))
-            case "leaf":
-                return tree_of(None, None, [])
-            case "tree":
-                return self._read_tree(json)
-            case str() if kind in self._layouts:
-                cls, hints = self._layouts[kind]
-                fields = self._read_fields(json)
-                return cls(**{key: require(fields[key], hints[key], f"`{kind}.{key}`") for key in fields})
-            case _:
-                return _OTHER
-
-    def _read_of_ours(self, kind: Any, json: _Fields) -> Any:
-        match kind:
-            case "place":
-                return self.live.source_of(require(self.read(json["name"]), Place, "the name of a place"))
-            case "packed":
-                return self._read_packed(json)
-            case "class":
-                return class_named(json["module"], json["name"])
-            case str() if kind in CLASSES:
-                return made(CLASSES[kind], self._read_fields(json))
-            case _:
-                return _OTHER
+    def _read_layout(self, json: _Fields) -> Any:
+        cls, hints = self._layouts[json["is"]]
+        fields = self._read_fields(json)
+        return cls(**{key: require(fields[key], hints[key], f"`{cls.__name__}.{key}`") for key in fields})
 
     def _read_fields(self, json: _Fields) -> dict[str, Any]:
         return {key: self.read(part) for key, part in json.items() if key != "is"}
@@ -305,6 +278,8 @@ _NAMED: Mapping[str, Callable[[_Fields], Any]] = {
     "complex": lambda json: complex(*map(float, json["of"])),
     "size": lambda json: torch.Size(require(json["of"], list[int], "a size")),
     "ellipsis": lambda json: ...,
+    "leaf": lambda json: tree_of(None, None, []),
+    "class": lambda json: class_named(json["module"], json["name"]),
     "torch": lambda json: require(vars(torch).get(json["name"]), _NAMED_BY_TORCH, "what torch names"),
     "creation": lambda json: CreationMeta.__members__[json["name"]],
     "operator": lambda json: _operator(json["name"]),

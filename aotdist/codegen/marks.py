@@ -19,7 +19,6 @@ from torch.fx import Node
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.errors import IndexOutOfBounds
 from aotdist.partition.traits import is_collective, is_wait
-from aotdist.passes.collectives import group_name
 from aotdist.program import Graph
 from aotdist.torch_seam.operators import OpOverload, argument_names
 from aotdist.torch_seam.profiling import RecordFunctionFast, is_profiling
@@ -41,13 +40,11 @@ class Communication:
     Args:
         op: name of the operator, with its namespace: `_c10d_functional::wait_tensor`.
         collective: name of the collective: that of the operator that starts it.
-        group: name of the process group.
         serves: the unit of FSDP, else the module, that it is for.
     """
 
     op: str
     collective: str
-    group: str
     serves: str
 
 
@@ -129,10 +126,10 @@ def module_mark(node: Node) -> str:
 def _communication(node: Node) -> Communication:
     start = node if is_collective(node) else _start_of(node)
     if start is None:
-        return Communication(_name(node), "", "", "")
+        return Communication(_name(node), "", "")
     collective = _name(start).partition("::")[2].removesuffix("_out")
     serves = start.meta.get("unit") or start.meta.get("module") or ""
-    return Communication(_name(node), collective, group_name(start), serves)
+    return Communication(_name(node), collective, serves)
 
 
 def _name(node: Node) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from aotdist.capture.captured import Returned
 from aotdist.codegen.python_source import tensor_text
@@ -20,8 +20,7 @@ from aotdist.report.nodes import (
     graph_details,
     saved_details,
 )
-from aotdist.report.summary import summary_of
-from aotdist.report.text import counted, named_facts
+from aotdist.report.summary import counted, named_facts, summary_of
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.compilation import Compilation, Training
 from aotdist.runtime.ranks import board_of_this_process, poll
@@ -32,26 +31,18 @@ _PATIENCE_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
-class RankDifference:
-    """Something that is not the same on all ranks: its name, and its text on each rank."""
-
-    what: str
-    values: Mapping[int, str]
-
-
-@dataclass(frozen=True, slots=True)
 class Ranks:
     """How an artifact differs from rank to rank.
 
     Args:
         others: ranks that rank 0 is compared with.
         missing: ranks that did not tell.
-        differences: in the order in which rank 0 tells.
+        differences: what is not the same on all ranks, by name: its text on each rank.
     """
 
     others: tuple[int, ...] = ()
     missing: tuple[int, ...] = ()
-    differences: tuple[RankDifference, ...] = ()
+    differences: Mapping[str, Mapping[int, str]] = field(default_factory=dict[str, Mapping[int, str]])
 
 
 _SHOWN = ("writes", "passes")
@@ -72,9 +63,7 @@ def compared(told: Mapping[int, Told | None]) -> Ranks:
     return Ranks(
         others=tuple(rank for rank in known if rank != 0),
         missing=tuple(rank for rank in told if rank not in known),
-        differences=tuple(
-            RankDifference(name, values) for name, values in rows.items() if len(set(values.values())) > 1
-        ),
+        differences={name: row for name, row in rows.items() if len(set(row.values())) > 1},
     )
 
 
@@ -98,14 +87,6 @@ def meet(told: Sequence[Told]) -> tuple[Ranks, ...] | None:
         compared({rank: None if notice is None else notice[at] for rank, notice in enumerate(found)})
         for at in range(len(told))
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Stage:
-    """How long a stage took."""
-
-    name: str
-    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +117,7 @@ class Details:
         name: of the function or module.
         kind: `training` or `inference`.
         backend: what emitted the graphs.
-        stages: with their times, in the order in which they ran.
+        seconds: of each stage, in the order in which they ran.
         passes: what each graph pass did.
         inputs: what the program takes; `outputs` what it gives.
         graphs: the joint graph first.
@@ -151,7 +132,7 @@ class Details:
     name: str
     kind: str
     backend: str
-    stages: tuple[Stage, ...]
+    seconds: Mapping[str, float]
     passes: tuple[PassRecord, ...]
     inputs: tuple[TensorFacts, ...]
     outputs: tuple[TensorFacts, ...]
@@ -174,7 +155,7 @@ def details_of(artifact: Artifact) -> Details:
         name=compilation.captured.name,
         kind="inference" if split is None else "training",
         backend=compilation.backend,
-        stages=tuple(Stage(name, seconds) for name, seconds in compilation.seconds.items()),
+        seconds=compilation.seconds,
         passes=compilation.records,
         inputs=tuple(_inputs(compilation)),
         outputs=tuple(_outputs(compilation)),

@@ -17,8 +17,7 @@ import torch
 from aotdist.files import AS_USUAL, path_of, refuse_unwritable, write_whole
 from aotdist.program import Graph
 from aotdist.report.details import Details, Told, compared, details_of, meet
-from aotdist.report.summary import Report, report_of
-from aotdist.report.text import format_bytes
+from aotdist.report.summary import Report, format_bytes, report_of
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.kinds import Kinds
 
@@ -143,4 +142,4 @@ def told_by(program: Details) -> Told:
     for position, one in enumerate(program.collectives):
         text = f"{one.operator}, {format_bytes(one.bytes)}, beside {one.beside} operators"
         told[f"collective {position} of the {one.graph} graph"] = text
-    return told | {f"seconds of {stage.name}": f"{stage.seconds:.2f}" for stage in program.stages}
+    return told | {f"seconds of {stage}": f"{seconds:.2f}" for stage, seconds in program.seconds.items()}

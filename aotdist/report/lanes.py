@@ -7,13 +7,12 @@ compiled graph runs and does not wait. Stretches of time are spans, and sums are
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from aotdist.codegen.marks import GRAPH_MARK, MODULE_MARK, Communication, communications_of
-from aotdist.torch_seam.groups import group_words
 
 Stretches: TypeAlias = list[tuple[float, float]]
 """Beginnings and ends, in order, none touching another."""
@@ -114,12 +113,6 @@ _WRAP = "_c10d_functional::_wrap_tensor_autograd"
 _ENGINE = "autograd::engine::"
 _GLOO = "gloo:"
 _DEVICE = frozenset({"kernel", "gpu_memcpy", "gpu_memset"})
-_OF_GLOO: Mapping[str, str] = {
-    "all_gather_into_tensor": "all_gather",
-    "reduce_scatter_tensor": "all_reduce",
-    "all_to_all_single": "all_to_all",
-}
-"""What gloo calls a collective, where that is another word: it reduces as a whole to scatter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +132,7 @@ class Lanes:
         phases: graphs that ran, steps of optimizers, and what else was marked.
         modules: the operators of each module, and around them those of the modules that hold it.
         compute: kernels of a GPU; of a CPU, operators and graphs.
-        groups: collectives, by process group.
+        groups: collectives, by process group; of a CPU, those of all groups, which gloo ran.
         waits: for collectives.
         exposed: when a collective ran, or was waited for, and nothing computed.
     """
@@ -174,20 +167,22 @@ def lanes_of(events: Iterable[Mapping[str, Any]]) -> Lanes:
     kernels = [found for category in _DEVICE for found in by_category[category]]
     steps = _in_order(span for span in marks if span.name.startswith(STEP_MARK))
     graphs = _in_order(span for span in marks if span.name.startswith(GRAPH_MARK))
-    waits, groups = _communication(graphs, operators, [span for span in marks if span.name.startswith(_GLOO)])
+    waits = _waits(graphs, operators)
     if kernels:
         groups = _groups_of_kernels(kernels)
         compute = _in_order(span for span, args in kernels if not _is_communication(span, args))
         busy = stretches(compute)
         communicating = stretches(span for lane in groups for span in lane.spans)
     else:
-        of_groups = {span.thread for span in marks if span.name.startswith(_GLOO)}
+        ran = [span for span in marks if span.name.startswith(_GLOO)]
+        groups = (Lane("gloo", tuple(_named(_in_order(ran), _GLOO))),) if ran else ()
+        of_groups = {span.thread for span in ran}
         beside = [span for span in operators if span.thread not in of_groups]
         compute = [*outermost(span for span in beside if not _is_around(span, graphs))]
         blocked = stretches(waits)
         busy = minus(union(stretches(compute), stretches(graphs)), blocked)
         compute += _between(minus(busy, stretches(compute)))
-        communicating = union(stretches(span for lane in groups for span in lane.spans), blocked)
+        communicating = union(stretches(ran), blocked)
     exposed = within(minus(communicating, busy), stretches(steps))
     return Lanes(
         steps=Lane("steps", tuple(_named(steps, "aotdist "))),
@@ -287,73 +282,23 @@ def _groups_of_kernels(kernels: Iterable[tuple[Span, Mapping[str, Any]]]) -> tup
     return tuple(Lane(name, tuple(_in_order(spans))) for name, spans in sorted(found.items()))
 
 
-@dataclass(frozen=True, slots=True)
-class _InFlight:
-    """A collective of a graph, from its start to the end of the first wait for it."""
-
-    what: Communication
-    start: float
-    end: float
-
-
-def _communication(
-    graphs: Sequence[Span], operators: Iterable[Span], ran: Sequence[Span]
-) -> tuple[list[Span], tuple[Lane, ...]]:
-    """What was waited for, and the collectives that gloo ran, by process group."""
+def _waits(graphs: Iterable[Span], operators: Iterable[Span]) -> list[Span]:
+    """What was waited for; by its name, where the compiler kept a graph's collectives in their order."""
     functional = _in_order(
         span for span in operators if span.name.startswith(_COLLECTIVES) and span.name != _WRAP
     )
     waits = {span: span.name.removeprefix(_COLLECTIVES) for span in functional if span.name == _WAIT}
-    in_flight = list[_InFlight]()
     for graph in graphs:
         seen = [span for span in functional if graph.holds(span) and span.thread == graph.thread]
         known = communications_of(graph.name)
-        if not _agree(seen, known):  # the compiler gave them another order: the starts may have kept theirs
-            seen = [span for span in seen if span.name != _WAIT]
-            known = tuple(what for what in known if what.op != _WAIT)
-        pairs = list(zip(seen, known, strict=True)) if _agree(seen, known) else []
-        for at, (span, what) in enumerate(pairs):
-            if span.name == _WAIT:
-                waits[span] = _words(what)
-            else:
-                ends = (later.end for later, other in pairs[at + 1 :] if _is_wait_for(other, what))
-                in_flight.append(_InFlight(what, span.start, next(ends, graph.end)))
-    named = [Span(name, span.start, span.end, span.thread) for span, name in waits.items()]
-    return named, _lanes_of_groups(in_flight, ran)
-
-
-def _agree(seen: Sequence[Span], known: Sequence[Communication]) -> bool:
-    return [span.name for span in seen] == [what.op for what in known]
-
-
-def _is_wait_for(wait: Communication, start: Communication) -> bool:
-    return wait.op == _WAIT and (wait.collective, wait.group, wait.serves) == (
-        start.collective,
-        start.group,
-        start.serves,
-    )
+        if [span.name for span in seen] == [what.op for what in known]:
+            pairs = zip(seen, known, strict=True)
+            waits |= {span: _words(what) for span, what in pairs if span.name == _WAIT}
+    return [Span(name, span.start, span.end, span.thread) for span, name in waits.items()]
 
 
 def _words(what: Communication) -> str:
     return " ".join(filter(None, (what.collective, what.serves and f"of {what.serves}")))
-
-
-def _lanes_of_groups(in_flight: Sequence[_InFlight], ran: Sequence[Span]) -> tuple[Lane, ...]:
-    """What gloo ran, by the group that most of what a thread ran fits to: threads are a group's own."""
-    votes: dict[int | str, Counter[str]] = defaultdict(Counter)
-    for span in ran:
-        votes[span.thread].update({one.what.group for one in in_flight if _fits(span, one)})
-    found: dict[str, list[Span]] = defaultdict(list)
-    for span in ran:
-        group = votes[span.thread].most_common(1)
-        words = group_words(group[0][0]) if group else "other collectives"
-        found[words].append(Span(span.name.removeprefix(_GLOO), span.start, span.end, span.thread))
-    return tuple(Lane(name, tuple(_in_order(spans))) for name, spans in sorted(found.items()))
-
-
-def _fits(span: Span, one: _InFlight) -> bool:
-    called = _OF_GLOO.get(one.what.collective, one.what.collective)
-    return span.name.removeprefix(_GLOO).startswith(called) and one.start <= span.start <= one.end
 
 
 def busy_seconds(lane: Lane) -> float:

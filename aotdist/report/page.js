@@ -439,21 +439,22 @@ function figures(program) {
     ...(saved ? { "saved for backward": saved } : {}),
     ...(program.collectives.length ? { collectives: `${count(program.collectives.length)}, ${bytes(sum(program.collectives.map((each) => each.bytes)))}` } : {}),
     ...(kernels ? { kernels: count(kernels) } : {}),
-    compiled: `in ${seconds(sum(program.stages.map((stage) => stage.seconds)))}`,
+    compiled: `in ${seconds(sum(Object.values(program.seconds)))}`,
   };
   return element("dl", { class: "figures" }, Object.entries(facts).map(([name, value]) => element("div", {}, element("dt", {}, name), element("dd", {}, value))));
 }
 
 function stagesSection(program) {
-  const total = sum(program.stages.map((stage) => stage.seconds)) || 1;
+  const ran = Object.entries(program.seconds).map(([name, seconds]) => ({ name, seconds }));
+  const total = sum(Object.values(program.seconds)) || 1;
   const share = (stage) => `${((100 * stage.seconds) / total).toFixed(1)}%`;
-  const bar = program.stages.map((stage, at) => element("span", { title: `${stage.name}: ${seconds(stage.seconds)}`, style: `width: ${share(stage)}; background: ${hue(at)}` }));
-  const swatch = (stage) => [element("span", { class: "swatch", style: `background: ${hue(program.stages.indexOf(stage))}`, "aria-hidden": "true" }), stage.name];
+  const bar = ran.map((stage, at) => element("span", { title: `${stage.name}: ${seconds(stage.seconds)}`, style: `width: ${share(stage)}; background: ${hue(at)}` }));
+  const swatch = (stage) => [element("span", { class: "swatch", style: `background: ${hue(ran.indexOf(stage))}`, "aria-hidden": "true" }), stage.name];
   const stages = table("Compiling, stage by stage", [
     { title: "stage", value: (stage) => stage.name, show: swatch },
     { title: "time", value: (stage) => stage.seconds, show: (stage) => seconds(stage.seconds), number: true },
     { title: "share", value: (stage) => stage.seconds, show: share, number: true },
-  ], program.stages);
+  ], ran);
   const passes = table("Graph passes", [
     { title: "graph", value: (pass) => pass.stage },
     { title: "pass", value: (pass) => pass.name, mono: true },
@@ -543,7 +544,8 @@ function wrapperSection(program) {
 }
 
 function ranksSection(program) {
-  const { others, missing, differences } = program.ranks;
+  const { others, missing } = program.ranks;
+  const differences = Object.entries(program.ranks.differences).map(([what, values]) => ({ what, values }));
   if (!others.length && !missing.length) return null;
   const told = others.length ? faint(`Rank 0 beside ${others.map((rank) => `rank ${rank}`).join(", ")}.`) : null;
   const absent = missing.length ? faint(`Not told by ${missing.map((rank) => `rank ${rank}`).join(", ")}: call explain there too.`) : null;

@@ -120,7 +120,7 @@ def profile(
             0, `path` is no JSON file that can be written, or a profiler is at work.
     """
     _require(callable(step), f"cannot profile a {type(step).__name__}", "pass a function that takes a step")
-    _refuse_arguments(step)
+    refuse_arguments(step, "pass `lambda: step(batch)`, or a function that takes the next batch itself")
     _require(type(steps) is int and steps >= 1, f"steps={steps!r} profiles nothing", "run at least one step")
     _require(
         type(warmup) is int and warmup >= 0, f"warmup={warmup!r} is no number of steps", "say 0 for none"
@@ -201,15 +201,19 @@ def _of_this_rank(path: Path) -> Path:
     return own
 
 
-def _refuse_arguments(step: Callable[..., Any]) -> None:
-    called = step.forward if isinstance(step, nn.Module) else step
+def refuse_arguments(function: Callable[..., Any], fix: str, stage: str | None = None) -> None:
+    """Refuse what needs arguments, where it will be called without.
+
+    Raises:
+        BadSettings: it does.
+    """
+    called = function.forward if isinstance(function, nn.Module) else function
     is_own = isinstance(called, types.FunctionType)  # what it wraps may take arguments that it gives
     try:
         inspect.signature(called, follow_wrapped=not is_own).bind()
     except TypeError as error:
-        name = getattr(step, "__name__", type(step).__name__)
-        what = f"`{name}` is called without arguments: {error}"
-        _require(False, what, "pass `lambda: step(batch)`, or a function that takes the next batch itself")
+        name = getattr(function, "__name__", type(function).__name__)
+        raise BadSettings(f"`{name}` is called without arguments: {error}", stage=stage, fix=fix) from error
     except ValueError:  # a built-in function does not say what it takes
         pass
 

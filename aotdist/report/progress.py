@@ -176,7 +176,7 @@ def log_compiled(artifact: Artifact) -> None:
     for name, text in texts.items():
         log.debug("`%s`: %s\n%s", details.name, name, text)
     if is_tracing():
-        stages = json.dumps({stage.name: stage.seconds for stage in details.stages}, indent=1)
+        stages = json.dumps(dict(details.seconds), indent=1)
         trace_artifacts({**texts, "report": str(report_of([artifact])), "stages": stages})
 
 

@@ -26,19 +26,6 @@ def runs_on_gloo(group_name: Any, device: torch.device) -> bool:
     return _resolve_process_group(group_name)._get_backend(device).name() == "gloo"
 
 
-def group_words(group_name: Any) -> str:
-    """A process group in words: its description, if it was given one, and how many ranks it has."""
-    from torch.distributed.distributed_c10d import _resolve_process_group
-
-    try:
-        group = _resolve_process_group(group_name)
-    except (RuntimeError, ValueError):  # it was destroyed since
-        return f"group {group_name}"
-    description = group.group_desc
-    word = f"group {group_name}" if description in ("", "undefined") else description
-    return f"{word} ({group.size()} ranks)"
-
-
 def extent_of_group(name: str) -> tuple[int, int]:
     """How many ranks the process group of this name has, and which of them this one is."""
     from torch.distributed.distributed_c10d import _resolve_process_group

@@ -16,9 +16,8 @@ from aotdist.launch.checkpoints.manifest import (
     step_of,
 )
 from aotdist.launch.checkpoints.reader import CheckedReader
-from aotdist.launch.checkpoints.snapshot import load_tensors
+from aotdist.launch.checkpoints.snapshot import NEVER, TrainState, load_tensors
 from aotdist.launch.parallel import World
-from aotdist.launch.state import NEVER, TrainState
 
 _TEXT_FLAGS = {
     "seq_len": "--data.seq-len",
@@ -60,9 +59,9 @@ def resume(state: TrainState, root: Path, world: World, text: TextFacts) -> Resu
     refused: list[str] = []
     for folder in world.from_rank_0(lambda: complete_checkpoints(root)):
         found = _checked(folder, world)
-        if isinstance(found, _Good):
-            _restore(state, found, world, text)
-            return Resumed(found.manifest.heading.step, tuple(refused))
+        if not isinstance(found, str):
+            _restore(state, *found, world, text)
+            return Resumed(state.step, tuple(refused))
         refused.append(f"{folder.name} is refused: {found}")
     if refused:
         raise BadCheckpoint(
@@ -73,15 +72,7 @@ def resume(state: TrainState, root: Path, world: World, text: TextFacts) -> Resu
     return Resumed(NEVER, ())
 
 
-@dataclass(frozen=True, slots=True)
-class _Good:
-    """A checkpoint that is as it was written."""
-
-    manifest: Manifest
-    reader: CheckedReader
-
-
-def _checked(folder: Path, world: World) -> _Good | str:
+def _checked(folder: Path, world: World) -> tuple[Manifest, CheckedReader] | str:
     """A checkpoint, or why it is not as it was written; each rank looks at a share of its files."""
     good = None
     try:
@@ -91,7 +82,7 @@ def _checked(folder: Path, world: World) -> _Good | str:
         share = sorted(manifest.files)[world.place.rank :: world.place.world_size]
         damage = first_damage(folder, manifest.files, share)
         if damage is None:
-            good = _Good(manifest, CheckedReader(folder))
+            good = manifest, CheckedReader(folder)
     except BadCheckpoint as error:
         damage = error.what
     found = [reason for reason in world.gather(damage) if reason is not None]
@@ -100,8 +91,10 @@ def _checked(folder: Path, world: World) -> _Good | str:
     return good
 
 
-def _restore(state: TrainState, good: _Good, world: World, text: TextFacts) -> None:
-    heading = good.manifest.heading
+def _restore(
+    state: TrainState, manifest: Manifest, reader: CheckedReader, world: World, text: TextFacts
+) -> None:
+    heading = manifest.heading
     for name, flag in _TEXT_FLAGS.items():
         before, now = getattr(heading.text, name), getattr(text, name)
         if before != now:
@@ -109,5 +102,5 @@ def _restore(state: TrainState, good: _Good, world: World, text: TextFacts) -> N
                 f"the run's place in its text is lost: {name} was {before} and is {now}",
                 fix=f"give it the text that it began with: {flag}",
             )
-    load_tensors(state, good.reader, good.manifest, rank=world.place.rank, layout=world.layout.sizes)
+    load_tensors(state, reader, manifest, rank=world.place.rank, layout=world.layout.sizes)
     state.step, state.stream.position, state.validated = heading.step, heading.position, heading.validated

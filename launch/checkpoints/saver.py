@@ -20,18 +20,12 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
 from aotdist.errors import AotdistError, RankLost
-from aotdist.launch.checkpoints.manifest import (
-    Heading,
-    TextFacts,
-    checkpoint_folder,
-    read_manifest,
-)
-from aotdist.launch.checkpoints.snapshot import tensors_of
+from aotdist.launch.checkpoints.manifest import Heading, TextFacts, checkpoint_folder, read_manifest
+from aotdist.launch.checkpoints.snapshot import NEVER, TrainState, tensors_of
 from aotdist.launch.checkpoints.writer import AtomicWriter
 from aotdist.launch.config import CheckpointOptions
 from aotdist.launch.metrics import CheckpointRecord
 from aotdist.launch.parallel import World
-from aotdist.launch.state import NEVER, TrainState
 
 
 class CheckpointFailed(AotdistError):
@@ -151,7 +145,7 @@ class Saver:
                 f"{record.failure}",
                 stage="launch",
                 fix="make room, or choose another place with --run.folder; `--resume` goes on from the "
-                f"checkpoint before it{self._last_good()}",
+                f"checkpoint before it{'' if self._saved == NEVER else f', of step {self._saved}'}",
             )
         return record
 
@@ -159,9 +153,6 @@ class Saver:
         before = time.perf_counter()
         wait([save.future])
         save.waited_s += time.perf_counter() - before
-
-    def _last_good(self) -> str:
-        return "" if self._saved == NEVER else f", of step {self._saved}"
 
     def _heading(self, state: TrainState) -> Heading:
         return Heading(

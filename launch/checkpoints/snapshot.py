@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,12 +21,34 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from aotdist.launch.checkpoints.manifest import BadCheckpoint, Manifest, spell_tensor
 from aotdist.launch.checkpoints.reader import CheckedReader
-from aotdist.launch.state import TrainState
+from aotdist.launch.data import ByteStream
 from aotdist.torch_seam.dtensor import local_part
 from aotdist.torch_seam.trees import pytree
 
+NEVER = -1
+"""A step before every other one."""
+
 _OWN = "rank"
 """The key of the tensors that each rank has for itself."""
+
+
+@dataclass(slots=True)
+class TrainState:
+    """All that training changes.
+
+    Args:
+        model: its parameters and buffers.
+        optimizer: its moments.
+        stream: its position in the text.
+        step: optimizer steps taken.
+        validated: the step after which the model was last validated.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    stream: ByteStream
+    step: int = 0
+    validated: int = NEVER
 
 
 def tensors_of(state: TrainState, rank: int) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import aotdist
-from aotdist.artifacts.build import Made, called_by, refuse_arguments
+from aotdist.artifacts.build import Made, called_by, refuse_maker
 from aotdist.errors import BadSettings
 from aotdist.launch.commands.build import maker_named
 from aotdist.report.profile import most_allocated_by
@@ -40,10 +40,7 @@ _EAGER, _OURS = "eager", "aotdist"
 def add_to(subparsers: Any) -> None:
     """Add the subcommand to the parser of `aotdist`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "bench",
-        help="time a step beside eager and torch.compile",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "bench", help="time a step beside eager and torch.compile", description=_DESCRIPTION
     )
     parser.add_argument("model", metavar="MODEL", help="package.module:function, or file.py:function")
     parser.add_argument("--backend", default="auto", help="of aotdist.compile (default: %(default)s)")
@@ -80,7 +77,7 @@ def _run(options: argparse.Namespace) -> int:
     if options.rounds < 1:
         raise BadSettings(f"--rounds is {options.rounds}", fix="give 1 or more")
     make, settings = maker_named(options.model), Settings.from_environment()
-    refuse_arguments(make)
+    refuse_maker(make)
     ways: dict[str, Callable[[Any], Any]] = {
         _EAGER: lambda target: target,
         "torch.compile": torch.compile,

@@ -7,14 +7,14 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 
-from aotdist.artifacts.build import KNOWN_TARGETS, Made, build
+from aotdist.artifacts.build import KNOWN_TARGETS, Made, build, refuse_maker
 from aotdist.errors import BadSettings
 from aotdist.settings import Settings
 
@@ -30,10 +30,7 @@ compile is read from AOTDIST_* variables."""
 def add_to(subparsers: Any) -> None:
     """Add the subcommand to the parser of `aotdist`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "build",
-        help="compile ahead of time, into a file",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "build", help="compile ahead of time, into a file", description=_DESCRIPTION
     )
     add_model_to(parser)
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: FUNCTION.TARGET.aot")
@@ -80,7 +77,7 @@ def maker_named(name: str) -> Callable[[], Made]:
     module = _module(place) if place and is_place else None
     found: Any = getattr(module, function, None) if function.isidentifier() else None
     if not callable(found):
-        makers = [] if module is None else _makers_of(module)
+        makers = [] if module is None else list(_makers_of(module))
         there = f"; {place} has {', '.join(makers)}" if makers else ""
         raise BadSettings(
             f"MODEL is {name!r}, which names no function",
@@ -89,18 +86,13 @@ def maker_named(name: str) -> Callable[[], Made]:
     return cast("Callable[[], Made]", found)
 
 
-def _makers_of(module: Any) -> list[str]:
+def _makers_of(module: Any) -> Iterator[str]:
     """The functions of a module that may be what MODEL names: its own, and called without arguments."""
-    own = inspect.getmembers(module, lambda one: getattr(one, "__module__", None) == module.__name__)
-    return [name for name, one in own if inspect.isfunction(one) and name[0] != "_" and _takes_nothing(one)]
-
-
-def _takes_nothing(function: Callable[..., Any]) -> bool:
-    try:
-        inspect.signature(function).bind()
-    except TypeError:
-        return False
-    return True
+    for name, one in inspect.getmembers(module, inspect.isfunction):
+        if one.__module__ == module.__name__ and not name.startswith("_"):
+            with suppress(BadSettings):
+                refuse_maker(one)
+                yield name
 
 
 def _module(place: str) -> Any:

@@ -21,10 +21,7 @@ AOTDIST_CACHE_FOLDER sets; see docs/cache.md."""
 def add_to(subparsers: Any) -> None:
     """Add the subcommand to the parser of `aotdist`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "cache",
-        help="list, check or clear what was compiled before",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "cache", help="list, check or clear what was compiled before", description=_DESCRIPTION
     )
     parser.add_argument("--folder", type=Path, help="default: that of the settings")
     actions = parser.add_subparsers(required=True, metavar="ACTION")
@@ -55,9 +52,9 @@ def _list(folder: Folder) -> None:
 def _verify(folder: Folder) -> None:
     """Check that everything is whole; fails if something is not."""
     entries = folder.listed()
-    damaged = [each for each in entries if _fault(folder, each) is not None]
-    for each in damaged:
-        print(f"{each.key}: {_fault(folder, each)}")
+    damaged = [f"{each.key}: {fault}" for each in entries if (fault := _fault(folder, each)) is not None]
+    for line in damaged:
+        print(line)
     if damaged:
         raise CacheCorrupt(
             f"{len(damaged)} of {len(entries)} entries in {folder.path} are damaged",

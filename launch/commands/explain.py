@@ -27,10 +27,7 @@ is read from AOTDIST_* variables."""
 def add_to(subparsers: Any) -> None:
     """Add the subcommand to the parser of `aotdist`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "explain",
-        help="compile, and show what came of it",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        "explain", help="compile, and show what came of it", description=_DESCRIPTION
     )
     add_model_to(parser)
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with all details, too")

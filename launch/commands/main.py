@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import aotdist
 from aotdist.errors import AotdistError, BadSettings
@@ -40,7 +42,8 @@ def _run(arguments: Sequence[str] | None) -> int:
     parser = argparse.ArgumentParser(prog="aotdist", description="Compile training steps ahead of time.")
     parser.add_argument("--version", action="version", version=f"aotdist {aotdist.__version__}")
     parser.set_defaults(takes_more=False)
-    subparsers = parser.add_subparsers(required=True, metavar="COMMAND")
+    as_written: Any = partial(argparse.ArgumentParser, formatter_class=argparse.RawDescriptionHelpFormatter)
+    subparsers = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=as_written)
     for subcommand in _SUBCOMMANDS:
         subcommand.add_to(subparsers)
     options, more = parser.parse_known_args(arguments)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import aotdist
-from aotdist.artifacts.cache.key import WrittenGraph, key_of
+from aotdist.artifacts.cache.key import key_of
 from aotdist.codegen.contract import Decompositions, Emission, Emitted
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.regions import RegionCall, emit_by_regions, parts_of
@@ -200,7 +200,7 @@ def test_a_deeper_model_finds_what_a_shallow_one_left() -> None:
         known = emission(graph)
         assert known.fake_mode is not None
         alone = [part.graph for part in parts_of(graph, known) if isinstance(part, RegionCall)]
-        return {key_of("forward", one, WrittenGraph.of(one, known.fake_mode), Settings()) for one in alone}
+        return {key_of("forward", one, known.fake_mode, Settings()) for one in alone}
 
     assert len(keys(3)) == 2 and keys(3) == keys(9)
 

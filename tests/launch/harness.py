@@ -45,7 +45,6 @@ class Job:
         return [
             *SMALL_MODEL,
             f"--data.root={self.text}",
-            f"--data.cache-folder={self.folder / 'cache'}",
             f"--run.folder={self.folder}",
             f"--run.name={name}",
             f"--compile.backend={backend}",

@@ -1,6 +1,5 @@
 """The text is the same everywhere, and no byte of it is where it should not be."""
 
-import errno
 import itertools
 import os
 import shutil
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from aotdist import BadSettings
-from aotdist.launch import data, job
+from aotdist.launch import job
 from aotdist.launch.config import DataOptions, JobOptions
 from aotdist.launch.data import (
     ByteStream,
@@ -34,8 +33,8 @@ def windows():
 
 
 @pytest.fixture
-def options(text, tmp_path):
-    return DataOptions(root=text, cache_folder=tmp_path / "cache", seq_len=32, validation_percent=20)
+def options(text):
+    return DataOptions(root=text, seq_len=32, validation_percent=20)
 
 
 def stream(windows, *, rank=0, num_ranks=1, batch_size=4, seed=0, position=0):
@@ -71,50 +70,10 @@ def test_adding_a_file_moves_no_other():
     assert not is_held_out(Path("x.py"), 0)
 
 
-def test_the_text_is_joined_once_and_again_when_a_file_changes(tmp_path):
-    root = tmp_path / "root"
-    root.mkdir()
-    for number in range(40):
-        (root / f"{number}.py").write_text(f"x = {number}\n" * 20)
-    options = DataOptions(root=root, cache_folder=tmp_path / "cache", seq_len=32, validation_percent=20)
-    first = load_corpus(options)
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()}
-    assert torch.equal(load_corpus(options).training, first.training)
-    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").iterdir()} == times
-    changed = next(path for path in source_files(root) if not is_held_out(path, 20))
-    (root / changed).write_text("y = 1\n")
-    assert not torch.equal(load_corpus(options).training, first.training)
-
-
-@pytest.mark.parametrize("how", ["mode", "link", "owner"])
-def test_a_text_that_others_may_have_written_is_joined_anew(options, how):
-    right = load_corpus(options).training.clone()
-    joined = max(options.cache_folder.iterdir(), key=lambda path: path.stat().st_size)
-    text = joined.read_bytes()
-    forged = text.replace(b"return", b"import")
-    match how:
-        case "mode":
-            joined.write_bytes(forged)
-            joined.chmod(0o620)
-        case "link":
-            target = joined.with_name("elsewhere")
-            target.write_bytes(forged)
-            joined.unlink()
-            joined.symlink_to(target)
-        case "owner":
-            if os.geteuid() != 0:
-                pytest.skip("only root gives a file away")
-            joined.write_bytes(forged)
-            os.chown(joined, 12345, -1)
-    assert torch.equal(load_corpus(options).training, right)
-    assert joined.read_bytes() == text and not joined.is_symlink()
-    assert (joined.stat().st_uid, joined.stat().st_mode & 0o777) == (os.geteuid(), 0o600)
-
-
 def test_a_text_is_known_by_its_bytes_and_not_by_its_length(text, tmp_path):
     root = tmp_path / "root"
     shutil.copytree(text, root)
-    options = DataOptions(root=root, cache_folder=tmp_path / "cache", seq_len=32, validation_percent=20)
+    options = DataOptions(root=root, seq_len=32, validation_percent=20)
     first = load_corpus(options)
     for path in source_files(root)[0], next(p for p in source_files(root) if is_held_out(p, 20)):
         (root / path).write_bytes((root / path).read_bytes().replace(b"+", b"-"))
@@ -125,13 +84,10 @@ def test_a_text_is_known_by_its_bytes_and_not_by_its_length(text, tmp_path):
     assert load_corpus(options).sha256 == first.sha256
 
 
-def test_a_text_that_cannot_be_kept_is_an_error(options, monkeypatch):
-    def full(*_, **__):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(data, "write_whole", full)
-    with pytest.raises(BadSettings, match="cannot be joined in .*: .*No space left"):
-        load_corpus(options)
+def test_a_text_that_cannot_be_read_is_an_error(tmp_path):
+    (tmp_path / "gone.py").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(BadSettings, match="the text cannot be read: .*gone.py"):
+        load_corpus(DataOptions(root=tmp_path))
 
 
 def test_ranks_that_read_different_texts_are_told(options):
@@ -140,8 +96,8 @@ def test_ranks_that_read_different_texts_are_told(options):
         job._text_facts(JobOptions(data=options), world, corpus)
 
 
-def test_the_standard_library_is_the_default_text(tmp_path):
-    corpus = load_corpus(DataOptions(cache_folder=tmp_path))
+def test_the_standard_library_is_the_default_text():
+    corpus = load_corpus(DataOptions())
     assert corpus.root == Path(os.__file__).parent
     assert len(corpus.training) > 10 * len(corpus.validation) > 1_000_000
     assert int(corpus.training.max()) > 127  # not only ASCII
@@ -150,13 +106,7 @@ def test_the_standard_library_is_the_default_text(tmp_path):
 
 def test_too_little_text_is_an_error(tmp_path):
     with pytest.raises(BadSettings, match="--data.root"):
-        load_corpus(DataOptions(root=tmp_path, cache_folder=tmp_path / "cache"))
-
-
-def test_a_cache_folder_that_cannot_be_made_is_an_error(text, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(BadSettings, match="--data.cache-folder"):
-        load_corpus(DataOptions(root=text, cache_folder=tmp_path / "file"))
+        load_corpus(DataOptions(root=tmp_path))
 
 
 def test_targets_are_the_bytes_that_follow(windows):

@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.errors import BadSettings
-from aotdist.launch import doctor
+from aotdist.launch.commands import doctor
+from aotdist.launch.commands.doctor import Finding, findings
 from aotdist.launch.commands.main import main
-from aotdist.launch.doctor import Finding, findings
 
 Patch = pytest.MonkeyPatch
 

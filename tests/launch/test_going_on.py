@@ -54,7 +54,6 @@ def test_a_step_that_does_not_split_is_refused():
         (Before(options(), 2, 2), True, 3),
         (Before(options(4), 2, 2), False, 3),
         (Before(options(), 1, 2), False, 2),
-        (Before(options(), 2, 0), False, 3),
     ],
 )
 def test_whom_a_batch_is_meant_for(before, is_anew, meant_for):
@@ -86,13 +85,6 @@ def test_ranks_that_are_started_again_in_another_number_keep_the_batch(job):
     is_anew = says_batch_anew(command, asked, place)
     found = with_same_batch(asked, batch_ranks(asked, before, 1, is_anew=is_anew), 1)
     assert (found.data.batch_size, found.optim.accumulate) == (4, 2)
-
-
-def test_a_number_of_ranks_that_is_none_is_named(job, capsys):
-    config = job.folder / "config.json"
-    config.write_text(with_checksum({"options": {}, "environment": {"ranks": 1, "batch_ranks": "2"}}))
-    assert train.main(["--resume", str(job.folder)]) == 2
-    assert "config.json is damaged: ranks 1, batch_ranks '2'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,8 @@
 """A report of a model that nobody had to compile: as many nodes as one asks for."""
 
-from aotdist.report.details import Details, KernelDetails, Stage, TensorFacts, compared
+from aotdist.report.details import Details, KernelDetails, TensorFacts, compared
 from aotdist.report.nodes import CollectiveDetails, GraphDetails, GraphNode, Saved
-from aotdist.report.text import format_bytes
+from aotdist.report.summary import format_bytes
 
 NODES_OF_LAYER = 20
 """Ten in forward, and ten in backward that belong to them."""
@@ -25,7 +25,7 @@ def big_report(num_nodes: int) -> Details:
         name=HOSTILE,
         kind="training",
         backend="triton",
-        stages=(Stage("trace", 12.5), Stage("partition", 3.0), Stage("codegen", 40.0)),
+        seconds={"trace": 12.5, "partition": 3.0, "codegen": 40.0},
         passes=(),
         inputs=tuple(
             TensorFacts(f"layers.{layer}.weight", "f32[64, 64]", ("gets a gradient",))

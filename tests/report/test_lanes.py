@@ -42,7 +42,7 @@ def test_on_a_cpu_a_collective_is_exposed_while_the_program_waits_or_does_nothin
     assert shown(lanes.exposed) == [("exposed", 20, 60)]
     assert exposed_percent(lanes) == pytest.approx(40)
     (group,) = lanes.groups
-    assert group.name == "other collectives" and shown(group) == [("all_reduce", 10, 55)]
+    assert group.name == "gloo" and shown(group) == [("all_reduce", 10, 55)]
     assert seconds_exposed(group, lanes) == pytest.approx(35e-6)
 
 

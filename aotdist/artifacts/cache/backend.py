@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from aotdist.artifacts.cache.folder import Entry, Folder, Turn
-from aotdist.artifacts.cache.key import WrittenGraph, about, key_of, key_of_toolchain, with_origins
+from aotdist.artifacts.cache.key import about, key_of, key_of_toolchain, read, with_origins, written
 from aotdist.artifacts.live import NOTHING_LIVE
 from aotdist.artifacts.values import Json, Values
-from aotdist.codegen.contract import Backend, Decompositions, Emission, Emitted, Portable
+from aotdist.codegen.contract import Backend, Emission, Emitted, Portable
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.codegen.portable import emitted_from
 from aotdist.errors import AotdistError, UnsupportedProgram
@@ -34,7 +34,7 @@ def caching(backend: Backend, settings: Settings) -> Backend:
     """
     if not isinstance(backend, InductorBackend) or settings.cache_bytes == 0:
         return backend
-    return CachingBackend(backend, settings, folder_of(settings))
+    return CachingBackend(else_fx=backend.else_fx, settings=settings, folder=folder_of(settings))
 
 
 def folder_of(settings: Settings) -> Folder:
@@ -42,39 +42,17 @@ def folder_of(settings: Settings) -> Folder:
     return Folder.within(Path(settings.cache_folder).expanduser() / "compiled", settings.cache_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class CachingBackend:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CachingBackend(InductorBackend):
     """Inductor behind a folder of what it made before.
 
     Args:
-        inner: compiles what is not in the cache.
         settings: how to compile, and where the cache is.
         folder: what was compiled.
     """
 
-    inner: InductorBackend
     settings: Settings
     folder: Folder
-
-    @property
-    def name(self) -> str:
-        """The compiler's."""
-        return self.inner.name
-
-    @property
-    def partition(self) -> Literal["default", "min_cut"]:
-        """The compiler's."""
-        return self.inner.partition
-
-    @property
-    def any_tangents(self) -> bool:
-        """The compiler's."""
-        return self.inner.any_tangents
-
-    @property
-    def owns_cut(self) -> bool:
-        """The compiler's."""
-        return self.inner.owns_cut
 
     def check(self) -> None:
         """See that what compiling needs is there: once for a machine, since it takes 0.3 s.
@@ -88,14 +66,10 @@ class CachingBackend:
         if place.look(lambda entry: entry) is not None:
             return
         try:
-            self.inner.check()
+            InductorBackend.check(self)
             place.fill(None, ())
         finally:
             place.leave()
-
-    def decompositions(self) -> Decompositions:
-        """The compiler's."""
-        return self.inner.decompositions()
 
     def prepare_joint(self, graph: Graph) -> Graph:
         """Rewrite a joint or an inference graph as the compiler does, or did.
@@ -106,19 +80,20 @@ class CachingBackend:
         mode = next((val.fake_mode for val in vals if isinstance(val, FakeTensor)), None)
         place = self._place("joint", "program", graph, mode)
         if mode is None or place is None:
-            self.inner.check()
-            return self.inner.prepare_joint(graph)
-        found = place.look(lambda entry: WrittenGraph(*entry.content).read(graph, mode))
+            InductorBackend.check(self)
+            return InductorBackend.prepare_joint(self, graph)
+        found = place.look(lambda entry: read(entry.content, graph, mode))
         if found is not None:
             return found
         try:
-            self.inner.check()
-            prepared = self.inner.prepare_joint(graph)
-            written = _written_graph(prepared, mode)
-            if written is None:
+            InductorBackend.check(self)
+            prepared = InductorBackend.prepare_joint(self, graph)
+            try:
+                content = written(prepared, mode)
+            except UnsupportedProgram:
                 return prepared
-            place.fill([written.graph, written.shapes], ())
-            return with_origins(written.read(graph, mode), prepared)
+            place.fill(content, ())
+            return with_origins(read(content, graph, mode), prepared)
         finally:
             place.leave()
 
@@ -131,12 +106,12 @@ class CachingBackend:
         if found is not None:
             return replace(found, from_cache=True)
         if place is None:
-            self.inner.check()
-            return self.inner.emit(graph, emission)
+            InductorBackend.check(self)
+            return InductorBackend.emit(self, graph, emission)
         try:
-            self.inner.check()
+            InductorBackend.check(self)
             with inductor_config(fx_graph_cache=False):  # which would keep it once more, pickled
-                emitted = self.inner.emit(graph, emission)
+                emitted = InductorBackend.emit(self, graph, emission)
         except BaseException:
             place.leave()
             raise
@@ -149,20 +124,13 @@ class CachingBackend:
         if fake_mode is None:
             return None
         try:
-            key = key_of(what, graph, WrittenGraph.of(graph, fake_mode), self.settings, *more)
+            key = key_of(what, graph, fake_mode, self.settings, *more)
         except UnsupportedProgram:
             return None
         return self._at(key, name, what)
 
     def _at(self, key: str, name: str, what: str) -> Place:
         return Place(self.folder, key, about(name, what), self.settings.rank_timeout_s / 2)
-
-
-def _written_graph(graph: Graph, fake_mode: FakeTensorMode) -> WrittenGraph | None:
-    try:
-        return WrittenGraph.of(graph, fake_mode)
-    except UnsupportedProgram:
-        return None
 
 
 def _finishing(emitted: Emitted, place: Place) -> Callable[[], None]:
@@ -173,14 +141,14 @@ def _finishing(emitted: Emitted, place: Place) -> Callable[[], None]:
             emitted.finish()
             portable = emitted.portable() if emitted.portable else None
             if portable is not None:
-                place.fill(_written(portable), portable.libraries)
+                place.fill(_portable_written(portable), portable.libraries)
         finally:
             place.leave()
 
     return finish
 
 
-def _written(portable: Portable) -> Json:
+def _portable_written(portable: Portable) -> Json:
     values = Values(NOTHING_LIVE, {})
     fields = {field.name: getattr(portable, field.name) for field in fields_of(portable)}
     del fields["libraries"]

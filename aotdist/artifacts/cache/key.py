@@ -10,7 +10,6 @@ import platform
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,57 +44,47 @@ _OUTSIDE = ("triton_kernel_wrapper",)
 """Higher-order operators whose arguments stand in tables of the process, not in the graph."""
 
 
-@dataclass(frozen=True, slots=True)
-class WrittenGraph:
-    """A graph as JSON.
+def written(graph: Graph, fake_mode: FakeTensorMode) -> Json:
+    """`graph` as it is written for this machine: its nodes, and what they say of tensors.
+
+    Raises:
+        UnsupportedProgram: it holds something that cannot be written, or that would be lost.
+    """
+    for node in _all_nodes(graph.gm):
+        unknown = node.meta.keys() - _KNOWN
+        if unknown:
+            raise UnsupportedProgram(f"`{node.name}` carries {sorted(unknown)}", stage="cache")
+        held = attribute_of(graph.gm, node) if node.op == "get_attr" else None
+        if isinstance(held, torch.Tensor) and not is_plain_constant(held):
+            raise UnsupportedProgram(f"`{node.name}` is no plain constant", stage="cache")
+    if any(slot.role == "size" for slot in graph.ins):
+        raise UnsupportedProgram("the program has symbolic sizes", stage="cache")
+    values = Values(NOTHING_LIVE, {})
+    graphs = Graphs(values, fake_mode, to_compile=True)
+    nodes, shapes = graphs.written(graph), graphs.shapes()
+    devices = {shape.device.type for shape in shapes}
+    if devices - {"cpu"}:
+        raise UnsupportedProgram(f"the program runs on {', '.join(sorted(devices))}", stage="cache")
+    return [nodes, values.written(shapes, "the graph")]
+
+
+def read(json: Json, given: Graph, fake_mode: FakeTensorMode) -> Graph:
+    """The graph that was written so.
 
     Args:
-        graph: its nodes.
-        shapes: what they say of tensors.
+        json: what was written.
+        given: has the same arguments.
+        fake_mode: that of its values.
+
+    Raises:
+        BadArtifact: it was not written like that.
     """
-
-    graph: Json
-    shapes: Json
-
-    @classmethod
-    def of(cls, graph: Graph, fake_mode: FakeTensorMode) -> WrittenGraph:
-        """`graph`, as it is written for this machine.
-
-        Raises:
-            UnsupportedProgram: it holds something that cannot be written, or that would be lost.
-        """
-        for node in _all_nodes(graph.gm):
-            unknown = node.meta.keys() - _KNOWN
-            if unknown:
-                raise UnsupportedProgram(f"`{node.name}` carries {sorted(unknown)}", stage="cache")
-            held = attribute_of(graph.gm, node) if node.op == "get_attr" else None
-            if isinstance(held, torch.Tensor) and not is_plain_constant(held):
-                raise UnsupportedProgram(f"`{node.name}` is no plain constant", stage="cache")
-        if any(slot.role == "size" for slot in graph.ins):
-            raise UnsupportedProgram("the program has symbolic sizes", stage="cache")
-        values = Values(NOTHING_LIVE, {})
-        graphs = Graphs(values, fake_mode, to_compile=True)
-        written = graphs.written(graph)
-        devices = {shape.device.type for shape in graphs.shapes()}
-        if devices - {"cpu"}:
-            raise UnsupportedProgram(f"the program runs on {', '.join(sorted(devices))}", stage="cache")
-        return cls(written, values.written(graphs.shapes(), "the graph"))
-
-    def read(self, given: Graph, fake_mode: FakeTensorMode) -> Graph:
-        """The graph again.
-
-        Args:
-            given: has the same arguments.
-            fake_mode: that of its values.
-
-        Raises:
-            BadArtifact: it was not written like that.
-        """
-        values = Values(NOTHING_LIVE, {})
-        graph = Graphs(values, fake_mode, values.read(self.shapes), to_compile=True).read(self.graph)
-        for ours, theirs in zip(graph.placeholders(), given.placeholders(), strict=True):
-            ours.meta["val"] = theirs.meta["val"]
-        return graph
+    nodes, shapes = json
+    values = Values(NOTHING_LIVE, {})
+    graph = Graphs(values, fake_mode, values.read(shapes), to_compile=True).read(nodes)
+    for ours, theirs in zip(graph.placeholders(), given.placeholders(), strict=True):
+        ours.meta["val"] = theirs.meta["val"]
+    return graph
 
 
 def with_origins(graph: Graph, like: Graph) -> Graph:
@@ -105,13 +94,13 @@ def with_origins(graph: Graph, like: Graph) -> Graph:
     return graph
 
 
-def key_of(what: str, graph: Graph, written: WrittenGraph, settings: Settings, *more: Any) -> str:
+def key_of(what: str, graph: Graph, fake_mode: FakeTensorMode, settings: Settings, *more: Any) -> str:
     """The key of what is made of a graph on the CPU.
 
     Args:
         what: what is made of the graph, in a word.
         graph: the graph.
-        written: the graph as JSON.
+        fake_mode: that of its values.
         settings: how the user asked to compile.
         more: all else that the result depends on, as JSON has it.
 
@@ -122,7 +111,7 @@ def key_of(what: str, graph: Graph, written: WrittenGraph, settings: Settings, *
     refuse_foreign_lowerings(operators)
     parts = {
         "what": what,
-        "graph": [written.graph, written.shapes],
+        "graph": written(graph, fake_mode),
         "arguments": [_argument(node.meta.get("val")) for node in graph.placeholders()],
         "storages": _storages(graph),
         "operators": sorted(map(_described, operators)),

@@ -12,7 +12,7 @@ import aotdist
 from aotdist import api
 from aotdist.artifacts.cache.backend import CachingBackend, caching
 from aotdist.artifacts.cache.folder import Entry
-from aotdist.artifacts.cache.key import WrittenGraph, own_files, process, refuse_foreign_lowerings
+from aotdist.artifacts.cache.key import own_files, process, refuse_foreign_lowerings, written
 from aotdist.codegen.backend import resolve
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.dynamo.backend import backend
@@ -224,7 +224,7 @@ def test_what_nobody_knows_of_a_node_is_not_kept() -> None:
     graph = captured(lambda x: [x + 1], [torch.ones(2)])
     next(iter(graph.gm.graph.nodes)).meta["new"] = 1
     with pytest.raises(UnsupportedProgram, match="carries"):
-        WrittenGraph.of(graph, graph.placeholders()[0].meta["val"].fake_mode)
+        written(graph, graph.placeholders()[0].meta["val"].fake_mode)
 
 
 @pytest.mark.sweep

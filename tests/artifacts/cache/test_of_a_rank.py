@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from aotdist.artifacts.cache.key import WrittenGraph, key_of
+from aotdist.artifacts.cache.key import key_of
 from aotdist.settings import Settings
 from tests.artifacts.cache import cases_ranks
 from tests.artifacts.cache.of_a_rank import OF_A_RANK, Program
@@ -18,7 +18,7 @@ from tests.ranks.harness import World
 def key_for(program: Program) -> str:
     graph = captured(lambda x: [program(x)], [torch.randn(4, 3)])
     mode = graph.placeholders()[0].meta["val"].fake_mode
-    return key_of("inference", graph, WrittenGraph.of(graph, mode), Settings())
+    return key_of("inference", graph, mode, Settings())
 
 
 @pytest.mark.parametrize("what", OF_A_RANK)
