@@ -44,8 +44,8 @@ class Memory:
 
     Args:
         failures: compilations and agreements of this rank that failed.
-        troubles: keys of the notices that say that this rank is in trouble; it takes them down when it
-            compiles again.
+        troubles: topics on which this rank says that it is in trouble; it takes that down when it compiles
+            again.
         failures_at: for each party, `failures` when this rank last took a seat in it.
         worn: for each party, keys that this rank wrote and that nobody will need after the next agreement.
         runs: for each party, by its key, what was run last.
@@ -116,9 +116,22 @@ class Board:
         with self._reaching():
             return [json.loads(notice) for notice in self.store.multi_get([_full(key) for key in keys])]
 
-    def read_each(self, keys: Sequence[str]) -> list[Any | None]:
-        """Notices that may or may not hang there; two questions when all do, two for each when not."""
-        return self.read_all(keys) if self.has(keys) else [self.read(key) for key in keys]
+    def say(self, topic: str, notice: object) -> None:
+        """Hang what this rank says on a topic."""
+        self.post(f"{topic}/{self.rank}", notice)
+
+    def said(self, topic: str, ranks: Sequence[int]) -> dict[int, Any]:
+        """What ranks say on a topic, without those that say nothing.
+
+        Two questions to the store when all say something, two for each when not.
+        """
+        keys = [f"{topic}/{rank}" for rank in ranks]
+        notices = self.read_all(keys) if self.has(keys) else [self.read(key) for key in keys]
+        return {rank: notice for rank, notice in zip(ranks, notices, strict=True) if notice is not None}
+
+    def unsay(self, topics: Iterable[str]) -> None:
+        """Take down what this rank said on these topics."""
+        self.erase(f"{topic}/{self.rank}" for topic in topics)
 
     def settle(self, key: str, notice: object) -> Any:
         """Hang a notice unless one hangs there already; what hangs there then. The first writer wins."""

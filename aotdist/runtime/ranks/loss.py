@@ -22,7 +22,14 @@ import torch.distributed as dist
 from aotdist.errors import AotdistError, RankDivergence, RankLost
 from aotdist.passes.collectives import Collective
 from aotdist.runtime.ranks.board import Board, StoreGone, board_of_this_process, first_line, spell
-from aotdist.runtime.ranks.failing import addresses, ended_among, farewell, leaving_of, say_leaving
+from aotdist.runtime.ranks.failing import (
+    addresses,
+    ended_among,
+    farewell,
+    leaving_of,
+    say_leaving,
+    say_trouble,
+)
 from aotdist.runtime.ranks.liveness import Address, dead_among, meet_machines
 from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import groups_with_peers
@@ -134,16 +141,13 @@ class LossWatch:
 
     def _notices(self) -> dict[int, Any]:
         """What peers said when their own collectives broke; nothing when the store is gone as well."""
-        ranks = list(self.roster)
         with contextlib.suppress(StoreGone):
-            notices = self.board.read_each([_key(rank) for rank in ranks])
-            return {rank: notice for rank, notice in zip(ranks, notices, strict=True) if notice is not None}
+            return self.board.said("broken", list(self.roster))
         return {}
 
     def _post(self, error: BaseException, lost: list[int]) -> None:
-        self.board.memory.troubles.add(_key(self.board.rank))
         with contextlib.suppress(StoreGone):
-            self.board.post(_key(self.board.rank), {"error": first_line(error), "lost": lost})
+            say_trouble(self.board, "broken", {"error": first_line(error), "lost": lost})
 
     def _dead(self, lost: list[int]) -> RankLost:
         return RankLost(
@@ -174,7 +178,3 @@ def _is_broken_transport(error: BaseException) -> bool:
         return True
     of_transport = isinstance(error, RuntimeError) and not isinstance(error, AotdistError)
     return of_transport and _BROKEN_TRANSPORT.search(str(error)) is not None
-
-
-def _key(rank: int) -> str:
-    return f"broken/{rank}"
