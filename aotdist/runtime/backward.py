@@ -6,8 +6,7 @@ The printed node serves the ordinary request itself, and leaves the rest to `Bac
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,13 +19,13 @@ from aotdist.convention.mutation import write_plain
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import short_tracebacks
 from aotdist.partition.gates import Gate
-from aotdist.program import NodeOutIdx
+from aotdist.program import NodeOutIdx, PrimalIdx
 from aotdist.runtime.backwards import Arrived, Backwards, Compiled
 from aotdist.runtime.derive import BackwardRequest
 from aotdist.runtime.double_backward import failing_later, laid_out_with_history
 from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import Read, keep_for_others, let_go, saved_by, saved_for
-from aotdist.runtime.plan import ChoicePlan, Grads, NodePlan
+from aotdist.runtime.plan import Grads, NodePlan
 from aotdist.runtime.tangent import is_laid_out_as
 from aotdist.sizes import concrete
 from aotdist.subclasses.protocol import (
@@ -210,7 +209,7 @@ class Backward:
         """The saved values; those that a later backward, of other results, needs are kept for it."""
         if not self.plan.saved.frees:
             return []
-        writes = bool(self.plan.backward_writes.bumps) and tuple(there) not in self.plan.variants.of_results
+        writes = bool(self.plan.backward_writes.plains) and tuple(there) not in self.plan.variants.of_results
         if len(there) == len(self.plan.tangents) or writes:
             return list(ctx.saved_tensors)
         saved = saved_for(ctx, self.plan, there, self.read)
@@ -225,28 +224,27 @@ class Backward:
         """The plan, with the sizes of the call whose backward runs."""
         return specialize_sizes(ctx, self.plan)
 
-    def _write(self, ctx: Any, results: Iterator[torch.Tensor | None], chosen: ChoicePlan | None) -> None:
+    def _write(
+        self, ctx: Any, results: Iterator[torch.Tensor | None], counts: Mapping[PrimalIdx, int] | None
+    ) -> None:
         """Write what the backward writes.
 
         Args:
             ctx: the node's context.
             results: of the graph, from the first new value on.
-            chosen: the plan of these results, if their backward was traced separately; otherwise it writes
-                what the whole backward does.
+            counts: of the inputs that are written, if the backward of these results was traced separately;
+                otherwise it writes what the whole backward does.
         """
         late = self.plan.backward_writes
-        if chosen is None:
-            writes = tuple(enumerate(late.bumps))
-            wrappers = tuple((k, n) for k, (_, n) in enumerate(late.wrappers))
-        else:
-            writes, wrappers = chosen.writes, chosen.wrappers
-        values = list(itertools.islice(results, len(writes)))
-        for (position, bumps), value in zip(writes, values, strict=True):
+        counts = late.counts if counts is None else counts
+        values = [next(results) if idx in counts else None for idx in late.inputs]
+        for position, (value, bumps) in enumerate(zip(values, late.bumps(counts), strict=True)):
             if value is not None:
                 write_plain(ctx.written[position], value, bumps)
         if any(value is not None for value in values):
-            for position, bumps in wrappers:
-                bump(ctx.bumped[position], bumps)
+            for position, idx in enumerate(late.wrappers):
+                if idx in counts:
+                    bump(ctx.bumped[position], counts[idx])
 
     def pieces(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
         """What a gate sends back, given the node's context and the gradients that have arrived so far."""

@@ -64,7 +64,7 @@ def make_node(
             ctx.versions = tuple(version_of(ctx.kept_primals[k]) for k, _ in kept.unsaved)
             ctx.symbols = symbols
             ctx.written = [plains[idx] for idx in late.plains]
-            ctx.bumped = [primals[idx] for idx, _ in late.wrappers]
+            ctx.bumped = [primals[idx] for idx in late.wrappers]
             ctx.mark_non_differentiable(
                 *(outs[idx] for idx, out in plan.outs.enumerate() if not out.differentiable)
             )
