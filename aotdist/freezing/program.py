@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
-from torch.fx.node import map_arg
+from torch.fx import GraphModule, Interpreter, Node
 
 from aotdist.capture.constants import is_leaf
 from aotdist.errors import InternalError, UnsupportedProgram
@@ -171,7 +170,7 @@ class _Run:
         """Run it."""
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=is_leaf)
         self._decide(leaves)
-        results = self._results(leaves)
+        results = list(_Lines(self.gm, self.holder).run(*leaves))
         for at, value in zip(self.written, results, strict=False):
             leaves[at].copy_(value)
         values = results[len(self.written) :]
@@ -186,28 +185,30 @@ class _Run:
             if not evaluate(guard, sizes):
                 raise InternalError(f"a frozen program does not fit its own trace: {guard}", stage="freeze")
 
-    def _results(self, leaves: list[Any]) -> list[Any]:
-        remaining = iter(leaves)
-        env: dict[torch.fx.Node, Any] = {}
-        buffers = vars(self.holder)["_buffers"]
-        for node in self.gm.graph.nodes:
-            set_current_module(node.meta.get("module", ""))
-            set_current_line(node.meta.get("source", ""))
-            match node.op:
-                case "placeholder":
-                    env[node] = next(remaining)
-                case "get_attr":
-                    env[node] = (
-                        buffers[node.target] if node.target in buffers else getattr(self.gm, node.target)
-                    )
-                case "call_function":
-                    given, options = map_arg((node.args, dict(node.kwargs)), env.__getitem__)
-                    env[node] = node.target(*given, **options)
-                case _:
-                    set_current_line("")
-                    set_current_module("")
-                    return list(map_arg(node.args[0], env.__getitem__))
-        raise InternalError("a graph without results", stage="freeze")
+
+class _Lines(Interpreter):
+    """Runs a folded graph; what is recorded meanwhile has the lines and modules of its nodes.
+
+    Args:
+        gm: the graph.
+        holder: has the constants.
+    """
+
+    def __init__(self, gm: GraphModule, holder: nn.Module) -> None:
+        super().__init__(gm)
+        self.extra_traceback = False  # errors say where they come from themselves
+        self._constants = vars(holder)["_buffers"]
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node."""
+        set_current_module(n.meta.get("module", ""))
+        set_current_line(n.meta.get("source", ""))
+        return super().run_node(n)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A constant, or what else the graph holds."""
+        found = self._constants.get(target)
+        return super().get_attr(target, args, kwargs) if found is None else found
 
 
 def _refuse_state_writes(traced: ExportTrace) -> None:

@@ -15,6 +15,8 @@ from aotdist.codegen.backend import CallableBackend, Compiler
 from aotdist.compiled import CompiledFunction
 from aotdist.compiling import Compiling, OpenDims
 from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.export.call import state_of
+from aotdist.export.refusals import refuse_arguments
 from aotdist.functorch.backend import FunctorchBackend
 from aotdist.functorch.convention import OpenSizes
 from aotdist.functorch.partitions import PartitionFn, default_partition
@@ -156,20 +158,9 @@ class AotModule(nn.Module):
         return self._compiled(params, buffers, *args, **kwargs)
 
 
-def _named_state(mod: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters, then buffers, under each of their names."""
-    return [*mod.named_parameters(remove_duplicate=False), *mod.named_buffers(remove_duplicate=False)]
-
-
-def _place_of(mod: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Where a module has a buffer."""
-    owner, _, key = name.rpartition(".")
-    return vars(mod.get_submodule(owner))["_buffers"], key
-
-
-def _num_distinct(named: Sequence[tuple[str, torch.Tensor]]) -> int:
-    """How many tensors these are: a tied one is one argument."""
-    return len({id(tensor) for _, tensor in named})
+def _num_distinct(mod: nn.Module) -> int:
+    """How many parameters and buffers a module has: a tied one is one argument."""
+    return len({id(leaf.value) for leaf, _ in state_of(mod)})
 
 
 def _called_with(
@@ -203,7 +194,7 @@ def aot_module(mod: nn.Module, *args: Any, **kwargs: Any) -> AotModule:
     ) -> Any:
         return _called_with(mod, {**named_params, **named_buffers}, args, kwargs)
 
-    kwargs = {"num_params_buffers": _num_distinct(_named_state(mod)), **kwargs}
+    kwargs = {"num_params_buffers": _num_distinct(mod), **kwargs}
     return AotModule(mod, aot_function(functional_call, *args, **kwargs))
 
 
@@ -252,8 +243,7 @@ def aot_module_simplified(
         UnsupportedProgram: the module returns something else than a tuple or a list.
     """
     _refuse_no_module(mod)
-    if not isinstance(args, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]  # a tensor is none
-        raise BadSettings(f"`args` is a {type(args).__name__}", fix="pass a tuple of arguments: `(x,)`")
+    refuse_arguments(args)
     optional = {"bw_compiler": bw_compiler, "inference_compiler": inference_compiler}
     _refuse_kinds(decompositions, or_none=optional, fw_compiler=fw_compiler, partition_fn=partition_fn)
     _refuse(
@@ -262,8 +252,8 @@ def aot_module_simplified(
     )
     if pre_grad_passes is not None and isinstance(mod, GraphModule):
         mod = pre_grad_passes(mod, args)
-    named = _named_state(mod)
-    names, state = [name for name, _ in named], [tensor for _, tensor in named]
+    state = state_of(mod)
+    names = [leaf.path for leaf, _ in state]
     sizes = OpenSizes({}, {}) if ignore_shape_env else OpenSizes.of(mod, args)
 
     def flat_call(*flat: Any) -> Any:
@@ -279,7 +269,7 @@ def aot_module_simplified(
 
     flat_call.__name__ = compile_region_name or type(mod).__name__
     compilers = CallableBackend(fw_compiler, bw_compiler, inference_compiler, dict(decompositions or {}))
-    count = _num_distinct(named)
+    count = _num_distinct(mod)
     backend = FunctorchBackend(compilers, partition_fn, count, keep_inference_input_mutations)
 
     def open_dims(call: UserCall) -> dict[int, frozenset[int]]:
@@ -287,10 +277,10 @@ def aot_module_simplified(
 
     compiled = AotFunction(flat_call, backend, dynamic=False, open_dims=open_dims)
     if all(is_real(arg) for arg in args if isinstance(arg, torch.Tensor)):
-        compiled.compile_for(*state, *map(hint, sizes.left_out(args)))
+        compiled.compile_for(*(leaf.value for leaf, _ in state), *map(hint, sizes.left_out(args)))
 
-    params = [tensor for _, tensor in mod.named_parameters(remove_duplicate=False)]
-    places = [_place_of(mod, name) for name in names[len(params) :]]
+    params = [leaf.value for leaf, _ in state if leaf.kind == "parameter"]
+    places = [place for leaf, place in state if leaf.kind == "buffer"]
 
     def forward(*runtime_args: Any) -> Any:
         buffers = (owner[key] for owner, key in places)  # the program may assign them
