@@ -10,8 +10,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, assert_never
 
-import torch
-
 from aotdist.capture.captured import Returned
 from aotdist.capture.in_backward import InBackward
 from aotdist.codegen.contract import BoxedCall, Emitted
@@ -24,10 +22,9 @@ from aotdist.runtime.double_backward import Nodes
 from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.guards import MISS, Guards
 from aotdist.runtime.held import read_by
-from aotdist.runtime.hooks import detaching, shielding, silencing
 from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.node import make_node, without_autocast
-from aotdist.runtime.plan import NodePlan, detached_views, result_views
+from aotdist.runtime.plan import NodePlan, result_views
 from aotdist.runtime.print_call import HookPlan, print_call
 from aotdist.runtime.print_node import ForwardPrinter, Watch, print_inference, print_node
 from aotdist.runtime.printer import Printer
@@ -41,7 +38,7 @@ from aotdist.runtime.ranks import (
     fingerprint_of,
     naming_lost_ranks,
 )
-from aotdist.sizes import concrete, evaluate
+from aotdist.sizes import concrete
 from aotdist.torch_seam.locks import process_lock
 from aotdist.torch_seam.packed_graphs import Places
 
@@ -303,40 +300,6 @@ def _watches(
     if isinstance(watch, nullcontext):
         return dict.fromkeys(checks)
     return {phase: watch.checking(check) for phase, check in checks.items()}
-
-
-def reference(artifact: Artifact) -> Call:
-    """The composed lifts: what the printed call is tested against. Takes the arguments, then the sources."""
-    compilation, fit = artifact.compilation, artifact.fit
-
-    def inner(primals: Sequence[Any]) -> list[Any]:
-        return _lifted(compilation, fit.numbers.sizes.read(primals))(primals)
-
-    return fit.dedupe.lift(compilation.bases.lift(inner))
-
-
-def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
-    """The layers inside of the synthetic bases, in a call of these sizes."""
-    plans, hooks = concrete(compilation.plans, symbols), HookPlan((), (), ())
-    match compilation.region:
-        case Training() as region:
-            forward = _forward(compilation, region.halves.forward)
-            backward = _backward(compilation, region, (), None)
-            call = make_node(concrete(region.node, symbols), forward, backward, symbols)
-            hooks = _hooks(compilation, region, backward)
-        case Inference() as region:
-            forward, views = _forward(compilation, region.emitted), result_views(region.graph)
-            sizes = [evaluate(size, symbols) for size in region.graph.sizes()]
-            call = plans.inside.lift(lambda given: detached_views(forward(list(given)), views), sizes)
-            call = torch.no_grad()(call) if _is_recorded(compilation) else call
-        case _:
-            assert_never(compilation.region)
-    if hooks.gates is not None:
-        return hooks.gates.lift(plans, call)
-    call = shielding(call, hooks.shielded)
-    call = silencing(call, hooks.silenced)
-    call = detaching(call, hooks.detached)
-    return plans.lift_outside(call, enables_grad=_enables_grad(compilation))
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

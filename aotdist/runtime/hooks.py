@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from aotdist.program import Call, NodeOutIdx, PrimalIdx
 from aotdist.torch_seam.autograd import call_after_backward, node_base
 from aotdist.torch_seam.hooks import (
     gradients_heard,
@@ -93,17 +92,6 @@ def shield(*results: torch.Tensor) -> None:
         set_hooks(result, _Hooks())
 
 
-def shielding(call: Call, shielded: Sequence[NodeOutIdx]) -> Call:
-    """`call`, with these of its results shielded."""
-
-    def shielded_call(primals: Sequence[Any]) -> list[Any]:
-        values = call(primals)
-        shield(*(values[idx] for idx in shielded))
-        return values
-
-    return shielded_call
-
-
 class _Silencing(node_base()):
     """Passes a tensor on, and its gradient back; without one, the tensor's hooks are not called."""
 
@@ -143,13 +131,3 @@ def with_silenced_hooks(positions: Sequence[int], *given: Any) -> Sequence[Any]:
     for k in hooked:
         taken[k] = _Silencing.apply(given[k])
     return taken
-
-
-def silencing(call: Call, positions: Sequence[PrimalIdx]) -> Call:
-    """`call`, given its inputs by `with_silenced_hooks`."""
-    return lambda primals: call(with_silenced_hooks(positions, *primals))
-
-
-def detaching(call: Call, detached: Sequence[PrimalIdx]) -> Call:
-    """`call`, given these of its inputs without their history."""
-    return lambda primals: call([p.detach() if k in detached else p for k, p in enumerate(primals)])
