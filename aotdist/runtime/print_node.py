@@ -50,8 +50,7 @@ def print_rebuild(printer: Printer, recipe: Recipe, plains: list[str], hint: str
     if isinstance(recipe, Plain):
         return plains[0]
     if is_symbolic(recipe) and _has_sizes(recipe):
-        sized = f"{printer.bind('concrete', concrete)}({printer.bind(hint, recipe)}, symbols)"
-        return f"{printer.bind('rebuilt', rebuilt)}({sized})({', '.join(plains)})"
+        return f"{printer.call(rebuilt, printer.concrete(hint, recipe))}({', '.join(plains)})"
     return f"{printer.bind(f'rebuild_{hint}', rebuilt(recipe))}({', '.join(plains)})"
 
 
@@ -118,11 +117,11 @@ class ForwardPrinter:
         with _watched(printer, self.watch):
             printer.spread(f"results = {printer.bind('FORWARD', self.call)}([", given, "])")
         if writes.writes:
-            with printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():"):
+            with printer.block(f"with {printer.call(torch.no_grad)}:"):
                 for plain, position, bumps in writes.writes:
                     printer.line(_write(printer, plains[plain], f"results[{position}]", bumps))
         for idx, count in unwrap.bumps:
-            printer.line(f"{printer.bind('bump', bump)}({self.names[idx]}, {count})")
+            printer.line(printer.call(bump, self.names[idx], count))
         _print_told(printer, self.told)
         return plains
 
@@ -177,7 +176,7 @@ def print_inference(
     """
     printer, recipes = region.printer, list(inside.unwrap.outs)
     printer.spread("def region(", region.parameters(), "):")
-    off = printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():") if recorded else nullcontext()
+    off = printer.block(f"with {printer.call(torch.no_grad)}:") if recorded else nullcontext()
     with printer.indented(), off:
         region.print_run(inside, sizes)
         outs = print_results(printer, recipes, _values(inside.writes, views), ["out"] * len(recipes))
@@ -192,8 +191,8 @@ def print_inference(
 def _print_versions(printer: Printer, versions: Mapping[NodeOutIdx, int]) -> None:
     """Print that the version counters of outputs are set to how often the program wrote them."""
     if versions:
-        outs, counts = sequence([f"o{idx}" for idx in versions]), sequence(list(map(str, versions.values())))
-        printer.line(f"{printer.bind('set_versions', set_versions)}({outs}, {counts})")
+        outs, counts = sequence([f"o{idx}" for idx in versions]), tuple(versions.values())
+        printer.line(printer.call(set_versions, outs, counts))
 
 
 def _values(writes: PlainWrites, views: frozenset[int]) -> list[str]:
@@ -204,7 +203,7 @@ def _values(writes: PlainWrites, views: frozenset[int]) -> list[str]:
 def _write(printer: Printer, plain: str, value: str, bumps: int) -> str:
     if bumps == 1:
         return f"{plain}.copy_({value})"
-    return f"{printer.bind('write_plain', write_plain)}({plain}, {value}, {bumps})"
+    return printer.call(write_plain, plain, value, bumps)
 
 
 def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
@@ -231,10 +230,10 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
         if region.all_symbols():
             printer.line("ctx.symbols = symbols")
         late = plan.backward_writes
-        if late.bumps:
+        if late.plains:
             printer.line(f"ctx.written = {sequence([plains[idx] for idx in late.plains])}")
         if late.wrappers:
-            printer.line(f"ctx.bumped = {sequence([names[idx] for idx, _ in late.wrappers])}")
+            printer.line(f"ctx.bumped = {sequence([names[idx] for idx in late.wrappers])}")
         printer.line("ctx.set_materialize_grads(False)")
         _print_noted(printer, names, plan.saved.wrappers)
         constant = [f"o{idx}" for idx, out in plan.outs.enumerate() if not out.differentiable]
@@ -248,30 +247,22 @@ def _saved(printer: Printer, plan: NodePlan, plains: Sequence[str]) -> list[str]
     inputs = [f"{plains[plain]}{'.detach()' if changes else ''}" for plain, changes in plan.saved.inputs]
     results = [f"results[{position}]" for position in plan.saved.results]
     if results and plan.inside.unwrap.versions:
-        beside = printer.bind("saved_beside", saved_beside)
-        results = [f"{beside}({result})" for result in results]
+        results = [printer.call(saved_beside, result) for result in results]
     return inputs + results
 
 
 def _print_noted(printer: Printer, names: Sequence[str], wrappers: SavedWrappers) -> None:
     if wrappers:
-        counter = printer.bind("counter_of", counter_of)
         noted = [f"({names[idx]}, {names[idx]}._version)" for idx in wrappers.ins]
-        noted += [f"({counter}(o{idx}), o{idx}._version)" for idx in wrappers.outs]
+        noted += [f"({printer.call(counter_of, f'o{idx}')}, o{idx}._version)" for idx in wrappers.outs]
         printer.spread("ctx.wrappers = (", noted, ",)")
-
-
-def _print_check(printer: Printer, wrappers: SavedWrappers) -> None:
-    if wrappers:
-        noted = f"ctx.wrappers, {printer.bind('WRAPPERS', wrappers.names)}"
-        printer.line(f"{printer.bind('check_unwritten', check_unwritten)}({noted})")
 
 
 def _version(printer: Printer, plan: NodePlan, names: Sequence[str], idx: PrimalIdx) -> str:
     """The version counter of an input; one that gets a gradient is no inference tensor (saves 0.1 us)."""
     if plan.grads[idx] is not None:
         return f"{names[idx]}._version"
-    return f"{printer.bind('version_of', version_of)}({names[idx]})"
+    return printer.call(version_of, names[idx])
 
 
 def _print_letting_go(printer: Printer, plan: NodePlan) -> None:
@@ -288,16 +279,17 @@ def _print_letting_go(printer: Printer, plan: NodePlan) -> None:
 
 def print_classes_off(printer: Printer) -> AbstractContextManager[None]:
     """What is printed inside calls no `__torch_function__`: the program's calls of it happened at capture."""
-    return printer.block(f"with {printer.bind('class_functions_off', class_functions_off)}():")
+    return printer.block(f"with {printer.call(class_functions_off)}:")
 
 
 def _print_backward(
     printer: Printer, names: Sequence[str], symbols: Sequence[str], plan: NodePlan, backward: Backward
 ) -> None:
     """Print how the graph of the backward runs, or another in its place."""
-    _print_check(printer, plan.saved.wrappers)
+    if wrappers := plan.saved.wrappers:
+        printer.line(printer.call(check_unwritten, "ctx.wrappers", printer.bind("WRAPPERS", wrappers.names)))
     if plan.backward_writes.once:
-        printer.line(f"{printer.bind('run_once', run_once)}(ctx)")
+        printer.line(printer.call(run_once, "ctx"))
     arrived = [names[idx] for idx in plan.differentiable()]
     differentiable, of_some = (
         f"{printer.bind(name, call)}(ctx, {', '.join(arrived)})"
@@ -306,7 +298,7 @@ def _print_backward(
             ("BACKWARD_OF_SOME", backward),
         )
     )
-    with printer.block(f"if {printer.bind('is_grad_enabled', torch.is_grad_enabled)}():"):
+    with printer.block(f"if {printer.call(torch.is_grad_enabled)}:"):
         printer.line(f"return (*{differentiable}, None)" if symbols else f"return {differentiable}")
     returned_of_some = f"return (*{of_some}, None)" if symbols else f"return {of_some}"
     if plan.shares:
@@ -348,16 +340,17 @@ def _print_gradients(
         return  # another way was taken
     grads = [recipe for recipe in plan.grads if recipe is not None]
     count = sum(1 for recipe in grads for _ in leaves(recipe))
-    for offset, bumps in enumerate(plan.backward_writes.bumps):
+    late = plan.backward_writes
+    for offset, bumps in enumerate(late.bumps(late.counts)):
         printer.line(_write(printer, f"ctx.written[{offset}]", f"results[{count + offset}]", bumps))
-    for offset, (_, bumps) in enumerate(plan.backward_writes.wrappers):
-        printer.line(f"{printer.bind('bump', bump)}(ctx.bumped[{offset}], {bumps})")
+    for offset, idx in enumerate(late.wrappers):
+        printer.line(printer.call(bump, f"ctx.bumped[{offset}]", late.counts[idx]))
     built = iter(
         print_results(printer, grads, [f"results[{k}]" for k in range(count)], ["grad"] * len(grads))
     )
     for function, argument in after_backward:
         printer.line(f"{printer.bind('after_backward', function)}({printer.bind('root', argument)})")
-    first = count + len(plan.backward_writes.bumps)
+    first = count + len(late.plains)
     plains = (f"results[{k}]" for k in itertools.count(first))
     hints = ["kept"] * len(changes.kept)
     for position, tensor in enumerate(print_results(printer, changes.kept, plains, hints)):
@@ -375,7 +368,7 @@ def _print_other_ways(
     pairs = list(zip((names[idx] for idx in plan.differentiable()), plan.tangents, strict=True))
     missing = [_differs(printer, name, tangent) for name, tangent in pairs]
     if plan.has_waypoints:
-        missing.append(f"{printer.bind('is_watched', is_watched)}(ctx)")
+        missing.append(printer.call(is_watched, "ctx"))
     with printer.block(f"if {' or '.join(missing)}:"):
         printer.line(returned)
     _print_symbols(printer, symbols, "ctx.symbols")
@@ -404,9 +397,7 @@ def _lies_as_assumed(printer: Printer, name: str, recipe: Wrapper) -> str:
     strides = tuple(leaf.stride for _, leaf in leaves(recipe))
     plains = wrapper_rule(recipe.cls).unwrap_source(name, recipe)
     found = sequence([f"{plain}.stride()" for plain in plains])
-    assumed = repr(strides)
-    if is_symbolic(strides):
-        assumed = f"{printer.bind('concrete', concrete)}({printer.bind('STRIDES', strides)}, symbols)"
+    assumed = printer.concrete("STRIDES", strides) if is_symbolic(strides) else repr(strides)
     return f"type({name}) is {printer.bind(recipe.cls.__name__, recipe.cls)} and {found} == {assumed}"
 
 
@@ -428,7 +419,7 @@ def _print_told(printer: Printer, told: Told) -> None:
 
 def _tangent(printer: Printer, tangent: Tangent) -> str:
     name = printer.bind(f"tangent_{tangent.path}", tangent)
-    return f"{printer.bind('concrete', concrete)}({name}, symbols)" if tangent.needs_sizes() else name
+    return printer.call(concrete, name, "symbols") if tangent.needs_sizes() else name
 
 
 def _static(printer: Printer, head: str) -> AbstractContextManager[None]:

@@ -64,7 +64,7 @@ from aotdist.sizes import NumberStep, concrete, is_symbolic
 def print_write(printer: Printer, primals: Sequence[str], write: tuple[PrimalIdx, NodeOutIdx, int]) -> None:
     """Print that an input is given a new value with a history."""
     primal, value, bumps = write
-    printer.line(f"{printer.bind('put', put)}({primals[primal]}, values[{value}], {bumps})")
+    printer.line(printer.call(put, primals[primal], f"values[{value}]", bumps))
 
 
 def print_steps(printer: Printer, gates: Gates, primals: Sequence[str], do: Callable[[Action], None]) -> None:
@@ -137,19 +137,12 @@ def action_printer(
     return do
 
 
-def _of_this_call(printer: Printer, hint: str, value: Any, sizes: Any) -> str:
-    """A name for `value`; if there are symbols among `sizes`, with the numbers of the call in their place."""
-    name = printer.bind(hint, value)
-    return f"{printer.bind('concrete', concrete)}({name}, symbols)" if is_symbolic(sizes) else name
-
-
 def _print_rewrite(printer: Printer, change: MetadataWrite, at: Callable[[Place], str]) -> None:
     args = [at(arg) if isinstance(arg, Place) else print_literal(printer, arg) for arg in change.args]
     data = [] if change.data is None else [f"values[{change.data}]"]
-    name = str(getattr(change.op, "__name__", change.op))
-    op = _of_this_call(printer, name, change, change.kwargs)
-    given = ", ".join([at(change.target), op, sequence(args), *data])
-    printer.line(f"{printer.bind('rewrite', rewrite)}({given})")
+    op = printer.bind(str(getattr(change.op, "__name__", change.op)), change)
+    op = printer.call(concrete, op, "symbols") if is_symbolic(change.kwargs) else op
+    printer.line(printer.call(rewrite, at(change.target), op, sequence(args), *data))
 
 
 def _at(printer: Printer, place: Place, primals: Sequence[str], modes: Ambient, made: dict[int, str]) -> str:
@@ -190,19 +183,17 @@ def _view(printer: Printer, base: str, steps: Sequence[Step], modes: Ambient, ma
 
 def _made(printer: Printer, base: str, step: Step, modes: Ambient) -> str:
     if isinstance(step, FunctionView):
+        make = printer.call(viewer, printer.concrete("views", step))
         creation = printer.bind("creation", step.creation)
-        make = f"{printer.bind('viewer', viewer)}({_of_this_call(printer, 'views', step, step)})"
-        function = printer.bind("function_view", function_view)
-        return f"{function}({base}, values[{step.value}], {make}, {creation})"
+        return printer.call(function_view, base, f"values[{step.value}]", make, creation)
     if isinstance(step.op, Inside):
         return f"{base}{step.op.path}"
-    op = _of_this_call(printer, _name_of(step.op), step.op, step.op)
+    op = printer.concrete(_name_of(step.op), step.op)
     more = [print_literal(printer, value) for value in step.args]
     more += [f"{name}={print_literal(printer, value)}" for name, value in step.kwargs]
     if step.grad == modes.grad:
         return f"{op}({', '.join([base, *more])})"
-    args = ", ".join([str(step.grad), op, base, *more])
-    return f"{printer.bind('in_grad_mode', _in_grad_mode)}({args})"
+    return printer.call(_in_grad_mode, step.grad, op, base, *more)
 
 
 def _picked(result: str, step: Step) -> str:
@@ -241,7 +232,7 @@ def print_return(
 
     _print_prints(printer, returned.log, leaf)
     for position, check in enumerate(returned.checks, returned.first_checked()):
-        printer.line(f"{printer.bind('require', require)}(o{position}, {printer.bind('CHECK', check)})")
+        printer.line(printer.call(require, f"o{position}", printer.bind("CHECK", check)))
     for shown in returned.shown:
         if not isinstance(outputs[OutIdx(shown.out)], IsInput):
             _print_shown(printer, shown)
@@ -282,7 +273,7 @@ def print_effects_of_backward(printer: Printer, log: EffectLog) -> None:
     _print_prints(printer, log, leaf)
     for place, known in log.expected:
         bound = printer.bind(place.path, place), printer.bind(f"{place.path} at capture", known)
-        printer.line(f"{printer.bind('expect', expect)}({', '.join(bound)})")
+        printer.line(printer.call(expect, *bound))
     _print_changes(printer, log, bind, leaf)
 
 
@@ -338,4 +329,4 @@ def _print_shown(printer: Printer, shown: Shown) -> None:
         for name, spec, first in shown.attributes
     ]
     cls = printer.bind(shown.cls.__name__, shown.cls)
-    printer.line(f"{printer.bind('show_as', show_as)}(o{shown.out}, {cls}, {{{', '.join(values)}}})")
+    printer.line(printer.call(show_as, f"o{shown.out}", cls, f"{{{', '.join(values)}}}"))
