@@ -19,7 +19,7 @@ from aotdist.step.accumulation import Accumulation
 from aotdist.step.attributes import methods_of, unchanged
 from aotdist.step.done import Done
 from aotdist.step.held import HeldItem, HeldState
-from aotdist.step.turns import Later, MakesState, Turns, steps_ahead
+from aotdist.step.turns import MakesState, Turns, steps_ahead
 from aotdist.subclasses.protocol import SparseRows
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.optimizers import note_step, optimizer_hooks, scaler_rules, scaler_state
@@ -112,19 +112,6 @@ class _StepFunction(CompiledFunction):
         raise AsWritten
 
 
-@dataclass(frozen=True, slots=True)
-class _Trace:
-    """What is done at a call besides what the program computes.
-
-    Args:
-        stepped: the optimizers that step.
-        later: what schedules do then.
-    """
-
-    stepped: Sequence[torch.optim.Optimizer]
-    later: Sequence[Later]
-
-
 class StepProgram:
     """A step, compiled for one layout of what the optimizers hold and one way to go.
 
@@ -143,7 +130,8 @@ class StepProgram:
         self._asked: _Choice | None = None
         self._choices: list[_Choice] = []
         self._scalers: dict[torch.amp.GradScaler, Any] = {}
-        self._traces: list[_Trace] = []
+        # Of each trace: the optimizers that step, and the schedules that do when the call has run.
+        self._traces = list[tuple[Sequence[torch.optim.Optimizer], Sequence[Any]]]()
         self.compiled = _StepFunction(
             _reaching(run, optimizers, self._traced),
             lambda call, artifacts: make(
@@ -184,11 +172,11 @@ class StepProgram:
         if self._asked is not None:
             self._choices.append(self._asked)
         done.put(now.held)
-        trace = self._traces[done.trace]
-        for optimizer in trace.stepped:
+        stepped, schedules = self._traces[done.trace]
+        for optimizer in stepped:
             note_step(optimizer)
-        for later, (args, kwargs) in zip(trace.later, done.later, strict=True):
-            later.schedule.step(*args, **kwargs)
+        for schedule, (args, kwargs) in zip(schedules, done.later, strict=True):
+            schedule.step(*args, **kwargs)
         return done.given()
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Done:
@@ -228,8 +216,8 @@ class StepProgram:
         _refuse_skipped(turns, done)
         done.assigned, done.cleared = accumulation.assigned(), accumulation.cleared()
         done.overwrite([*accumulation.begun(), *((given[path], copy) for path, copy in copies.items())])
-        done.later = [(later.args, later.kwargs) for later in turns.later]
-        self._traces.append(_Trace(turns.stepped, turns.later))
+        done.later = [*turns.later]
+        self._traces.append((turns.stepped, turns.schedules))
         guard = scalars.guard()
         self._asked = None if guard is None else _Choice(guard, numbers.keys)
         self._scalers.update({scaler: _rules_of(scaler) for scaler in turns.scalers()})

@@ -14,7 +14,6 @@ from aotdist.compiled import AsWritten
 from aotdist.compiling import Compiling
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.kinds import Kinds
-from aotdist.step.attributes import Attributes
 from aotdist.step.done import Varies
 from aotdist.step.held import HeldState, held_by, hyperparameters
 from aotdist.step.program import Now, StepProgram
@@ -44,7 +43,6 @@ class WholeStep:
         self._varying = set(_VARYING)
         self._hyperparameters: list[dict[str, Any]] = []
         self._held: HeldState | None = None
-        self._attributes: list[Attributes] = []
         self._names: dict[int, str] = {}
         self._modules: list[weakref.ref[nn.Module]] = []
         self._ahead: list[weakref.ref[Any]] = []
@@ -120,20 +118,11 @@ class WholeStep:
         self._held = held or held_by(self._optimizers, self._names, self._varying)
         return self._held
 
-    def _attributes_now(self, held: HeldState) -> tuple[Any, ...]:
-        if len(self._attributes) != len(self._optimizers) or not all(
-            attributes.hold() for attributes in self._attributes
-        ):
-            apart = held.all_containers()
-            self._attributes = [Attributes.of(optimizer, apart) for optimizer in self._optimizers]
-        return tuple(attributes.layout for attributes in self._attributes)
-
     def _program(self, now: Now, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepProgram:
         """The program that fits, a new one if there is none."""
         layout = (
             tuple((id(optimizer), optimizer_hooks(optimizer)) for optimizer in self._optimizers),
             tuple(now.held.layout),
-            self._attributes_now(now.held),
             tuple(self._params()),
             (*map(id, now.asked), len(now.ahead)),
         )
