@@ -111,7 +111,7 @@ class Frozen(Compiled):
         program = frozen_program(
             call.target, call.args, call.kwargs, self._state, self._constants, self._steps, self._settings
         )
-        artifact = self._compile(replace(call, target=program.holder, run=program.run), artifacts)
+        artifact = self._compile(replace(call, target=program.holder, run=program), artifacts)
         if self._discards:
             self.discard_parameters()
         return artifact

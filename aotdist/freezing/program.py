@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from aotdist.export.trace import ExportTrace, trace_for_export
 from aotdist.facts import DataWritten, IsInput, OutputFact, ViewOfInput, ViewOfOutput
 from aotdist.freezing.batch_norm import fold_batch_norms
 from aotdist.freezing.channels_last import lay_channels_last
-from aotdist.freezing.folding import Constants, Folded
+from aotdist.freezing.folding import Constants
 from aotdist.freezing.state import FrozenState
 from aotdist.origins import set_current_line, set_current_module
 from aotdist.program import OutIdx
@@ -40,19 +40,6 @@ class Steps:
 
     batch_norms: bool
     channels_last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenProgram:
-    """A call of a frozen module as a function, for the pipeline to compile.
-
-    Args:
-        holder: a module that holds the constants the function reads, and nothing else.
-        run: the function, of the arguments of the call.
-    """
-
-    holder: nn.Module
-    run: Callable[..., Any]
 
 
 def frozen_program(
@@ -100,11 +87,11 @@ def frozen_program(
     if steps.channels_last:
         lay_channels_last(gm, set(of_state))
     gm.graph.eliminate_dead_code()
-    folded = constants.fold(gm, of_state)
+    folded, held = constants.fold(gm, of_state)
     holder = nn.Module()
     vars(holder)["__name__"] = type(module).__name__
-    vars(holder)["_buffers"].update(_in_mode_of(traced, folded.constants))
-    return FrozenProgram(holder, _Run.of(traced, folded, list(written), holder))
+    vars(holder)["_buffers"].update(_in_mode_of(traced, held))
+    return FrozenProgram.of(traced, folded, list(written), holder)
 
 
 def _in_mode_of(traced: ExportTrace, constants: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -117,12 +104,14 @@ def _in_mode_of(traced: ExportTrace, constants: Mapping[str, torch.Tensor]) -> M
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Runs a folded graph as the module would: it takes the arguments, writes them, and returns the result.
+class FrozenProgram:
+    """A call of a frozen module as a function of its arguments, for the pipeline to compile.
+
+    It runs a folded graph as the module would: takes the arguments, writes them, and returns the result.
 
     Args:
         gm: the graph; its inputs are the leaves of the arguments.
-        holder: has the constants, or what stands for them in a trace.
+        holder: a module that has the constants, or what stands for them in a trace, and nothing else.
         written: positions of the leaves that are written; their new values are the first results.
         same: results that are such a leaf, with its position.
         spec: structure of the result.
@@ -139,7 +128,9 @@ class _Run:
     guards: tuple[Expression, ...]
 
     @classmethod
-    def of(cls, traced: ExportTrace, folded: Folded, written: list[Input], holder: nn.Module) -> _Run:
+    def of(
+        cls, traced: ExportTrace, folded: GraphModule, written: list[Input], holder: nn.Module
+    ) -> FrozenProgram:
         """What runs a folded graph.
 
         Args:
@@ -157,7 +148,7 @@ class _Run:
             if isinstance(fact, IsInput) and leaves[fact.input] in written
         }
         return cls(
-            gm=folded.gm,
+            gm=folded,
             holder=holder,
             written=tuple(position[leaf] for leaf in written),
             same=same,
