@@ -7,7 +7,7 @@ import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 from aotdist.capture.captured import Returned
@@ -219,7 +219,7 @@ def backward_of(
         after: called once the gradients are computed.
         in_python: what backwards change in Python.
     """
-    backwards, node = region.backwards.with_guard(guarded), region.node
+    backwards, node = replace(region.backwards, guarded=guarded), region.node
     pairs = zip(node.differentiable(), node.tangents, strict=True)
     tangents = {idx: tangent.slots() for idx, tangent in pairs}
     return Backward(

@@ -146,10 +146,6 @@ class Gates:
         """Where the caller has a waypoint."""
         return self.backward.waypoints[position].place
 
-    def lead(self, gate: Gate) -> Callable[..., Any]:
-        """A function that leads results through one of the gates; see `make_gate`."""
-        return make_gate(self, gate)
-
     def at_once(self) -> list[NodeOutIdx]:
         """Shielded results that pass no gate."""
         return [idx for idx in self.shielded if not self.backward.levels[idx]]

@@ -90,20 +90,21 @@ def print_call(
             printer.line(f"{printer.bind('prepare', function)}({printer.bind('module', argument)})")
         _print_arguments(printer, fit)
         held = held_in([*returned.log.places(), *(count.place for count in fit.numbers.counts)])
+        bind = binder(printer, fit.variables, held)
         with _missing_places_miss(printer) if held or fit.reads_places() else nullcontext():
-            _print_sources(printer, fit)
-            _print_held(printer, fit, held)
+            _print_sources(printer, fit, bind)
+            _print_held(printer, held, bind)
             _print_bases(printer, fit)
-            _print_counts(printer, fit, held)
+            for count in fit.numbers.counts:
+                printer.line(f"{count.name} = {count.place.expression(bind)}")
             printer.comment("does this artifact fit?")
-            _miss_unless(printer, _conditions(printer, fit, changes_arguments=returned.changes_given()))
+            _miss_unless(printer, _conditions(printer, fit, bind, changes_arguments=returned.changes_given()))
         primals = fit.primal_variables()
         _print_sizes(printer, fit, primals)
         _miss_unless(printer, list(_conditions_on_data(printer, fit)))
         printer.comment("run")
         for idx in plans.epilogue.switched_on:
             printer.line(f"{primals[idx]}.requires_grad_()")
-        bind = binder(printer, fit.variables, held)
         do = action_printer(printer, plans.epilogue, primals, fit.around.ambient, bind)
         with _grad_enabled(printer) if enables_grad else nullcontext():
             _print_run(printer, run, _print_given(printer, plans.writes, primals, hooks), fit)
@@ -254,28 +255,19 @@ def _same(printer: Printer, place: str, value: Any, hint: str) -> str:
     return f"({place} is {expected} or {printer.call(same_constant, place, expected)})"
 
 
-def _print_sources(printer: Printer, fit: Guards) -> None:
+def _print_sources(printer: Printer, fit: Guards, bind: Callable[[str, Any], str]) -> None:
     start = len(fit.arguments.tensor_paths())
     if fit.sources:
         printer.comment("parameters, buffers and closed-over tensors")
-    bind = binder(printer, fit.variables)
     for name, source in zip(fit.variables[start:], fit.sources, strict=True):
         printer.line(f"{name} = {source.expression(bind)}")
 
 
-def _print_held(printer: Printer, fit: Guards, held: Sequence[Held]) -> None:
-    bind = binder(printer, fit.variables)
+def _print_held(printer: Printer, held: Sequence[Held], bind: Callable[[str, Any], str]) -> None:
     if held:
         printer.comment("what is written, besides tensors")
     for position, each in enumerate(held):
         printer.line(f"held_{position} = {each.source.expression(bind)}")
-
-
-def _print_counts(printer: Printer, fit: Guards, held: Sequence[Held]) -> None:
-    """Bind the symbol of each number that the program finds and changes."""
-    bind = binder(printer, fit.variables, held)
-    for count in fit.numbers.counts:
-        printer.line(f"{count.name} = {count.place.expression(bind)}")
 
 
 def _print_sizes(printer: Printer, fit: Guards, primals: Sequence[str]) -> None:
@@ -324,12 +316,13 @@ def _print_bases(printer: Printer, fit: Guards) -> None:
                 assert_never(base)
 
 
-def _conditions(printer: Printer, fit: Guards, *, changes_arguments: bool) -> list[str]:
+def _conditions(
+    printer: Printer, fit: Guards, bind: Callable[[str, Any], str], *, changes_arguments: bool
+) -> list[str]:
     """Everything that must be as it was at capture; what is cheap, and likely to differ, comes first."""
     conditions = [f"{printer.bind('modes_hold', ambient_guard(fit.around.ambient))}()"]
     if changes_arguments:
         conditions.append(printer.call(are_apart, "args", "kwargs"))
-    bind = binder(printer, fit.variables)
     for source, value in fit.around.identities:
         expected = printer.bind(f"{source.path} at capture", value)
         conditions.append(f"{source.expression(bind)} is {expected}")

@@ -48,7 +48,7 @@ from aotdist.facts import (
 )
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row
-from aotdist.runtime.gate import Gates
+from aotdist.runtime.gate import Gates, make_gate
 from aotdist.runtime.printer import (
     Printer,
     print_literal,
@@ -75,7 +75,7 @@ def print_steps(printer: Printer, gates: Gates, primals: Sequence[str], do: Call
         match step:
             case Gate():
                 points = [_point(gates.place(position)) for position, _ in step.pieces]
-                lead = printer.bind(f"gate_{step.level}", gates.lead(step))
+                lead = printer.bind(f"gate_{step.level}", make_gate(gates, step))
                 printer.line(f"passed_{step.level} = {lead}(values, {sequence(points)}, {before})")
                 before = f"passed_{step.level}"
             case tuple():

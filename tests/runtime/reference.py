@@ -14,7 +14,7 @@ from aotdist.program import Call
 from aotdist.runtime import artifact as runtime
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.compilation import Compilation, Inference, Training
-from aotdist.runtime.gate import Gates
+from aotdist.runtime.gate import Gates, make_gate
 from aotdist.runtime.hooks import shield, with_silenced_hooks
 from aotdist.runtime.node import make_node
 from aotdist.runtime.plan import detached_views, result_views
@@ -80,7 +80,7 @@ def through_gates(gates: Gates, plans: Plans, call: Call) -> Call:
                 case Gate():
                     places = [gates.place(position) for position, _ in step.pieces]
                     points = [values[p.value] if isinstance(p, Fresh) else outs.make(p) for p in places]
-                    before = gates.lead(step)(values, points, before)
+                    before = make_gate(gates, step)(values, points, before)
                 case (primal, value, bumps):
                     put(primals[primal], values[value], bumps)
                 case _:
