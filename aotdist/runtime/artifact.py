@@ -26,14 +26,14 @@ from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.node import make_node, without_autocast
 from aotdist.runtime.plan import NodePlan, result_views
 from aotdist.runtime.print_call import HookPlan, print_call
-from aotdist.runtime.print_node import ForwardPrinter, Watch, print_inference, print_node
+from aotdist.runtime.print_node import ForwardPrinter, print_inference, print_node
 from aotdist.runtime.printer import Printer
 from aotdist.runtime.ranks import (
     LossWatch,
-    OtherBackwards,
     Phase,
     RunCheck,
     Sequenced,
+    agreeing_on_backwards,
     checks_of,
     fingerprint_of,
     naming_lost_ranks,
@@ -134,13 +134,22 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
     checks = checks_of(compilation, agreed)
     watches = _watches(compilation, checks)
     hooks = HookPlan((), (), ())
+    forward, *_ = compilation.emitted().values()
+    printing = ForwardPrinter(
+        printer,
+        fit.primal_variables(),
+        fit.numbers.symbols(),
+        fit.numbers.told,
+        _forward(compilation, forward),
+        watches["forward"],
+    )
     match compilation.region:
         case Training() as region:
             backward = _backward(compilation, region, agreed, watches["backward"])
             hooks = _hooks(compilation, region, backward)
             rules = compilation.captured.environment.rules
             print_node(
-                _printing(printer, fit, compilation, region.halves.forward, watches["forward"]),
+                printing,
                 region.node,
                 backward,
                 [(claim.rule.after_backward, claim.root) for claim in rules],
@@ -150,7 +159,7 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
             run = "Node.apply"
         case Inference() as region:
             print_inference(
-                _printing(printer, fit, compilation, region.emitted, watches["forward"]),
+                printing,
                 compilation.plans.inside,
                 region.graph.sizes(),
                 views=result_views(region.graph),
@@ -170,19 +179,6 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
     return Artifact(call, printer.source(), *kept, agreed, checks["forward"])
 
 
-def _printing(
-    printer: Printer, fit: Guards, compilation: Compilation, emitted: Emitted, watch: Watch
-) -> ForwardPrinter:
-    return ForwardPrinter(
-        printer,
-        fit.primal_variables(),
-        fit.numbers.symbols(),
-        fit.numbers.told,
-        _forward(compilation, emitted),
-        watch,
-    )
-
-
 def _forward(compilation: Compilation, emitted: Emitted) -> BoxedCall:
     return without_autocast(emitted.call) if compilation.captured.ambient.autocast else emitted.call
 
@@ -196,12 +192,12 @@ def _backward(
         for claim in rules:
             claim.rule.after_backward(claim.root)
 
-    others, ahead = OtherBackwards.of(compilation, agreed), region.graphs.split.backward
+    agree_on, ahead = agreeing_on_backwards(compilation, agreed), region.graphs.split.backward
 
     def guarded(call: BoxedCall, graph: Graph) -> BoxedCall:
         around, call = watch, without_autocast(call)
         if graph is not ahead:
-            check = others.agree_on(graph)
+            check = agree_on(graph)
             around = None if watch is None else watch.checking(check)
         return call if around is None else _watched(call, around)
 

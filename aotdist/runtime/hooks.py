@@ -62,28 +62,16 @@ class _WithGradient:
                 self.hook(None)
 
 
-@dataclass(frozen=True, slots=True)
 class _IfAccumulated:
-    """A hook that is called, after accumulation, if something was accumulated.
+    """A hook that is called, after accumulation, if something was accumulated since this was made."""
 
-    Args:
-        hook: the hook.
-        grad: the `.grad` before.
-        version: the version counter of that.
-    """
-
-    hook: Hook
-    grad: torch.Tensor | None
-    version: int
-
-    @classmethod
-    def since_now(cls, hook: Hook, leaf: torch.Tensor) -> _IfAccumulated:
-        """A hook that compares with the `.grad` of now."""
-        return cls(hook, leaf.grad, 0 if leaf.grad is None else leaf.grad._version)
+    def __init__(self, hook: Hook, leaf: torch.Tensor) -> None:
+        self._hook, self._grad = hook, leaf.grad
+        self._version = None if leaf.grad is None else leaf.grad._version
 
     def __call__(self, leaf: torch.Tensor) -> Any:
-        unchanged = leaf.grad is self.grad and (self.grad is None or self.grad._version == self.version)
-        return None if unchanged else self.hook(leaf)
+        unchanged = leaf.grad is self._grad and (self._grad is None or self._grad._version == self._version)
+        return None if unchanged else self._hook(leaf)
 
 
 def shield(*results: torch.Tensor) -> None:
@@ -111,7 +99,7 @@ class _Silencing(node_base()):
 def _silence(tensor: torch.Tensor) -> None:
     """Call no hooks of a tensor until the backward ends, unless a gradient comes from elsewhere."""
     _wrap(hooks_of_gradient(tensor), _WithGradient)
-    _wrap(hooks_after_accumulation(tensor), lambda hook: _IfAccumulated.since_now(hook, tensor))
+    _wrap(hooks_after_accumulation(tensor), lambda hook: _IfAccumulated(hook, tensor))
 
 
 def _wrap(hooks: MutableMapping[int, Hook] | None, wrapped: Callable[[Hook], Hook]) -> None:

@@ -55,7 +55,7 @@ class Accumulation(TorchFunctionMode):
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
         """A step runs inside."""
-        with self, replaced_here(torch.autograd, "backward", self._backward):
+        with self, replaced_here(torch.autograd, "backward", self._autograd_backward):
             yield
 
     def assigned(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -97,6 +97,8 @@ class Accumulation(TorchFunctionMode):
             if (leaf := self._leaf(args[0])) is not None:
                 leaf.now = args[1] if func == _GRAD.__set__ else None
                 return None
+        if func is torch.Tensor.backward and not in_backward():
+            return self._backward(*args, **(kwargs or {}))
         if func is torch.sparse_coo_tensor and _are_rows(*args, **(kwargs or {})):
             return SparseRows.of((args[0][0], args[1]), args[2])
         self._retains = self._retains or func is torch.Tensor.retain_grad
@@ -124,6 +126,17 @@ class Accumulation(TorchFunctionMode):
 
     def _backward(
         self,
+        loss: torch.Tensor,
+        gradient: torch.Tensor | None = None,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        inputs: Any = None,
+    ) -> None:
+        grads = None if gradient is None else [gradient]
+        self._accumulate([loss], grads, retain_graph, create_graph, inputs)
+
+    def _autograd_backward(
+        self,
         original: Callable[..., None],
         tensors: Any,
         grad_tensors: Any = None,
@@ -132,10 +145,7 @@ class Accumulation(TorchFunctionMode):
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
-        """What `torch.autograd.backward`, which `Tensor.backward` calls, does in the trace.
-
-        A checkpoint's own stays as it is.
-        """
+        """What `torch.autograd.backward` does, in the trace; a checkpoint's own stays as it is."""
         if in_backward():
             return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
         grads = grad_tensors if grad_variables is None else grad_variables

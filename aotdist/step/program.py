@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +32,6 @@ from aotdist.trace.numbers.scalars import DTYPES, KNOWN, Scalars
 from aotdist.trace.stand_ins import current_inputs
 
 
-@dataclass(frozen=True, slots=True)
 class Now:
     """What a step finds at a call.
 
@@ -40,20 +40,12 @@ class Now:
         asked: the schedules that step ahead, in order, for the program to read what they leave.
     """
 
-    held: HeldState
-    asked: Sequence[Any]
-    ahead: Sequence[Sequence[HeldItem]] = field(init=False)
-    numbers: Mapping[str, torch.Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ahead", steps_ahead(self.asked, self.held))
-        ahead = [place for places in self.ahead for place in places]
-        names = [
-            (f"{place.path}.{at}", n)
-            for place in (*self.held.numbers, *ahead)
-            for at, n in enumerate(place.numbers())
-        ]
-        object.__setattr__(self, "numbers", {name: _tensor_of(n) for name, n in names})
+    def __init__(self, held: HeldState, asked: Sequence[Any]) -> None:
+        self.held, self.asked = held, asked
+        self.ahead = steps_ahead(asked, held)
+        places = (*held.numbers, *itertools.chain(*self.ahead))
+        named = [(f"{place.path}.{at}", n) for place in places for at, n in enumerate(place.numbers())]
+        self.numbers = {name: _tensor_of(number) for name, number in named}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that the optimizers hold, and that schedules will leave."""

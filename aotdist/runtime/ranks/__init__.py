@@ -7,7 +7,7 @@ In the order of a compiled function's life:
   was written, as it does itself.
 - `agree` comes before the first run: the ranks of each process group compare the collectives that they are
   about to run. A difference raises `RankDivergence` on every rank, never a hang. What they agreed on for an
-  earlier call, a rank may run again by itself. `OtherBackwards` does so for backwards that are compiled when
+  earlier call, a rank may run again by itself. `agreeing_on_backwards` is for those that are compiled when
   they are first asked for.
 - `naming_lost_ranks` stands around each run: when a collective breaks because a peer died, the survivors
   raise `RankLost` with its number.
@@ -21,7 +21,7 @@ from aotdist.runtime.ranks.agreement import agree
 from aotdist.runtime.ranks.board import board_of_this_process, poll
 from aotdist.runtime.ranks.failing import failing_together, present
 from aotdist.runtime.ranks.fingerprint import (
-    OtherBackwards,
+    agreeing_on_backwards,
     checks_of,
     fingerprint_of,
     fingerprint_of_state,
@@ -33,11 +33,11 @@ from aotdist.runtime.ranks.sequence import Sequenced
 
 __all__ = [
     "LossWatch",
-    "OtherBackwards",
     "Phase",
     "RunCheck",
     "Sequenced",
     "agree",
+    "agreeing_on_backwards",
     "board_of_this_process",
     "checks_of",
     "failing_together",

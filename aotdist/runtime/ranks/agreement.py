@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aotdist.errors import AotdistError, RankDivergence, RankLost, UnsupportedProgram
 from aotdist.runtime.ranks.board import (
@@ -106,19 +106,21 @@ class Meeting:
         board: this rank's view of the notices.
         label: what is to be run, for messages.
         steps: what this rank is about to run.
-        tables: one for each of its parties.
+        parties: with whom.
         timeout_s: how long it waits for its peers.
         check: knows what peers run instead of coming, if they do.
         undecided: the kind of the call, if it runs as it was written where a peer's is refused.
+        tables: where it sits: one for each of its parties.
     """
 
     board: Board
     label: str
     steps: tuple[Step, ...]
-    tables: tuple[Table, ...]
+    parties: Sequence[Party]
     timeout_s: float
     check: RunCheck | None = None
     undecided: str | None = None
+    tables: tuple[Table, ...] = ()
 
 
 def agree(
@@ -169,33 +171,16 @@ def agree(
         for party in parties_of(held[name] for name in used if name in held)
         if not any(runs_alike(steps, each, party) for each in before)
     ]
-    meet(
-        board,
-        steps,
-        parties,
-        label=label,
-        timeout_s=settings.rank_timeout_s,
-        check=check,
-        undecided=undecided,
-    )
+    check = check if parties else None
+    meet(Meeting(board, label, steps, parties, settings.rank_timeout_s, check, undecided))
 
 
-def meet(
-    board: Board,
-    steps: tuple[Step, ...],
-    parties: Sequence[Party],
-    *,
-    label: str,
-    timeout_s: float,
-    check: RunCheck | None = None,
-    undecided: str | None = None,
-) -> None:
+def meet(meeting: Meeting) -> None:
     """`agree` for a rank whose board, steps and parties are known."""
+    board, label, parties, rounds = meeting.board, meeting.label, meeting.parties, None
     report(board, f"agreeing on `{label}`")
-    check, rounds = check if parties else None, None
     while rounds is None:
-        tables = tuple(_take_seat(board, party) for party in parties)
-        rounds = _held(Meeting(board, label, steps, tables, timeout_s, check, undecided))
+        rounds = _held(replace(meeting, tables=tuple(_take_seat(board, party) for party in parties)))
     for table, num_rounds in rounds.items():
         _clear_before(board, table, num_rounds)
     met = f", agreed over {', '.join(map(spell, parties[:4]))}" if parties else ", which asks nobody"
@@ -281,11 +266,10 @@ def _hold_round(meeting: Meeting, entries: Mapping[Table, Entry], round_no: int)
 
 
 def _entry(meeting: Meeting, table: Table) -> Entry:
-    parties = [other.party for other in meeting.tables]
-    inside = [party for party in parties if set(party) <= set(table.party)]
+    inside = [party for party in meeting.parties if set(party) <= set(table.party)]
     return {
         "digests": {party_key(party): digest(view(meeting.steps, party)) for party in inside},
-        "reach": len(widest(parties)),
+        "reach": len(widest(meeting.parties)),
         "undecided": meeting.undecided,
     }
 
