@@ -34,16 +34,17 @@ def _refuse(**options: tuple[bool, str]) -> None:
             raise BadSettings(f"`{name}` cannot be honoured", fix=fix)
 
 
-def _refuse_kinds(decompositions: Any, *, or_none: Mapping[str, Any], **functions: Any) -> None:
-    """Raise `BadSettings` for an argument that is something else than what it is called.
+def _compilers(
+    fw_compiler: Any, bw_compiler: Any, inference_compiler: Any, decompositions: Any, **functions: Any
+) -> CallableBackend:
+    """What the user brought; `functions` are other arguments that have to be some, by name.
 
-    Args:
-        decompositions: from operators to functions, or None.
-        or_none: functions that may be left out, by name.
-        functions: those that may not, by name.
+    Raises:
+        BadSettings: an argument is something else than what it is called.
     """
-    given = {name: value for name, value in or_none.items() if value is not None}
-    for name, value in {**functions, **given}.items():
+    optional = {"bw_compiler": bw_compiler, "inference_compiler": inference_compiler}
+    given = {name: value for name, value in optional.items() if value is not None}
+    for name, value in {**functions, "fw_compiler": fw_compiler, **given}.items():
         if not callable(value):
             raise BadSettings(f"`{name}` is {value!r}", fix="pass a function")
     if decompositions is not None and not isinstance(decompositions, Mapping):
@@ -51,6 +52,7 @@ def _refuse_kinds(decompositions: Any, *, or_none: Mapping[str, Any], **function
             f"`decompositions` is a {type(decompositions).__name__}",
             fix="pass a dictionary from operators to functions",
         )
+    return CallableBackend(fw_compiler, bw_compiler, inference_compiler, dict(decompositions or {}))
 
 
 def _refuse_no_module(mod: Any) -> None:
@@ -125,12 +127,9 @@ def aot_function(
         BadSettings: one of the options that are not available is set, or an argument is something else than
             what it is called.
     """
-    optional = {"bw_compiler": bw_compiler, "inference_compiler": inference_compiler}
-    _refuse_kinds(decompositions, or_none=optional, fn=fn, fw_compiler=fw_compiler, partition_fn=partition_fn)
-    _refuse(
-        disable_functionalization=(disable_functionalization, _FUNCTIONAL),
-    )
-    compilers = CallableBackend(fw_compiler, bw_compiler, inference_compiler, dict(decompositions or {}))
+    brought = (fw_compiler, bw_compiler, inference_compiler, decompositions)
+    compilers = _compilers(*brought, fn=fn, partition_fn=partition_fn)
+    _refuse(disable_functionalization=(disable_functionalization, _FUNCTIONAL))
     return AotFunction(
         fn,
         FunctorchBackend(compilers, partition_fn, num_params_buffers, keep_inference_input_mutations),
@@ -244,8 +243,8 @@ def aot_module_simplified(
     """
     _refuse_no_module(mod)
     refuse_arguments(args)
-    optional = {"bw_compiler": bw_compiler, "inference_compiler": inference_compiler}
-    _refuse_kinds(decompositions, or_none=optional, fw_compiler=fw_compiler, partition_fn=partition_fn)
+    brought = (fw_compiler, bw_compiler, inference_compiler, decompositions)
+    compilers = _compilers(*brought, partition_fn=partition_fn)
     _refuse(
         compiler_config_extra=(compiler_config_extra is not None, "leave it out"),
         disable_functionalization=(disable_functionalization, _FUNCTIONAL),
@@ -268,7 +267,6 @@ def aot_module_simplified(
         return list(result)
 
     flat_call.__name__ = compile_region_name or type(mod).__name__
-    compilers = CallableBackend(fw_compiler, bw_compiler, inference_compiler, dict(decompositions or {}))
     count = _num_distinct(mod)
     backend = FunctorchBackend(compilers, partition_fn, count, keep_inference_input_mutations)
 

@@ -198,7 +198,13 @@ class Backward:
             UnsupportedProgram: there is no backward for such gradients.
         """
         if request.watched and not plan.converts(there):
-            raise refusal(there.values())
+            kinds = ", ".join(type(grad).__name__ for grad in there.values())
+            raise UnsupportedProgram(
+                f"gradients of other kinds than the results arrive ({kinds}), and hooks, `retain_grad` or "
+                "`torch.autograd.grad` look at what passes between them",
+                stage="runtime",
+                fix="convert them before calling `backward`",
+            )
         compiled = self.backwards.of(request, there)
         tangents = specialize_sizes(ctx, compiled.tangents)
         converted = {idx: tangent.converted(there[idx]) for idx, tangent in tangents.items()}
@@ -320,14 +326,3 @@ def specialize_sizes(ctx: Any, value: T) -> T:
     """`value` with the sizes of the call whose backward runs."""
     symbols = getattr(ctx, "symbols", None)  # the graphs may take none of them, each being some number
     return concrete(value, symbols) if symbols else value
-
-
-def refusal(arrived: Iterable[torch.Tensor]) -> UnsupportedProgram:
-    """An error for gradients of other kinds in a backward that runs in parts."""
-    kinds = ", ".join(type(grad).__name__ for grad in arrived)
-    return UnsupportedProgram(
-        f"gradients of other kinds than the results arrive ({kinds}), and hooks, `retain_grad` or "
-        "`torch.autograd.grad` look at what passes between them",
-        stage="runtime",
-        fix="convert them before calling `backward`",
-    )

@@ -23,7 +23,7 @@ from aotdist.runtime.plan import NodePlan, saved_beside
 from aotdist.runtime.print_outputs import print_effects_of_backward
 from aotdist.runtime.printer import Printer, Told, print_size, print_step, remark, sequence
 from aotdist.runtime.tangent import Tangent, TangentMismatch, rebuilt
-from aotdist.runtime.wrappers import SavedWrappers, check_unwritten
+from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import Expression, NumberStep, concrete, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
 from aotdist.torch_seam.autograd import keeps_graph, node_base
@@ -151,7 +151,8 @@ def print_node(
         printer.line()
         quiet = print_classes_off(printer) if has_classes else nullcontext()
         tangents = [f"t{idx}" for idx in plan.outs.indices()]
-        with _static(printer, f"def backward(ctx, {', '.join(tangents)}):"), quiet:
+        printer.line("@staticmethod")
+        with printer.block(f"def backward(ctx, {', '.join(tangents)}):"), quiet:
             _print_backward(printer, tangents, region.all_symbols(), plan, backward)
             _print_gradients(printer, plan, after_backward, changes, has_symbols=bool(region.all_symbols()))
     printer.line()
@@ -235,7 +236,10 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
         if late.wrappers:
             printer.line(f"ctx.bumped = {sequence([names[idx] for idx in late.wrappers])}")
         printer.line("ctx.set_materialize_grads(False)")
-        _print_noted(printer, names, plan.saved.wrappers)
+        if wrappers := plan.saved.wrappers:
+            noted = [f"({names[idx]}, {names[idx]}._version)" for idx in wrappers.ins]
+            noted += [f"({printer.call(counter_of, f'o{idx}')}, o{idx}._version)" for idx in wrappers.outs]
+            printer.spread("ctx.wrappers = (", noted, ",)")
         constant = [f"o{idx}" for idx, out in plan.outs.enumerate() if not out.differentiable]
         if constant:
             printer.line(f"ctx.mark_non_differentiable({', '.join(constant)})")
@@ -249,13 +253,6 @@ def _saved(printer: Printer, plan: NodePlan, plains: Sequence[str]) -> list[str]
     if results and plan.inside.unwrap.versions:
         results = [printer.call(saved_beside, result) for result in results]
     return inputs + results
-
-
-def _print_noted(printer: Printer, names: Sequence[str], wrappers: SavedWrappers) -> None:
-    if wrappers:
-        noted = [f"({names[idx]}, {names[idx]}._version)" for idx in wrappers.ins]
-        noted += [f"({printer.call(counter_of, f'o{idx}')}, o{idx}._version)" for idx in wrappers.outs]
-        printer.spread("ctx.wrappers = (", noted, ",)")
 
 
 def _version(printer: Printer, plan: NodePlan, names: Sequence[str], idx: PrimalIdx) -> str:
@@ -420,8 +417,3 @@ def _print_told(printer: Printer, told: Told) -> None:
 def _tangent(printer: Printer, tangent: Tangent) -> str:
     name = printer.bind(f"tangent_{tangent.path}", tangent)
     return printer.call(concrete, name, "symbols") if tangent.needs_sizes() else name
-
-
-def _static(printer: Printer, head: str) -> AbstractContextManager[None]:
-    printer.line("@staticmethod")
-    return printer.block(head)

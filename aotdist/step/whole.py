@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.compiled import AsWritten
+from aotdist.compiled import AsWritten, StepOfFunction
 from aotdist.compiling import Compiling
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.kinds import Kinds
@@ -26,7 +26,7 @@ _VARYING = frozenset({"lr"})
 """Hyperparameters that differ from call to call, before one is seen to."""
 
 
-class WholeStep:
+class WholeStep(StepOfFunction):
     """A training step, as the user wrote it.
 
     The first call runs as it is written, and so does any other that makes state of an optimizer or a scaler.
@@ -85,12 +85,10 @@ class WholeStep:
         self._has_run = True
         return result
 
-    def artifacts(self) -> list[Artifact]:
-        """What was made so far."""
+    def _made_so_far(self) -> list[Artifact]:
         return [artifact for program in self._made() for artifact in program.compiled.artifacts]
 
-    def decided(self) -> list[Kinds]:
-        """What was decided about kinds of calls."""
+    def _decided(self) -> list[Kinds]:
         return [program.compiled.artifacts.kinds for program in self._made()]
 
     def reset(self) -> None:

@@ -123,6 +123,14 @@ def farewell(board: Board, peers: Iterable[int]) -> None:
     poll(look)
 
 
+def leave(board: Board, error: AotdistError, peers: Iterable[int]) -> None:
+    """Before an error leaves this rank that its peers are to leave by, too: tell them."""
+    board.memory.failures += 1  # they may have given up on this rank at a table
+    with contextlib.suppress(StoreGone):
+        say_leaving(board, error)
+        farewell(board, peers)
+
+
 def say_leaving(board: Board, error: AotdistError) -> None:
     """Tell all ranks that this one goes no further with them, and why."""
     runs = {key: number for key, (number, _) in board.memory.runs.items()}

@@ -22,14 +22,7 @@ import torch.distributed as dist
 from aotdist.errors import AotdistError, RankDivergence, RankLost
 from aotdist.passes.collectives import Collective
 from aotdist.runtime.ranks.board import Board, StoreGone, board_of_this_process, first_line, spell
-from aotdist.runtime.ranks.failing import (
-    addresses,
-    ended_among,
-    farewell,
-    leaving_of,
-    say_leaving,
-    say_trouble,
-)
+from aotdist.runtime.ranks.failing import addresses, ended_among, leave, leaving_of, say_trouble
 from aotdist.runtime.ranks.liveness import Address, dead_among, meet_machines
 from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import groups_with_peers
@@ -119,9 +112,7 @@ class LossWatch:
             if known is None and (ended := ended_among(self.board, peers)) is not None:
                 known = RankDivergence(f"{ended}, and `{self.label}` still runs", stage="runtime")
             if known is not None:
-                self.board.memory.failures += 1
-                say_leaving(self.board, known)
-                farewell(self.board, peers)
+                leave(self.board, known, peers)
                 return known
         self._post(error, [])
         deadline = time.monotonic() + self.grace_s

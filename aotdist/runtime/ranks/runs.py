@@ -46,6 +46,7 @@ from aotdist.runtime.ranks.failing import (
     failures_of,
     farewell,
     go_on,
+    leave,
     leaving_of,
     say_leaving,
 )
@@ -149,10 +150,7 @@ class RunCheck:
         for _ in range(self.rounds):
             self._write_down(ahead=False)
             if checks and (error := self._compare()) is not None:
-                memory.failures += 1  # peers may have given up on this rank at a table
-                with contextlib.suppress(StoreGone):
-                    say_leaving(board, error)
-                    farewell(board, self.peers)
+                leave(board, error, self.peers)
                 raise error
 
     def announce(self) -> None:
