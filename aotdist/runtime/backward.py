@@ -19,7 +19,7 @@ from aotdist.convention.mutation import write_plain
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import short_tracebacks
 from aotdist.partition.gates import Gate
-from aotdist.program import NodeOutIdx, PrimalIdx
+from aotdist.program import PrimalIdx
 from aotdist.runtime.backwards import Arrived, Backwards, Compiled
 from aotdist.runtime.derive import BackwardRequest
 from aotdist.runtime.double_backward import failing_later, laid_out_with_history
@@ -131,19 +131,32 @@ class Backward:
 
     @short_tracebacks
     def __call__(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        """The gradients, given a tangent, or None, for each differentiable output."""
-        changes = self._changes(tangents)
-        grads, kept = self._without_history(ctx, changes, *tangents)
-        changes.replay(kept, getattr(ctx, "symbols", {}))
-        return tuple(grads)
+        """The gradients, given a tangent, or None, for each differentiable output.
 
-    def _changes(self, tangents: Sequence[torch.Tensor | None]) -> EffectLog:
+        They have a history where grad mode is on (`create_graph=True`).
+
+        Raises:
+            UnsupportedProgram: there is no backward for such gradients, or none that can be differentiated.
+        """
+        pairs = zip(self.plan.differentiable(), tangents, strict=True)
+        there = {idx: arrived for idx, arrived in pairs if arrived is not None}
+        changes = self._changes(there)
+        some: Sequence[torch.Tensor | None] = ()
+        kept: Sequence[torch.Tensor | None] = ()
+        if there:
+            plainly = functools.partial(self._without_history, ctx, changes, there)
+            has_history = torch.is_grad_enabled()
+            some, kept = self._with_history(ctx, there, None, plainly) if has_history else plainly()
+        changes.replay(list(kept), getattr(ctx, "symbols", {}))
+        # Of a backward that is a program itself, values that its forward saved come last.
+        return (*some, *[None] * (len(self.plan.grads) - len(some)))
+
+    def _changes(self, there: Arrived) -> EffectLog:
         """What this backward changes in Python.
 
         Raises:
             UnsupportedProgram: it keeps tensors, and which ones is not known for these results.
         """
-        there = self._there(tangents)
         changes = NOTHING if self.in_python is None or not there else self.in_python.changes(there.keys())
         is_known = len(there) == len(self.plan.tangents) or tuple(there) in self.plan.variants.of_results
         if changes.kept and not is_known:
@@ -156,11 +169,9 @@ class Backward:
             )
         return changes
 
-    def _without_history(self, ctx: Any, changes: EffectLog, *tangents: torch.Tensor | None) -> Gradients:
+    def _without_history(self, ctx: Any, changes: EffectLog, there: Arrived) -> Gradients:
         """The gradients, computed by the backward for what arrived."""
-        plan, there = self._plan(ctx), self._there(tangents)
-        if not there:
-            return (None,) * len(self.plan.grads), []
+        plan = self._plan(ctx)
         request = self._request(ctx, plan, there)
         ordinary = not (request.watched or request.kinds)
         saved = self._saved(ctx, there) if ordinary else saved_by(ctx, plan)
@@ -222,10 +233,6 @@ class Backward:
         keep_for_others(ctx, self.plan, there, saved)
         return saved
 
-    def _there(self, tangents: Sequence[torch.Tensor | None]) -> dict[NodeOutIdx, torch.Tensor]:
-        pairs = zip(self.plan.differentiable(), tangents, strict=True)
-        return {idx: arrived for idx, arrived in pairs if arrived is not None}
-
     def _plan(self, ctx: Any) -> NodePlan:
         """The plan, with the sizes of the call whose backward runs."""
         return specialize_sizes(ctx, self.plan)
@@ -268,24 +275,6 @@ class Backward:
         with class_functions_off():
             results = iter(compiled.call(args))
         return rebuild_in_order(specialize_sizes(ctx, compiled.returned), results, put), []
-
-    @short_tracebacks
-    def differentiably(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        """The gradients with a history (`create_graph=True`).
-
-        Raises:
-            UnsupportedProgram: the program cannot be differentiated twice.
-        """
-        changes, there = self._changes(tangents), self._there(tangents)
-        grads: Sequence[torch.Tensor | None] = (None,) * len(self.plan.grads)
-        kept: Sequence[torch.Tensor | None] = ()
-        if there:
-            plainly = functools.partial(self._without_history, ctx, changes, *tangents)
-            some, kept = self._with_history(ctx, there, None, plainly)
-            # Of a backward that is a program itself, values that its forward saved come last.
-            grads = (*some, *grads[len(some) :])
-        changes.replay(list(kept), getattr(ctx, "symbols", {}))
-        return tuple(grads)
 
     def _with_history(
         self, ctx: Any, there: Arrived, gate: Gate | None, plainly: Callable[[], Gradients]

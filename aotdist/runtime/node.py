@@ -79,9 +79,8 @@ def make_node(
             check_unwritten(ctx.wrappers, plan.saved.wrappers.names)
             if plan.backward_writes.once:
                 run_once(ctx)
-            run = backward.differentiably if torch.is_grad_enabled() else backward
             with class_functions_off():
-                return run(ctx, *(tangents[idx] for idx in plan.differentiable()))
+                return backward(ctx, *(tangents[idx] for idx in plan.differentiable()))
 
     return lambda primals: list(Node.apply(*primals))
 

@@ -140,7 +140,7 @@ def print_node(
     Args:
         region: how its forward runs.
         plan: how tensors pass through the node.
-        backward: what runs in the backward; called itself where a tangent is missing.
+        backward: what runs in the backward; called itself for what is no ordinary request.
         after_backward: functions to call, each with its argument, once the gradients are computed.
         changes: what the backward changes in Python.
         has_classes: whether inputs have a `__torch_function__`, which must not be called.
@@ -288,20 +288,12 @@ def _print_backward(
     if plan.backward_writes.once:
         printer.line(printer.call(run_once, "ctx"))
     arrived = [names[idx] for idx in plan.differentiable()]
-    differentiable, of_some = (
-        f"{printer.bind(name, call)}(ctx, {', '.join(arrived)})"
-        for name, call in (
-            ("DIFFERENTIABLE_BACKWARD", backward.differentiably),
-            ("BACKWARD_OF_SOME", backward),
-        )
-    )
-    with printer.block(f"if {printer.call(torch.is_grad_enabled)}:"):
-        printer.line(f"return (*{differentiable}, None)" if symbols else f"return {differentiable}")
-    returned_of_some = f"return (*{of_some}, None)" if symbols else f"return {of_some}"
+    another = f"{printer.bind('ANOTHER_BACKWARD', backward)}(ctx, {', '.join(arrived)})"
+    another = f"return (*{another}, None)" if symbols else f"return {another}"
     if plan.shares:
-        printer.line(returned_of_some)
+        printer.line(another)
         return
-    _print_other_ways(printer, names, symbols, plan, returned_of_some)
+    _print_other_ways(printer, names, symbols, plan, another)
     given = ["*ctx.saved_tensors"] if plan.saved.frees else []
     given += [print_size(printer, size) for size in plan.backward_sizes]
     pairs = list(zip(arrived, plan.tangents, strict=True))
@@ -318,7 +310,7 @@ def _print_backward(
         with printer.block("try:"):
             printer.line(args)
         with printer.block(f"except {printer.bind('TangentMismatch', TangentMismatch)}:"):
-            printer.line(returned_of_some)
+            printer.line(another)
     printer.line(f"del {', '.join(names)}")
     _print_letting_go(printer, plan)
     printer.line(f"results = {printer.bind('BACKWARD', backward.backwards.of_all())}(args)")
@@ -363,10 +355,11 @@ def _print_other_ways(
 ) -> None:
     """Print when the backward is not that of all results, run in one go for gradients as they are assumed."""
     pairs = list(zip((names[idx] for idx in plan.differentiable()), plan.tangents, strict=True))
-    missing = [_differs(printer, name, tangent) for name, tangent in pairs]
+    conditions = [printer.call(torch.is_grad_enabled)]
+    conditions += [_differs(printer, name, tangent) for name, tangent in pairs]
     if plan.has_waypoints:
-        missing.append(printer.call(is_watched, "ctx"))
-    with printer.block(f"if {' or '.join(missing)}:"):
+        conditions.append(printer.call(is_watched, "ctx"))
+    with printer.block(f"if {' or '.join(conditions)}:"):
         printer.line(returned)
     _print_symbols(printer, symbols, "ctx.symbols")
     as_assumed = [
