@@ -202,7 +202,7 @@ def node_plan(
         sizes=split.forward.sizes(),
         backward_sizes=split.backward.sizes(),
         saved=_saved(traced, plans, split, outs),
-        kept_inputs=_kept_inputs(traced, split, _kept(traced)),
+        kept_inputs=_kept_inputs(traced, split),
         tangents=tuple(
             _tangent(out, tangent_strides, plain=plain, as_it_is=as_they_are)
             for out in outs
@@ -287,20 +287,15 @@ def _totals(
     return found
 
 
-def _kept(traced: Traced) -> tuple[PrimalIdx, ...]:
+def _kept_inputs(traced: Traced, split: Split) -> KeptInputs:
     """The inputs that backwards through the trace's graph need: those that get a gradient.
 
     There are none of these backwards where such an input shows its elements in another way afterwards.
     """
-    grads, reshaped = traced.facts.backward.grads.enumerate(), traced.facts.reshaped()
-    found = (
-        tuple(idx for idx, grad in grads if grad is not None) if traced.later_backwards is not None else ()
-    )
-    return () if any(idx in reshaped for idx in found) else found
-
-
-def _kept_inputs(traced: Traced, split: Split, kept: tuple[PrimalIdx, ...]) -> KeptInputs:
     ins, recipes = traced.program.ins, traced.facts.recipes
+    kept = tuple(idx for idx, grad in traced.facts.backward.grads.enumerate() if grad is not None)
+    if traced.later_backwards is None or not traced.facts.reshaped().isdisjoint(kept):
+        kept = ()
     slots = [tuple(Slot("primal", ins[idx].path, inner) for inner, _ in leaves(recipes[idx])) for idx in kept]
     saved = set(split.saved_primals.values())
     unsaved = [(k, beneath) for k, beneath in enumerate(slots) if not saved.issuperset(beneath)]

@@ -6,7 +6,7 @@ The printed function returns `MISS` when the artifact does not fit, before anyth
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -106,7 +106,7 @@ def print_call(
         for idx in plans.epilogue.switched_on:
             printer.line(f"{primals[idx]}.requires_grad_()")
         do = action_printer(printer, plans.epilogue, primals, fit.around.ambient, bind)
-        with _grad_enabled(printer) if enables_grad else nullcontext():
+        with printer.block(f"with {printer.call(torch.enable_grad)}:") if enables_grad else nullcontext():
             _print_run(printer, run, _print_given(printer, plans.writes, primals, hooks), fit)
             if hooks.shielded:
                 names = [f"values[{idx}]" for idx in hooks.shielded]
@@ -115,7 +115,8 @@ def print_call(
                 for write in plans.writes.writes:
                     print_write(printer, primals, write)
         _print_epilogue(printer, plans.epilogue, primals, hooks.gates, do)
-        _print_what_is_left(printer, fit)
+        if fit.leaves is not None:
+            printer.line(f"{printer.bind('leave_objects', fit.leaves)}()")
         print_return(printer, returned, plans.epilogue.outputs, fit.variables, bind)
 
 
@@ -164,15 +165,6 @@ def _print_before_writes(printer: Printer, writes: DifferentiableWrites, primals
         printer.line(printer.call(refuse_forbidden, *(primals[primal] for primal, _, _ in writes.writes)))
     for primal, bumps in writes.counted:
         printer.line(printer.call(bump, primals[primal], bumps))
-
-
-def _print_what_is_left(printer: Printer, fit: Guards) -> None:
-    if fit.leaves is not None:
-        printer.line(f"{printer.bind('leave_objects', fit.leaves)}()")
-
-
-def _grad_enabled(printer: Printer) -> AbstractContextManager[None]:
-    return printer.block(f"with {printer.call(torch.enable_grad)}:")
 
 
 @contextmanager

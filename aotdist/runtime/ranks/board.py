@@ -7,10 +7,11 @@ warnings each time it runs out; `FileStore.wait` looks once a second.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
@@ -192,7 +193,9 @@ def spell(ranks: Iterable[int]) -> str:
     ordered = sorted(ranks)
     if len(ordered) == 1:
         return f"rank {ordered[0]}"
-    runs = [f"{a}" if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in _runs(ordered)]
+    found = itertools.groupby(enumerate(ordered), lambda pair: pair[1] - pair[0])
+    stretches = [[rank for _, rank in pairs] for _, pairs in found]  # of consecutive numbers
+    runs = [f"{s[0]}-{s[-1]}" if len(s) > 2 else ", ".join(map(str, s)) for s in stretches]
     shown = runs if len(runs) <= 8 else [*runs[:8], f"... ({len(ordered)} ranks)"]
     return f"ranks {', '.join(shown)}"
 
@@ -212,17 +215,6 @@ def party_named(key: str) -> Party:
     ends, _, stride = key.partition("/")
     first, _, last = ends.partition("-")
     return tuple(range(int(first), int(last) + 1, int(stride or 1)))
-
-
-def _runs(ordered: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and last of each stretch of consecutive numbers."""
-    first = last = ordered[0]
-    for rank in ordered[1:]:
-        if rank != last + 1:
-            yield first, last
-            first = rank
-        last = rank
-    yield first, last
 
 
 def first_line(error: BaseException) -> str:
