@@ -6,7 +6,7 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
@@ -30,13 +30,11 @@ from aotdist.runtime.print_node import ForwardPrinter, print_inference, print_no
 from aotdist.runtime.printer import Printer
 from aotdist.runtime.ranks import (
     LossWatch,
-    Phase,
     RunCheck,
     Sequenced,
     agreeing_on_backwards,
-    checks_of,
     fingerprint_of,
-    naming_lost_ranks,
+    watches_of,
 )
 from aotdist.sizes import concrete
 from aotdist.torch_seam.locks import process_lock
@@ -131,8 +129,7 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
         keep_freed_memory()
     printer = Printer(fit.variables)
     agreed = fingerprint_of(compilation)
-    checks = checks_of(compilation, agreed)
-    watches = _watches(compilation, checks)
+    watches = watches_of(compilation, agreed)
     hooks = HookPlan((), (), ())
     forward, *_ = compilation.emitted().values()
     printing = ForwardPrinter(
@@ -147,15 +144,8 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
         case Training() as region:
             backward = _backward(compilation, region, agreed, watches["backward"])
             hooks = _hooks(compilation, region, backward)
-            rules = compilation.captured.environment.rules
-            print_node(
-                printing,
-                region.node,
-                backward,
-                [(claim.rule.after_backward, claim.root) for claim in rules],
-                compilation.captured.in_backward.whole,
-                has_classes=fit.has_classes(),
-            )
+            changes = compilation.captured.in_backward.whole
+            print_node(printing, region.node, backward, changes, has_classes=fit.has_classes())
             run = "Node.apply"
         case Inference() as region:
             print_inference(
@@ -175,8 +165,8 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
     places = Places()
     for graph in compilation.every_graph():
         graph.pack(places)
-    kept = without_tensors(compilation), fit.without_tensors()
-    return Artifact(call, printer.source(), *kept, agreed, checks["forward"])
+    kept, watch = (without_tensors(compilation), fit.without_tensors()), watches["forward"]
+    return Artifact(call, printer.source(), *kept, agreed, None if watch is None else watch.check)
 
 
 def _forward(compilation: Compilation, emitted: Emitted) -> BoxedCall:
@@ -201,18 +191,18 @@ def _backward(
             around = None if watch is None else watch.checking(check)
         return call if around is None else _watched(call, around)
 
-    return backward_of(region, guarded, after, compilation.captured.in_backward)
+    return backward_of(region, guarded, after if rules else None, compilation.captured.in_backward)
 
 
 def backward_of(
-    region: Training, guarded: Guard, after: Callable[[], None], in_python: InBackward | None = None
+    region: Training, guarded: Guard, after: Callable[[], None] | None, in_python: InBackward | None = None
 ) -> Backward:
     """What runs in the backward of a region's node.
 
     Args:
         region: the region.
         guarded: what stands around each backward.
-        after: called once the gradients are computed.
+        after: called once the gradients are computed, if anything is.
         in_python: what backwards change in Python.
     """
     backwards, node = replace(region.backwards, guarded=guarded), region.node
@@ -230,7 +220,7 @@ def backward_of(
 def nodes_of(region: Training) -> Nodes:
     """The node of the backward of a program, which is a program itself, for the sizes of a call."""
     forward = without_autocast(region.halves.forward.call)
-    backward = backward_of(region, lambda call, _: without_autocast(call), lambda: None)
+    backward = backward_of(region, lambda call, _: without_autocast(call), None)
     node = region.node
 
     def of_sizes(symbols: Mapping[str, int]) -> Call:
@@ -284,18 +274,6 @@ def _is_recorded(compilation: Compilation) -> bool:
     """Whether autograd would record an inference graph: grad mode is on, though no result has history."""
     examples = compilation.traced.program.examples
     return compilation.captured.ambient.grad and any(example.requires_grad for example in examples)
-
-
-def _watches(
-    compilation: Compilation, checks: Mapping[Phase, RunCheck | None]
-) -> dict[Phase, LossWatch | None]:
-    """What stands around each run of the graphs of a program."""
-    watch = naming_lost_ranks(
-        compilation.collectives(), label=compilation.captured.name, settings=compilation.settings
-    )
-    if isinstance(watch, nullcontext):
-        return dict.fromkeys(checks)
-    return {phase: watch.checking(check) for phase, check in checks.items()}
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

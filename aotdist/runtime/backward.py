@@ -118,14 +118,14 @@ class Backward:
     Args:
         plan: how tensors pass through the node.
         backwards: the backwards, each compiled under its request.
-        after: called once the gradients are computed.
+        after: called once the gradients are computed, if anything is.
         read: which saved values the backward of each result reads.
         in_python: what backwards change in Python.
     """
 
     plan: NodePlan
     backwards: Backwards
-    after: Callable[[], None]
+    after: Callable[[], None] | None
     read: Read
     in_python: InBackward | None = None
 
@@ -182,7 +182,8 @@ class Backward:
             results = iter(compiled.call(args))
         grads = rebuild_in_order(specialize_sizes(ctx, compiled.returned), results, put)
         self._write(ctx, results, plan.variants.of_results.get(request.results) if ordinary else None)
-        self.after()
+        if self.after is not None:
+            self.after()
         kept = changes.kept if compiled.kept is None else compiled.kept
         return tuple(grads), rebuild_in_order(specialize_sizes(ctx, kept), results, put)
 

@@ -130,7 +130,6 @@ def print_node(
     region: ForwardPrinter,
     plan: NodePlan,
     backward: Backward,
-    after_backward: Sequence[tuple[Callable[..., None], object]],
     changes: EffectLog,
     *,
     has_classes: bool,
@@ -141,7 +140,6 @@ def print_node(
         region: how its forward runs.
         plan: how tensors pass through the node.
         backward: what runs in the backward; called itself for what is no ordinary request.
-        after_backward: functions to call, each with its argument, once the gradients are computed.
         changes: what the backward changes in Python.
         has_classes: whether inputs have a `__torch_function__`, which must not be called.
     """
@@ -154,7 +152,7 @@ def print_node(
         printer.line("@staticmethod")
         with printer.block(f"def backward(ctx, {', '.join(tangents)}):"), quiet:
             _print_backward(printer, tangents, region.all_symbols(), plan, backward)
-            _print_gradients(printer, plan, after_backward, changes, has_symbols=bool(region.all_symbols()))
+            _print_gradients(printer, plan, backward.after, changes, has_symbols=bool(region.all_symbols()))
     printer.line()
 
 
@@ -319,7 +317,7 @@ def _print_backward(
 def _print_gradients(
     printer: Printer,
     plan: NodePlan,
-    after_backward: Sequence[tuple[Callable[..., None], object]],
+    after: Callable[[], None] | None,
     changes: EffectLog,
     *,
     has_symbols: bool,
@@ -337,8 +335,8 @@ def _print_gradients(
     built = iter(
         print_results(printer, grads, [f"results[{k}]" for k in range(count)], ["grad"] * len(grads))
     )
-    for function, argument in after_backward:
-        printer.line(f"{printer.bind('after_backward', function)}({printer.bind('root', argument)})")
+    if after is not None:
+        printer.line(f"{printer.bind('after_backward', after)}()")
     first = count + len(late.plains)
     plains = (f"results[{k}]" for k in itertools.count(first))
     hints = ["kept"] * len(changes.kept)

@@ -12,7 +12,6 @@ import contextlib
 import re
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -42,13 +41,11 @@ _BROKEN_TRANSPORT = re.compile(
 wrong arguments ("enforce fail")."""
 
 
-def naming_lost_ranks(
-    sequence: Iterable[Collective], *, label: str, settings: Settings
-) -> LossWatch | nullcontext[None]:
+def naming_lost_ranks(sequence: Iterable[Collective], *, label: str, settings: Settings) -> LossWatch | None:
     """Around every run of a graph with these collectives: a broken one raises `RankLost` with the culprit.
 
     Make it once, after `agree`, and enter it at each run: that makes its check, if it was given one; entering
-    and leaving by itself takes 0.6 us. Without peers it does nothing. Errors that do not come from a broken
+    and leaving by itself takes 0.6 us. Without peers there is none. Errors that do not come from a broken
     connection, and breaks for which no rank can be blamed, pass unchanged.
 
     A rank that is blocked behind a survivor is freed when the survivor leaves: let `RankLost` end
@@ -65,7 +62,7 @@ def naming_lost_ranks(
     used = {collective.group for collective in sequence}
     peers = {rank for name in used if name in held for rank in held[name].party}
     if board is None or not peers:
-        return nullcontext()
+        return None
     roster = addresses(board, sorted(peers - {board.rank}))
     meet_machines(roster, turn=board.rank)
     return LossWatch(board, label, roster, min(_GRACE_S, settings.rank_timeout_s))
