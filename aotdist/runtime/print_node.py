@@ -20,7 +20,6 @@ from aotdist.runtime.backward import Backward
 from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import run_once
 from aotdist.runtime.plan import NodePlan, saved_beside
-from aotdist.runtime.print_outputs import print_effects_of_backward
 from aotdist.runtime.printer import Printer, Told, print_size, print_step, remark, sequence
 from aotdist.runtime.tangent import Tangent, TangentMismatch, rebuilt
 from aotdist.runtime.wrappers import check_unwritten
@@ -339,10 +338,11 @@ def _print_gradients(
         printer.line(f"{printer.bind('after_backward', after)}()")
     first = count + len(late.plains)
     plains = (f"results[{k}]" for k in itertools.count(first))
-    hints = ["kept"] * len(changes.kept)
-    for position, tensor in enumerate(print_results(printer, changes.kept, plains, hints)):
-        printer.line(f"kept{position} = {tensor}")
-    print_effects_of_backward(printer, changes)
+    if changes:
+        kept = print_results(printer, changes.kept, plains, ["kept"] * len(changes.kept))
+        replay = f"{printer.concrete('CHANGES', changes)}.replay(["
+        what = remark(f"changes {', '.join(place.path for place in changes.places())}")
+        printer.spread(replay, kept, f"], {'symbols' if has_symbols else '{}'}){what}")
     returned = ["None" if recipe is None else next(built) for recipe in plan.grads]
     returned += ["None"] if has_symbols else []
     printer.spread("return (", returned, ",)")

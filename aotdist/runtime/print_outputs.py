@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, assert_never
 
@@ -18,14 +18,12 @@ from aotdist.capture.effects import (
     Assign,
     Delete,
     EffectLog,
-    NumberResult,
     Print,
     TensorResult,
-    expect,
 )
 from aotdist.capture.instances import MadeObject
 from aotdist.capture.results import Shown, show_as
-from aotdist.capture.source import Held, Source
+from aotdist.capture.source import Source
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, function_view, rewrite, viewer
 from aotdist.facts import (
     Action,
@@ -52,13 +50,11 @@ from aotdist.runtime.gate import Gates, make_gate
 from aotdist.runtime.printer import (
     Printer,
     print_literal,
-    print_size,
-    print_step,
     print_tree,
     remark,
     sequence,
 )
-from aotdist.sizes import NumberStep, concrete, is_symbolic
+from aotdist.sizes import concrete, is_symbolic
 
 
 def print_write(printer: Printer, primals: Sequence[str], write: tuple[PrimalIdx, NodeOutIdx, int]) -> None:
@@ -254,29 +250,6 @@ def _name_of_output(idx: OutIdx, fact: OutputFact) -> str:
     return f"o{idx}"
 
 
-def print_effects_of_backward(printer: Printer, log: EffectLog) -> None:
-    """Print what a backward does in Python: in the objects of the capture, which are those of the call."""
-
-    def bind(hint: str, value: Any) -> str:
-        return printer.bind(hint, value.example if isinstance(value, Held) else value)
-
-    def leaf(value: Any) -> str:
-        match value:
-            case TensorResult(position):
-                return f"kept{position}"
-            case NumberResult(expression=spelled):
-                return print_size(printer, spelled)
-            case _:
-                return print_literal(printer, value)
-
-    _print_numbers(printer, log.numbers(), bind)
-    _print_prints(printer, log, leaf)
-    for place, known in log.expected:
-        bound = printer.bind(place.path, place), printer.bind(f"{place.path} at capture", known)
-        printer.line(printer.call(expect, *bound))
-    _print_changes(printer, log, bind, leaf)
-
-
 def _print_prints(printer: Printer, log: EffectLog, leaf: Callable[[Any], str]) -> None:
     """Print that what a program prints is printed; `leaf` spells a leaf of a value."""
     for each in log.prints():
@@ -304,22 +277,6 @@ def _print_changes(
                 printer.line(place.deletion(bind))
             case Print():
                 pass
-
-
-def _print_numbers(
-    printer: Printer, numbers: Iterable[NumberResult], bind: Callable[[str, Any], str]
-) -> None:
-    """Bind each symbol that numbers of a backward follow from to a variable of its name."""
-    steps = {name: step for number in numbers for name, step in number.steps}
-    for name, step in steps.items():
-        match step:
-            case NumberStep():
-                value = print_step(printer, step)
-            case Source():
-                value = step.expression(bind)
-            case int():
-                value = f"kept{step}.item()"
-        printer.line(f"{name} = {value}")
 
 
 def _print_shown(printer: Printer, shown: Shown) -> None:
