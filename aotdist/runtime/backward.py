@@ -177,7 +177,8 @@ class Backward:
         saved = self._saved(ctx, there) if ordinary else saved_by(ctx, plan)
         compiled, args, put = self._prepared(ctx, plan, request, there, saved)
         del saved
-        let_go(ctx, plan)
+        if plan.saved.frees:
+            let_go(ctx)
         with class_functions_off():  # wrappers may come for plain tensors
             results = iter(compiled.call(args))
         grads = rebuild_in_order(specialize_sizes(ctx, compiled.returned), results, put)

@@ -18,14 +18,14 @@ from aotdist.convention.stack import InsidePlans
 from aotdist.program import NodeOutIdx, PrimalIdx
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.gate import is_watched
-from aotdist.runtime.held import run_once
+from aotdist.runtime.held import let_go, run_once
 from aotdist.runtime.plan import NodePlan, saved_beside
 from aotdist.runtime.printer import Printer, Told, print_size, print_step, remark, sequence
 from aotdist.runtime.tangent import Tangent, TangentMismatch, rebuilt
 from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import Expression, NumberStep, concrete, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
-from aotdist.torch_seam.autograd import keeps_graph, node_base
+from aotdist.torch_seam.autograd import node_base
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.tensors import counter_of, set_versions
 
@@ -259,18 +259,6 @@ def _version(printer: Printer, plan: NodePlan, names: Sequence[str], idx: Primal
     return printer.call(version_of, names[idx])
 
 
-def _print_letting_go(printer: Printer, plan: NodePlan) -> None:
-    """Print `aotdist.runtime.held.let_go`, for the backward of all results."""
-    if not plan.saved.frees:
-        return
-    with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
-        printer.line("ctx.maybe_clear_saved_tensors()")
-        if plan.kept_inputs.primals:
-            printer.line("ctx.kept_primals = None")
-        if plan.saved.wrappers:
-            printer.line("ctx.wrappers = ()")
-
-
 def print_classes_off(printer: Printer) -> AbstractContextManager[None]:
     """What is printed inside calls no `__torch_function__`: the program's calls of it happened at capture."""
     return printer.block(f"with {printer.call(class_functions_off)}:")
@@ -309,7 +297,8 @@ def _print_backward(
         with printer.block(f"except {printer.bind('TangentMismatch', TangentMismatch)}:"):
             printer.line(another)
     printer.line(f"del {', '.join(names)}")
-    _print_letting_go(printer, plan)
+    if plan.saved.frees:
+        printer.line(printer.call(let_go, "ctx"))
     printer.line(f"results = {printer.bind('BACKWARD', backward.backwards.of_all())}(args)")
 
 
