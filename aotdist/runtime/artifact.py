@@ -61,12 +61,6 @@ class Artifact:
     agreed: tuple[Sequenced, ...]
     check: RunCheck | None
 
-    def forget_trace(self) -> None:
-        """Let go of autograd's graph of the trace; the last artifact keeps it, for gradients of gradients."""
-        region = self.compilation.region
-        if isinstance(region, Training):
-            region.backwards.forget_trace()
-
 
 _order = process_lock()
 
@@ -95,8 +89,10 @@ class Artifacts(list[Artifact]):
         with _order:
             self._agreed.add(artifact.agreed)
             if all(one is not artifact for one in self):
-                for one in self:
-                    one.forget_trace()
+                # The last artifact keeps autograd's graph of its trace, for gradients of gradients.
+                for region in (one.compilation.region for one in self):
+                    if isinstance(region, Training):
+                        region.backwards.forget_trace()
             ordered = [artifact, *(one for one in self if one is not artifact)]
             self[:] = ordered[: artifact.compilation.settings.max_artifacts]
 

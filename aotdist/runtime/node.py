@@ -1,7 +1,8 @@
-"""A reference for the autograd node around one compiled forward and backward; `plan.py` has its plan.
+"""The autograd node around one compiled forward and backward, as a call; `plan.py` has its plan.
 
-The reference is what the printed node (`aotdist.runtime.print_node`) is tested against: the same
-steps, found by walking the plan at every call instead of once.
+The node of a backward that is differentiated in turn runs so, and the printed node
+(`aotdist.runtime.print_node`) is tested against it: the same steps, found by walking the plan at every call
+instead of once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def make_node(
     backward: Backward,
     symbols: Mapping[str, int],
 ) -> Call:
-    """The node as a call: the reference for the printed one.
+    """The node as a call.
 
     Args:
         plan: how tensors pass.

@@ -28,12 +28,11 @@ from aotdist.runtime.ranks.fingerprint import (
     watches_of,
 )
 from aotdist.runtime.ranks.loss import LossWatch, naming_lost_ranks
-from aotdist.runtime.ranks.runs import Phase, RunCheck
+from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import Sequenced
 
 __all__ = [
     "LossWatch",
-    "Phase",
     "RunCheck",
     "Sequenced",
     "agree",
