@@ -6,7 +6,6 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
@@ -133,8 +132,7 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
         fit.primal_variables(),
         fit.numbers.symbols(),
         fit.numbers.told,
-        _forward(compilation, forward),
-        watches["forward"],
+        _watched(_forward(compilation, forward), watches["forward"]),
     )
     match compilation.region:
         case Training() as region:
@@ -185,7 +183,7 @@ def _backward(
         if graph is not ahead:
             check = agree_on(graph)
             around = None if watch is None else watch.checking(check)
-        return call if around is None else _watched(call, around)
+        return _watched(call, around)
 
     return backward_of(region, guarded, after if rules else None, compilation.captured.in_backward)
 
@@ -253,7 +251,11 @@ def _silenced(facts: Facts, node: NodePlan) -> list[PrimalIdx]:
     return [idx for idx, grad in node.grads.enumerate() if grad is not None and idx not in written]
 
 
-def _watched(call: BoxedCall, watch: AbstractContextManager[Any]) -> BoxedCall:
+def _watched(call: BoxedCall, watch: LossWatch | None) -> BoxedCall:
+    """`call`, with what stands around every run of a graph that communicates."""
+    if watch is None:
+        return call
+
     def watched(args: list[Any]) -> Sequence[Any]:
         with watch:
             return call(args)

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import torch
 
@@ -28,9 +27,6 @@ from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves
 from aotdist.torch_seam.autograd import node_base
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.tensors import counter_of, set_versions
-
-Watch: TypeAlias = AbstractContextManager[Any] | None
-"""What stands around every run of a graph with collectives; see `aotdist.runtime.ranks`."""
 
 
 def print_plains(recipe: Recipe, name: str) -> list[str]:
@@ -59,11 +55,6 @@ def _has_sizes(recipe: Recipe) -> bool:
     return is_wrapper and (wrapper_rule(recipe.cls).sized or is_symbolic(recipe.context))
 
 
-def _watched(printer: Printer, watch: Watch) -> AbstractContextManager[None]:
-    """What is printed inside runs in the context `watch`, if there is one."""
-    return nullcontext() if watch is None else printer.block(f"with {printer.bind('watch', watch)}:")
-
-
 def print_results(
     printer: Printer, recipes: Sequence[Recipe], names: Iterable[str], hints: Sequence[str]
 ) -> list[str]:
@@ -85,7 +76,6 @@ class ForwardPrinter:
         symbols: the symbols' names; their values are one more argument, a dictionary.
         told: symbols that are added to that dictionary once the graph has run.
         call: plain inputs, sizes -> results, then saved values.
-        watch: a context for every run of the graph, if any.
     """
 
     printer: Printer
@@ -93,7 +83,6 @@ class ForwardPrinter:
     symbols: Sequence[str]
     told: Told
     call: BoxedCall
-    watch: Watch
 
     def parameters(self) -> list[str]:
         """What the printed function takes."""
@@ -113,8 +102,7 @@ class ForwardPrinter:
             printer.line(f"rng = {printer.bind('draw_state', rng.draw)}()  # seed and offset")
         given = [*plains, *(print_size(printer, size) for size in sizes)]
         given += [] if rng.draw is None else ["*rng"]
-        with _watched(printer, self.watch):
-            printer.spread(f"results = {printer.bind('FORWARD', self.call)}([", given, "])")
+        printer.spread(f"results = {printer.bind('FORWARD', self.call)}([", given, "])")
         if writes.writes:
             with printer.block(f"with {printer.call(torch.no_grad)}:"):
                 for plain, position, bumps in writes.writes:
