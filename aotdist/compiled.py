@@ -5,9 +5,10 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from collections.abc import Callable, Generator, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from torch import nn
 
@@ -22,16 +23,11 @@ from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting
 from aotdist.runtime.guards import MISS
 from aotdist.runtime.kinds import Kind, Kinds
-from aotdist.runtime.ranks import (
-    number_of_its_kind,
-    present,
-)
+from aotdist.runtime.ranks import number_of_its_kind, present
 from aotdist.subclasses.protocol import ContainerRule
 from aotdist.torch_seam.dynamo import tapes_off
 from aotdist.torch_seam.modes import under_transform
-from aotdist.torch_seam.modules import (
-    uncompiled_call,
-)
+from aotdist.torch_seam.modules import uncompiled_call
 from aotdist.trace.failures import AccumulatesInside
 
 
@@ -146,10 +142,10 @@ class Compiled(Explained):
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> UserCall:
         return UserCall(self._target(), self._run, args, kwargs, number=self._number)
 
-    def _made_so_far(self) -> list[Artifact]:
+    def _made_so_far(self) -> Sequence[Artifact]:
         return self.artifacts
 
-    def _decided(self) -> list[Kinds]:
+    def _decided(self) -> Sequence[Kinds]:
         return [self.artifacts.kinds]
 
     def reset(self) -> None:
@@ -164,24 +160,12 @@ EVERY_COMPILED: weakref.WeakSet[Compiled] = weakref.WeakSet()
 """What `reset` forgets the artifacts of."""
 
 
-class StepOfFunction(Protocol):
+class StepOfFunction(Explained):
     """What a compiled function becomes that gives gradients to leaves, or lets optimizers step."""
 
+    @abstractmethod
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Do a step."""
-        ...
-
-    def artifacts(self) -> list[Artifact]:
-        """What was made so far."""
-        ...
-
-    def decided(self) -> list[Kinds]:
-        """What was decided about kinds of calls."""
-        ...
-
-    def reset(self) -> None:
-        """Forget every artifact."""
-        ...
 
 
 class CompiledFunction(Compiled):
@@ -225,11 +209,11 @@ class CompiledFunction(Compiled):
         # A compiled function in a class body is a method like any other.
         return self if instance is None else functools.partial(self, instance)
 
-    def _made_so_far(self) -> list[Artifact]:
-        return super()._made_so_far() if self._step is None else self._step.artifacts()
+    def _made_so_far(self) -> Sequence[Artifact]:
+        return super()._made_so_far() if self._step is None else self._step._made_so_far()
 
-    def _decided(self) -> list[Kinds]:
-        return super()._decided() if self._step is None else self._step.decided()
+    def _decided(self) -> Sequence[Kinds]:
+        return super()._decided() if self._step is None else self._step._decided()
 
     def reset(self) -> None:
         """Forget every artifact."""

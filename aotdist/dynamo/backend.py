@@ -23,6 +23,7 @@ from aotdist.origins import short_tracebacks
 from aotdist.settings import Settings, by_name, settings_of
 from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.dynamo import dynamo_frame, skip_our_frames
+from aotdist.torch_seam.symbols import hint
 
 _numbers = itertools.count()
 
@@ -67,7 +68,8 @@ class Region(Compiled):
     def compile_for(self, inputs: Sequence[Any]) -> None:
         """Compile for a call with these inputs, without calling."""
         if all(is_real(value) for value in inputs if isinstance(value, torch.Tensor)):
-            self._made((), self._graph.named(self._graph.with_numbers(inputs)))
+            # While Dynamo compiles it has symbols in the place of numbers.
+            self._made((), self._graph.named([hint(value) for value in inputs]))
 
 
 _every_region: weakref.WeakSet[Region] = weakref.WeakSet()

@@ -25,7 +25,7 @@ from aotdist.torch_seam.dynamo import (
     is_wrapped_number,
 )
 from aotdist.torch_seam.operators import HigherOrderOperator
-from aotdist.torch_seam.symbols import expression, hint, is_open
+from aotdist.torch_seam.symbols import expression, is_open
 
 Kind = Literal["tensors", "size", "integer", "float", "other"]
 
@@ -57,26 +57,6 @@ class Input:
     place: SizePlace | None = None
 
 
-class Objects:
-    """Objects that calls brought, by names that tell them apart.
-
-    They are kept: others could have their address later.
-    """
-
-    def __init__(self) -> None:
-        self._objects: dict[str, Any] = {}
-
-    def name_of(self, value: Any) -> str:
-        """The name of an object."""
-        name = f"{type(value).__name__} at {id(value):#x}"
-        self._objects[name] = value
-        return name
-
-    def behind(self, value: Any) -> Any:
-        """The object that `value` is the name of; `value` itself if it is none."""
-        return self._objects.get(value, value) if isinstance(value, str) else value
-
-
 @dataclass(frozen=True, slots=True)
 class DynamoGraph:
     """A graph, and what it takes.
@@ -85,13 +65,14 @@ class DynamoGraph:
         gm: the graph.
         inputs: what the graph takes, in order.
         left_grad_mode: what gradients are switched to for whatever follows, or None.
-        objects: what it was called with that is neither a tensor nor a constant.
+        objects: what it was called with that is neither a tensor nor a constant, by names that tell these
+            apart. They are kept: others could have their address later.
     """
 
     gm: GraphModule
     inputs: tuple[Input, ...]
     left_grad_mode: bool | None
-    objects: Objects = field(default_factory=Objects)
+    objects: dict[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
     def of(cls, gm: GraphModule) -> DynamoGraph:
@@ -113,10 +94,6 @@ class DynamoGraph:
             for each, value in zip(self.inputs, values, strict=True)
             if each.kind != "size"
         }
-
-    def with_numbers(self, values: Sequence[Any]) -> list[Any]:
-        """Inputs as Dynamo has them while it compiles, with numbers in the place of symbols."""
-        return [hint(value) for value in values]
 
     def open_dims(self, named: Mapping[str, Any]) -> dict[int, frozenset[int]]:
         """Which dimensions of those arguments may differ from call to call, by the identity of the tensor."""
@@ -141,7 +118,9 @@ class DynamoGraph:
             case "integer" if value >= 0:
                 return torch.empty(value, 0)
             case "other" if not is_constant(value):
-                return self.objects.name_of(value)
+                name = f"{type(value).__name__} at {id(value):#x}"
+                self.objects[name] = value
+                return name
             case _:
                 return value
 
@@ -154,8 +133,8 @@ class DynamoGraph:
         match each.kind:
             case "integer" if isinstance(value, torch.Tensor):
                 return value.size(0)
-            case "other":
-                return self.objects.behind(value)
+            case "other" if isinstance(value, str):
+                return self.objects.get(value, value)
             case _:
                 return value
 

@@ -39,14 +39,21 @@ def refuse_call(mod: Any, args: Any, kwargs: Any) -> None:
             stage="export",
             fix="pass a module, or use `aot_export_joint_simple` for a function",
         )
+    refuse_arguments(args, kwargs, stage="export")
+
+
+def refuse_arguments(args: Any, kwargs: Any = None, *, stage: str | None = None) -> None:
+    """Refuse what are no arguments of a call; keyword arguments may be left out.
+
+    Raises:
+        BadSettings: naming what is something else.
+    """
     if not isinstance(args, Sequence):  # a tensor would be taken row by row
-        raise BadSettings(
-            f"`args` is a {type(args).__name__}", stage="export", fix="pass a tuple of arguments: `(x,)`"
-        )
+        fix = "pass a tuple of arguments: `(x,)`"
+        raise BadSettings(f"`args` is a {type(args).__name__}", stage=stage, fix=fix)
     if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise BadSettings(
-            f"`kwargs` is a {type(kwargs).__name__}", stage="export", fix="pass a dictionary of arguments"
-        )
+        fix = "pass a dictionary of arguments"
+        raise BadSettings(f"`kwargs` is a {type(kwargs).__name__}", stage=stage, fix=fix)
 
 
 def refuse_example(path: str, example: torch.Tensor) -> None:

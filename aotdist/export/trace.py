@@ -114,15 +114,14 @@ def trace_for_export(
             requires_grad[:] = [isinstance(out, torch.Tensor) and out.requires_grad for out in outs]
             return [out.clone() if position in fresh else out for position, out in enumerate(outs)]
 
-        slots = [Slot("primal", item.path) for item in (*tensors, *strays)]
-        examples = [item.value for item in (*tensors, *strays)]
-        for item in (*tensors, *strays):
-            refuse_example(item.path, item.value)
-        named = [(slot.path, example) for slot, example in zip(slots, examples, strict=True)]
+        named = [(item.path, item.value) for item in (*tensors, *strays)]
+        for path, example in named:
+            refuse_example(path, example)
         fakes = fakes_of(named, captured.all_closed_over, active_fake_mode())
         if captured.dims:
             refuse_mode_without_symbols(fakes)
-        program: Program[PrimalIdx] = Program(fn, Row(slots), Row(examples))
+        slots = Row[PrimalIdx, Slot](Slot("primal", path) for path, _ in named)
+        program = Program(fn, slots, Row[PrimalIdx, torch.Tensor](example for _, example in named))
         recorder = Recorder(RecordOptions(decompositions), symbolic=bool(captured.dims), fakes=fakes)
         recorder.draws.allow(captured.environment.reached.generators)
         options = TraceOptions(training=torch.is_grad_enabled(), dims=captured.dims)

@@ -136,16 +136,18 @@ class _Layout:
     def _restore(self, source: Node, user: Node) -> Node:
         if source not in self._restored:
             with self._graph.inserting_before(user):
-                options = {"memory_format": torch.contiguous_format}
-                self._restored[source] = emit(self._graph, _CLONE, (source,), like=source, kwargs=options)
+                self._restored[source] = self._contiguous(source)
         return self._restored[source]
+
+    def _contiguous(self, source: Node) -> Node:
+        options = {"memory_format": torch.contiguous_format}
+        return emit(self._graph, _CLONE, (source,), like=source, kwargs=options)
 
     def _restore_at_once(self, node: Node) -> None:
         """Let everything read a node as eager has it, for a result lives in it."""
         users = list(node.users)
         with self._graph.inserting_after(node):
-            options = {"memory_format": torch.contiguous_format}
-            restored = emit(self._graph, _CLONE, (node,), like=node, kwargs=options)
+            restored = self._contiguous(node)
         for user in users:
             user.replace_input_with(node, restored)
         del self._before[node]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -66,19 +65,6 @@ def _computes_alone(node: Node) -> bool:
     return not (is_effectful(node) or is_collective(node) or is_wait(node))
 
 
-@dataclass(frozen=True, slots=True)
-class Folded:
-    """A graph of what differs from call to call.
-
-    Args:
-        gm: takes the arguments alone; constants are attributes, by name.
-        constants: what they are.
-    """
-
-    gm: GraphModule
-    constants: Mapping[str, torch.Tensor]
-
-
 class Constants:
     """The constants of all calls of one module.
 
@@ -97,7 +83,9 @@ class Constants:
         storages = {storage_id(value): value.untyped_storage().nbytes() for value in self._values.values()}
         return sum(storages.values())
 
-    def fold(self, gm: GraphModule, state: Mapping[str, str]) -> Folded:
+    def fold(
+        self, gm: GraphModule, state: Mapping[str, str]
+    ) -> tuple[GraphModule, Mapping[str, torch.Tensor]]:
         """The graph with constants for all that is not computed from arguments.
 
         What a result lives in is computed at each call, as eager does: its caller may write it.
@@ -105,6 +93,10 @@ class Constants:
         Args:
             gm: the graph.
             state: by input, the name of the parameter or buffer that it is.
+
+        Returns:
+            a graph of what differs from call to call, which takes the arguments alone; its constants are
+            attributes, and these by name.
 
         Raises:
             UnsupportedProgram: a constant is made of a parameter that was discarded.
@@ -130,7 +122,7 @@ class Constants:
                 if node.op == "get_attr":
                     held[str(node.target)] = attribute_of(gm, node)
         builder.graph.output(map_arg(gm.graph.output_node().args[0], builder.env.__getitem__))
-        return Folded(graph_module(held, builder.graph), constants)
+        return graph_module(held, builder.graph), constants
 
     def _numbered(self, gm: GraphModule, constant: set[Node], state: Mapping[str, str]) -> dict[Node, int]:
         """A number for each constant node: that of equal ones is the same in every graph of the module."""

@@ -19,6 +19,7 @@ from aotdist.codegen.fx import FxBackend
 from aotdist.compiled import Compiled
 from aotdist.compiling import Compiling
 from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.export.refusals import refuse_arguments
 from aotdist.freezing.folding import Constants
 from aotdist.freezing.program import Steps, frozen_program
 from aotdist.freezing.state import FrozenState
@@ -110,7 +111,7 @@ class Frozen(Compiled):
         program = frozen_program(
             call.target, call.args, call.kwargs, self._state, self._constants, self._steps, self._settings
         )
-        artifact = self._compile(replace(call, target=program.holder, run=program.run), artifacts)
+        artifact = self._compile(replace(call, target=program.holder, run=program), artifacts)
         if self._discards:
             self.discard_parameters()
         return artifact
@@ -160,7 +161,7 @@ def freeze(
             state, an argument requires grad in grad mode, or the program cannot be compiled ahead of time.
     """
     _check_module(module)
-    _check_arguments(args, kwargs)
+    refuse_arguments(() if args is None else args, kwargs, stage="freeze")
     chosen = settings_of(settings)
     resolved = resolve(backend)
     rounds = not isinstance(resolved, FxBackend)
@@ -195,17 +196,6 @@ def _refuse_training(module: nn.Module) -> None:
                 stage="freeze",
                 fix="call `eval()` on the module first",
             )
-
-
-def _check_arguments(args: Any, kwargs: Any) -> None:
-    if args is not None and not isinstance(args, Sequence):
-        raise BadSettings(
-            f"`args` is a {type(args).__name__}", stage="freeze", fix="pass a tuple of arguments: `(x,)`"
-        )
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise BadSettings(
-            f"`kwargs` is a {type(kwargs).__name__}", stage="freeze", fix="pass a dictionary of arguments"
-        )
 
 
 def _refuse_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import GraphModule
-from torch.fx.node import map_arg
+from torch.fx import GraphModule, Interpreter, Node
 
 from aotdist.capture.constants import is_leaf
 from aotdist.errors import InternalError, UnsupportedProgram
@@ -20,7 +19,7 @@ from aotdist.export.trace import ExportTrace, trace_for_export
 from aotdist.facts import DataWritten, IsInput, OutputFact, ViewOfInput, ViewOfOutput
 from aotdist.freezing.batch_norm import fold_batch_norms
 from aotdist.freezing.channels_last import lay_channels_last
-from aotdist.freezing.folding import Constants, Folded
+from aotdist.freezing.folding import Constants
 from aotdist.freezing.state import FrozenState
 from aotdist.origins import set_current_line, set_current_module
 from aotdist.program import OutIdx
@@ -41,19 +40,6 @@ class Steps:
 
     batch_norms: bool
     channels_last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FrozenProgram:
-    """A call of a frozen module as a function, for the pipeline to compile.
-
-    Args:
-        holder: a module that holds the constants the function reads, and nothing else.
-        run: the function, of the arguments of the call.
-    """
-
-    holder: nn.Module
-    run: Callable[..., Any]
 
 
 def frozen_program(
@@ -101,11 +87,11 @@ def frozen_program(
     if steps.channels_last:
         lay_channels_last(gm, set(of_state))
     gm.graph.eliminate_dead_code()
-    folded = constants.fold(gm, of_state)
+    folded, held = constants.fold(gm, of_state)
     holder = nn.Module()
     vars(holder)["__name__"] = type(module).__name__
-    vars(holder)["_buffers"].update(_in_mode_of(traced, folded.constants))
-    return FrozenProgram(holder, _Run.of(traced, folded, list(written), holder))
+    vars(holder)["_buffers"].update(_in_mode_of(traced, held))
+    return FrozenProgram.of(traced, folded, list(written), holder)
 
 
 def _in_mode_of(traced: ExportTrace, constants: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -118,12 +104,14 @@ def _in_mode_of(traced: ExportTrace, constants: Mapping[str, torch.Tensor]) -> M
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """Runs a folded graph as the module would: it takes the arguments, writes them, and returns the result.
+class FrozenProgram:
+    """A call of a frozen module as a function of its arguments, for the pipeline to compile.
+
+    It runs a folded graph as the module would: takes the arguments, writes them, and returns the result.
 
     Args:
         gm: the graph; its inputs are the leaves of the arguments.
-        holder: has the constants, or what stands for them in a trace.
+        holder: a module that has the constants, or what stands for them in a trace, and nothing else.
         written: positions of the leaves that are written; their new values are the first results.
         same: results that are such a leaf, with its position.
         spec: structure of the result.
@@ -140,7 +128,9 @@ class _Run:
     guards: tuple[Expression, ...]
 
     @classmethod
-    def of(cls, traced: ExportTrace, folded: Folded, written: list[Input], holder: nn.Module) -> _Run:
+    def of(
+        cls, traced: ExportTrace, folded: GraphModule, written: list[Input], holder: nn.Module
+    ) -> FrozenProgram:
         """What runs a folded graph.
 
         Args:
@@ -158,7 +148,7 @@ class _Run:
             if isinstance(fact, IsInput) and leaves[fact.input] in written
         }
         return cls(
-            gm=folded.gm,
+            gm=folded,
             holder=holder,
             written=tuple(position[leaf] for leaf in written),
             same=same,
@@ -171,7 +161,7 @@ class _Run:
         """Run it."""
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=is_leaf)
         self._decide(leaves)
-        results = self._results(leaves)
+        results = list(_Lines(self.gm, self.holder).run(*leaves))
         for at, value in zip(self.written, results, strict=False):
             leaves[at].copy_(value)
         values = results[len(self.written) :]
@@ -186,28 +176,30 @@ class _Run:
             if not evaluate(guard, sizes):
                 raise InternalError(f"a frozen program does not fit its own trace: {guard}", stage="freeze")
 
-    def _results(self, leaves: list[Any]) -> list[Any]:
-        remaining = iter(leaves)
-        env: dict[torch.fx.Node, Any] = {}
-        buffers = vars(self.holder)["_buffers"]
-        for node in self.gm.graph.nodes:
-            set_current_module(node.meta.get("module", ""))
-            set_current_line(node.meta.get("source", ""))
-            match node.op:
-                case "placeholder":
-                    env[node] = next(remaining)
-                case "get_attr":
-                    env[node] = (
-                        buffers[node.target] if node.target in buffers else getattr(self.gm, node.target)
-                    )
-                case "call_function":
-                    given, options = map_arg((node.args, dict(node.kwargs)), env.__getitem__)
-                    env[node] = node.target(*given, **options)
-                case _:
-                    set_current_line("")
-                    set_current_module("")
-                    return list(map_arg(node.args[0], env.__getitem__))
-        raise InternalError("a graph without results", stage="freeze")
+
+class _Lines(Interpreter):
+    """Runs a folded graph; what is recorded meanwhile has the lines and modules of its nodes.
+
+    Args:
+        gm: the graph.
+        holder: has the constants.
+    """
+
+    def __init__(self, gm: GraphModule, holder: nn.Module) -> None:
+        super().__init__(gm)
+        self.extra_traceback = False  # errors say where they come from themselves
+        self._constants = vars(holder)["_buffers"]
+
+    def run_node(self, n: Node) -> Any:
+        """Run one node."""
+        set_current_module(n.meta.get("module", ""))
+        set_current_line(n.meta.get("source", ""))
+        return super().run_node(n)
+
+    def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A constant, or what else the graph holds."""
+        found = self._constants.get(target)
+        return super().get_attr(target, args, kwargs) if found is None else found
 
 
 def _refuse_state_writes(traced: ExportTrace) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,10 +25,11 @@ from aotdist.torch_seam.proxies import graph_module
 from aotdist.torch_seam.symbols import SYMBOLIC
 
 
+@dataclass(slots=True, eq=False)
 class Cut:
     """What is known of a joint graph that the user's partition has cut; its arguments carry it along.
 
-    Attributes:
+    Args:
         order: what PyTorch's graphs take and return.
         saved: what the forward hands over, in the partition's order.
         taken: the same in the order in which the backward takes it: PyTorch's partitions move sizes ahead.
@@ -35,14 +37,11 @@ class Cut:
         backward: the backward for all tangents, once there is one: its graph and its call.
     """
 
-    def __init__(
-        self, order: Order, saved: tuple[Slot, ...], taken: tuple[Slot, ...], *, communicates: bool
-    ) -> None:
-        self.order = order
-        self.saved = saved
-        self.taken = taken
-        self.communicates = communicates
-        self.backward: tuple[Graph, BoxedCall] | None = None
+    order: Order
+    saved: tuple[Slot, ...]
+    taken: tuple[Slot, ...]
+    communicates: bool
+    backward: tuple[Graph, BoxedCall] | None = None
 
 
 _CUT = "aotdist_cut"

@@ -15,6 +15,8 @@ from aotdist.codegen.backend import CallableBackend, Compiler
 from aotdist.compiled import CompiledFunction
 from aotdist.compiling import Compiling, OpenDims
 from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.export.call import state_of
+from aotdist.export.refusals import refuse_arguments
 from aotdist.functorch.backend import FunctorchBackend
 from aotdist.functorch.convention import OpenSizes
 from aotdist.functorch.partitions import PartitionFn, default_partition
@@ -32,16 +34,17 @@ def _refuse(**options: tuple[bool, str]) -> None:
             raise BadSettings(f"`{name}` cannot be honoured", fix=fix)
 
 
-def _refuse_kinds(decompositions: Any, *, or_none: Mapping[str, Any], **functions: Any) -> None:
-    """Raise `BadSettings` for an argument that is something else than what it is called.
+def _compilers(
+    fw_compiler: Any, bw_compiler: Any, inference_compiler: Any, decompositions: Any, **functions: Any
+) -> CallableBackend:
+    """What the user brought; `functions` are other arguments that have to be some, by name.
 
-    Args:
-        decompositions: from operators to functions, or None.
-        or_none: functions that may be left out, by name.
-        functions: those that may not, by name.
+    Raises:
+        BadSettings: an argument is something else than what it is called.
     """
-    given = {name: value for name, value in or_none.items() if value is not None}
-    for name, value in {**functions, **given}.items():
+    optional = {"bw_compiler": bw_compiler, "inference_compiler": inference_compiler}
+    given = {name: value for name, value in optional.items() if value is not None}
+    for name, value in {**functions, "fw_compiler": fw_compiler, **given}.items():
         if not callable(value):
             raise BadSettings(f"`{name}` is {value!r}", fix="pass a function")
     if decompositions is not None and not isinstance(decompositions, Mapping):
@@ -49,6 +52,7 @@ def _refuse_kinds(decompositions: Any, *, or_none: Mapping[str, Any], **function
             f"`decompositions` is a {type(decompositions).__name__}",
             fix="pass a dictionary from operators to functions",
         )
+    return CallableBackend(fw_compiler, bw_compiler, inference_compiler, dict(decompositions or {}))
 
 
 def _refuse_no_module(mod: Any) -> None:
@@ -123,12 +127,9 @@ def aot_function(
         BadSettings: one of the options that are not available is set, or an argument is something else than
             what it is called.
     """
-    optional = {"bw_compiler": bw_compiler, "inference_compiler": inference_compiler}
-    _refuse_kinds(decompositions, or_none=optional, fn=fn, fw_compiler=fw_compiler, partition_fn=partition_fn)
-    _refuse(
-        disable_functionalization=(disable_functionalization, _FUNCTIONAL),
-    )
-    compilers = CallableBackend(fw_compiler, bw_compiler, inference_compiler, dict(decompositions or {}))
+    brought = (fw_compiler, bw_compiler, inference_compiler, decompositions)
+    compilers = _compilers(*brought, fn=fn, partition_fn=partition_fn)
+    _refuse(disable_functionalization=(disable_functionalization, _FUNCTIONAL))
     return AotFunction(
         fn,
         FunctorchBackend(compilers, partition_fn, num_params_buffers, keep_inference_input_mutations),
@@ -156,20 +157,9 @@ class AotModule(nn.Module):
         return self._compiled(params, buffers, *args, **kwargs)
 
 
-def _named_state(mod: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Parameters, then buffers, under each of their names."""
-    return [*mod.named_parameters(remove_duplicate=False), *mod.named_buffers(remove_duplicate=False)]
-
-
-def _place_of(mod: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Where a module has a buffer."""
-    owner, _, key = name.rpartition(".")
-    return vars(mod.get_submodule(owner))["_buffers"], key
-
-
-def _num_distinct(named: Sequence[tuple[str, torch.Tensor]]) -> int:
-    """How many tensors these are: a tied one is one argument."""
-    return len({id(tensor) for _, tensor in named})
+def _num_distinct(mod: nn.Module) -> int:
+    """How many parameters and buffers a module has: a tied one is one argument."""
+    return len({id(leaf.value) for leaf, _ in state_of(mod)})
 
 
 def _called_with(
@@ -203,7 +193,7 @@ def aot_module(mod: nn.Module, *args: Any, **kwargs: Any) -> AotModule:
     ) -> Any:
         return _called_with(mod, {**named_params, **named_buffers}, args, kwargs)
 
-    kwargs = {"num_params_buffers": _num_distinct(_named_state(mod)), **kwargs}
+    kwargs = {"num_params_buffers": _num_distinct(mod), **kwargs}
     return AotModule(mod, aot_function(functional_call, *args, **kwargs))
 
 
@@ -252,18 +242,17 @@ def aot_module_simplified(
         UnsupportedProgram: the module returns something else than a tuple or a list.
     """
     _refuse_no_module(mod)
-    if not isinstance(args, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]  # a tensor is none
-        raise BadSettings(f"`args` is a {type(args).__name__}", fix="pass a tuple of arguments: `(x,)`")
-    optional = {"bw_compiler": bw_compiler, "inference_compiler": inference_compiler}
-    _refuse_kinds(decompositions, or_none=optional, fw_compiler=fw_compiler, partition_fn=partition_fn)
+    refuse_arguments(args)
+    brought = (fw_compiler, bw_compiler, inference_compiler, decompositions)
+    compilers = _compilers(*brought, partition_fn=partition_fn)
     _refuse(
         compiler_config_extra=(compiler_config_extra is not None, "leave it out"),
         disable_functionalization=(disable_functionalization, _FUNCTIONAL),
     )
     if pre_grad_passes is not None and isinstance(mod, GraphModule):
         mod = pre_grad_passes(mod, args)
-    named = _named_state(mod)
-    names, state = [name for name, _ in named], [tensor for _, tensor in named]
+    state = state_of(mod)
+    names = [leaf.path for leaf, _ in state]
     sizes = OpenSizes({}, {}) if ignore_shape_env else OpenSizes.of(mod, args)
 
     def flat_call(*flat: Any) -> Any:
@@ -278,8 +267,7 @@ def aot_module_simplified(
         return list(result)
 
     flat_call.__name__ = compile_region_name or type(mod).__name__
-    compilers = CallableBackend(fw_compiler, bw_compiler, inference_compiler, dict(decompositions or {}))
-    count = _num_distinct(named)
+    count = _num_distinct(mod)
     backend = FunctorchBackend(compilers, partition_fn, count, keep_inference_input_mutations)
 
     def open_dims(call: UserCall) -> dict[int, frozenset[int]]:
@@ -287,10 +275,10 @@ def aot_module_simplified(
 
     compiled = AotFunction(flat_call, backend, dynamic=False, open_dims=open_dims)
     if all(is_real(arg) for arg in args if isinstance(arg, torch.Tensor)):
-        compiled.compile_for(*state, *map(hint, sizes.left_out(args)))
+        compiled.compile_for(*(leaf.value for leaf, _ in state), *map(hint, sizes.left_out(args)))
 
-    params = [tensor for _, tensor in mod.named_parameters(remove_duplicate=False)]
-    places = [_place_of(mod, name) for name in names[len(params) :]]
+    params = [leaf.value for leaf, _ in state if leaf.kind == "parameter"]
+    places = [place for leaf, place in state if leaf.kind == "buffer"]
 
     def forward(*runtime_args: Any) -> Any:
         buffers = (owner[key] for owner, key in places)  # the program may assign them

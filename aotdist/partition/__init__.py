@@ -36,7 +36,7 @@ where one result is a scalar and the others are not, the backward that is compil
 stored and compared between ranks is that of the scalar (`compiled_ahead` in `runtime/derive.py`). That of
 all results is compiled when it is asked for, as that of any others is.
 Ranks agree on such a backward before it first runs, and compare its runs by a digest of its own: a rank that
-differentiates other results than its peers is a `RankDivergence` on all of them (`OtherBackwards` in
+differentiates other results than its peers is a `RankDivergence` on all of them (`agreeing_on_backwards` in
 `runtime/ranks/fingerprint.py`).
 
 Without `retain_graph` autograd frees what a node saved, once. Which results lose their backward with that of

@@ -76,15 +76,15 @@ def meet(told: Sequence[Told]) -> tuple[Ranks, ...] | None:
     board = board_of_this_process()
     if board is None:
         return tuple(ALONE for _ in told)
-    place = f"report/{len(told)}"
-    board.post(f"{place}/{board.rank}", list(told))
+    topic, ranks = f"report/{len(told)}", range(board.num_ranks)
+    board.say(topic, list(told))
     if board.rank != 0:
         return None
-    keys = [f"{place}/{rank}" for rank in range(board.num_ranks)]
+    keys = [f"{topic}/{rank}" for rank in ranks]
     poll(lambda waited: board.has(keys) or waited > _PATIENCE_S or None)
-    found = board.read_each(keys)
+    found = board.said(topic, ranks)
     return tuple(
-        compared({rank: None if notice is None else notice[at] for rank, notice in enumerate(found)})
+        compared({rank: found[rank][at] if rank in found else None for rank in ranks})
         for at in range(len(told))
     )
 

@@ -6,11 +6,8 @@ import ctypes
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, assert_never
-
-import torch
 
 from aotdist.capture.captured import Returned
 from aotdist.capture.in_backward import InBackward
@@ -24,24 +21,21 @@ from aotdist.runtime.double_backward import Nodes
 from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.guards import MISS, Guards
 from aotdist.runtime.held import read_by
-from aotdist.runtime.hooks import detaching, shielding, silencing
 from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.node import make_node, without_autocast
-from aotdist.runtime.plan import NodePlan, detached_views, result_views
+from aotdist.runtime.plan import NodePlan, result_views
 from aotdist.runtime.print_call import HookPlan, print_call
-from aotdist.runtime.print_node import ForwardPrinter, Watch, print_inference, print_node
+from aotdist.runtime.print_node import ForwardPrinter, print_inference, print_node
 from aotdist.runtime.printer import Printer
 from aotdist.runtime.ranks import (
     LossWatch,
-    OtherBackwards,
-    Phase,
     RunCheck,
     Sequenced,
-    checks_of,
+    agreeing_on_backwards,
     fingerprint_of,
-    naming_lost_ranks,
+    watches_of,
 )
-from aotdist.sizes import concrete, evaluate
+from aotdist.sizes import concrete
 from aotdist.torch_seam.packed_graphs import Places
 from aotdist.torch_seam.undo import process_lock
 
@@ -65,12 +59,6 @@ class Artifact:
     fit: Guards
     agreed: tuple[Sequenced, ...]
     check: RunCheck | None
-
-    def forget_trace(self) -> None:
-        """Let go of autograd's graph of the trace; the last artifact keeps it, for gradients of gradients."""
-        region = self.compilation.region
-        if isinstance(region, Training):
-            region.backwards.forget_trace()
 
 
 _order = process_lock()
@@ -100,8 +88,10 @@ class Artifacts(list[Artifact]):
         with _order:
             self._agreed.add(artifact.agreed)
             if all(one is not artifact for one in self):
-                for one in self:
-                    one.forget_trace()
+                # The last artifact keeps autograd's graph of its trace, for gradients of gradients.
+                for region in (one.compilation.region for one in self):
+                    if isinstance(region, Training):
+                        region.backwards.forget_trace()
             ordered = [artifact, *(one for one in self if one is not artifact)]
             self[:] = ordered[: artifact.compilation.settings.max_artifacts]
 
@@ -134,26 +124,26 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
         keep_freed_memory()
     printer = Printer(fit.variables)
     agreed = fingerprint_of(compilation)
-    checks = checks_of(compilation, agreed)
-    watches = _watches(compilation, checks)
+    watches = watches_of(compilation, agreed)
     hooks = HookPlan((), (), ())
+    forward, *_ = compilation.emitted().values()
+    printing = ForwardPrinter(
+        printer,
+        fit.primal_variables(),
+        fit.numbers.symbols(),
+        fit.numbers.told,
+        _watched(_forward(compilation, forward), watches["forward"]),
+    )
     match compilation.region:
         case Training() as region:
             backward = _backward(compilation, region, agreed, watches["backward"])
             hooks = _hooks(compilation, region, backward)
-            rules = compilation.captured.environment.rules
-            print_node(
-                _printing(printer, fit, compilation, region.halves.forward, watches["forward"]),
-                region.node,
-                backward,
-                [(claim.rule.after_backward, claim.root) for claim in rules],
-                compilation.captured.in_backward.whole,
-                has_classes=fit.has_classes(),
-            )
+            changes = compilation.captured.in_backward.whole
+            print_node(printing, region.node, backward, changes, has_classes=fit.has_classes())
             run = "Node.apply"
         case Inference() as region:
             print_inference(
-                _printing(printer, fit, compilation, region.emitted, watches["forward"]),
+                printing,
                 compilation.plans.inside,
                 region.graph.sizes(),
                 views=result_views(region.graph),
@@ -169,21 +159,8 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
     places = Places()
     for graph in compilation.every_graph():
         graph.pack(places)
-    kept = without_tensors(compilation), fit.without_tensors()
-    return Artifact(call, printer.source(), *kept, agreed, checks["forward"])
-
-
-def _printing(
-    printer: Printer, fit: Guards, compilation: Compilation, emitted: Emitted, watch: Watch
-) -> ForwardPrinter:
-    return ForwardPrinter(
-        printer,
-        fit.primal_variables(),
-        fit.numbers.symbols(),
-        fit.numbers.told,
-        _forward(compilation, emitted),
-        watch,
-    )
+    kept, watch = (without_tensors(compilation), fit.without_tensors()), watches["forward"]
+    return Artifact(call, printer.source(), *kept, agreed, None if watch is None else watch.check)
 
 
 def _forward(compilation: Compilation, emitted: Emitted) -> BoxedCall:
@@ -199,30 +176,30 @@ def _backward(
         for claim in rules:
             claim.rule.after_backward(claim.root)
 
-    others, ahead = OtherBackwards.of(compilation, agreed), region.graphs.split.backward
+    agree_on, ahead = agreeing_on_backwards(compilation, agreed), region.graphs.split.backward
 
     def guarded(call: BoxedCall, graph: Graph) -> BoxedCall:
         around, call = watch, without_autocast(call)
         if graph is not ahead:
-            check = others.agree_on(graph)
+            check = agree_on(graph)
             around = None if watch is None else watch.checking(check)
-        return call if around is None else _watched(call, around)
+        return _watched(call, around)
 
-    return backward_of(region, guarded, after, compilation.captured.in_backward)
+    return backward_of(region, guarded, after if rules else None, compilation.captured.in_backward)
 
 
 def backward_of(
-    region: Training, guarded: Guard, after: Callable[[], None], in_python: InBackward | None = None
+    region: Training, guarded: Guard, after: Callable[[], None] | None, in_python: InBackward | None = None
 ) -> Backward:
     """What runs in the backward of a region's node.
 
     Args:
         region: the region.
         guarded: what stands around each backward.
-        after: called once the gradients are computed.
+        after: called once the gradients are computed, if anything is.
         in_python: what backwards change in Python.
     """
-    backwards, node = region.backwards.with_guard(guarded), region.node
+    backwards, node = replace(region.backwards, guarded=guarded), region.node
     pairs = zip(node.differentiable(), node.tangents, strict=True)
     tangents = {idx: tangent.slots() for idx, tangent in pairs}
     return Backward(
@@ -237,7 +214,7 @@ def backward_of(
 def nodes_of(region: Training) -> Nodes:
     """The node of the backward of a program, which is a program itself, for the sizes of a call."""
     forward = without_autocast(region.halves.forward.call)
-    backward = backward_of(region, lambda call, _: without_autocast(call), lambda: None)
+    backward = backward_of(region, lambda call, _: without_autocast(call), None)
     node = region.node
 
     def of_sizes(symbols: Mapping[str, int]) -> Call:
@@ -274,7 +251,11 @@ def _silenced(facts: Facts, node: NodePlan) -> list[PrimalIdx]:
     return [idx for idx, grad in node.grads.enumerate() if grad is not None and idx not in written]
 
 
-def _watched(call: BoxedCall, watch: AbstractContextManager[Any]) -> BoxedCall:
+def _watched(call: BoxedCall, watch: LossWatch | None) -> BoxedCall:
+    """`call`, with what stands around every run of a graph that communicates."""
+    if watch is None:
+        return call
+
     def watched(args: list[Any]) -> Sequence[Any]:
         with watch:
             return call(args)
@@ -291,52 +272,6 @@ def _is_recorded(compilation: Compilation) -> bool:
     """Whether autograd would record an inference graph: grad mode is on, though no result has history."""
     examples = compilation.traced.program.examples
     return compilation.captured.ambient.grad and any(example.requires_grad for example in examples)
-
-
-def _watches(
-    compilation: Compilation, checks: Mapping[Phase, RunCheck | None]
-) -> dict[Phase, LossWatch | None]:
-    """What stands around each run of the graphs of a program."""
-    watch = naming_lost_ranks(
-        compilation.collectives(), label=compilation.captured.name, settings=compilation.settings
-    )
-    if isinstance(watch, nullcontext):
-        return dict.fromkeys(checks)
-    return {phase: watch.checking(check) for phase, check in checks.items()}
-
-
-def reference(artifact: Artifact) -> Call:
-    """The composed lifts: what the printed call is tested against. Takes the arguments, then the sources."""
-    compilation, fit = artifact.compilation, artifact.fit
-
-    def inner(primals: Sequence[Any]) -> list[Any]:
-        return _lifted(compilation, fit.numbers.sizes.read(primals))(primals)
-
-    return fit.dedupe.lift(compilation.bases.lift(inner))
-
-
-def _lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
-    """The layers inside of the synthetic bases, in a call of these sizes."""
-    plans, hooks = concrete(compilation.plans, symbols), HookPlan((), (), ())
-    match compilation.region:
-        case Training() as region:
-            forward = _forward(compilation, region.halves.forward)
-            backward = _backward(compilation, region, (), None)
-            call = make_node(concrete(region.node, symbols), forward, backward, symbols)
-            hooks = _hooks(compilation, region, backward)
-        case Inference() as region:
-            forward, views = _forward(compilation, region.emitted), result_views(region.graph)
-            sizes = [evaluate(size, symbols) for size in region.graph.sizes()]
-            call = plans.inside.lift(lambda given: detached_views(forward(list(given)), views), sizes)
-            call = torch.no_grad()(call) if _is_recorded(compilation) else call
-        case _:
-            assert_never(compilation.region)
-    if hooks.gates is not None:
-        return hooks.gates.lift(plans, call)
-    call = shielding(call, hooks.shielded)
-    call = silencing(call, hooks.silenced)
-    call = detaching(call, hooks.detached)
-    return plans.lift_outside(call, enables_grad=_enables_grad(compilation))
 
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3

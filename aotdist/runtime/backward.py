@@ -6,8 +6,7 @@ The printed node serves the ordinary request itself, and leaves the rest to `Bac
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -20,13 +19,13 @@ from aotdist.convention.mutation import write_plain
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import short_tracebacks
 from aotdist.partition.gates import Gate
-from aotdist.program import NodeOutIdx
+from aotdist.program import PrimalIdx
 from aotdist.runtime.backwards import Arrived, Backwards, Compiled
 from aotdist.runtime.derive import BackwardRequest
 from aotdist.runtime.double_backward import failing_later, laid_out_with_history
 from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import Read, keep_for_others, let_go, saved_by, saved_for
-from aotdist.runtime.plan import ChoicePlan, Grads, NodePlan
+from aotdist.runtime.plan import Grads, NodePlan
 from aotdist.runtime.tangent import is_laid_out_as
 from aotdist.sizes import concrete
 from aotdist.subclasses.protocol import (
@@ -119,32 +118,45 @@ class Backward:
     Args:
         plan: how tensors pass through the node.
         backwards: the backwards, each compiled under its request.
-        after: called once the gradients are computed.
+        after: called once the gradients are computed, if anything is.
         read: which saved values the backward of each result reads.
         in_python: what backwards change in Python.
     """
 
     plan: NodePlan
     backwards: Backwards
-    after: Callable[[], None]
+    after: Callable[[], None] | None
     read: Read
     in_python: InBackward | None = None
 
     @short_tracebacks
     def __call__(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        """The gradients, given a tangent, or None, for each differentiable output."""
-        changes = self._changes(tangents)
-        grads, kept = self._without_history(ctx, changes, *tangents)
-        changes.replay(kept, getattr(ctx, "symbols", {}))
-        return tuple(grads)
+        """The gradients, given a tangent, or None, for each differentiable output.
 
-    def _changes(self, tangents: Sequence[torch.Tensor | None]) -> EffectLog:
+        They have a history where grad mode is on (`create_graph=True`).
+
+        Raises:
+            UnsupportedProgram: there is no backward for such gradients, or none that can be differentiated.
+        """
+        pairs = zip(self.plan.differentiable(), tangents, strict=True)
+        there = {idx: arrived for idx, arrived in pairs if arrived is not None}
+        changes = self._changes(there)
+        some: Sequence[torch.Tensor | None] = ()
+        kept: Sequence[torch.Tensor | None] = ()
+        if there:
+            plainly = functools.partial(self._without_history, ctx, changes, there)
+            has_history = torch.is_grad_enabled()
+            some, kept = self._with_history(ctx, there, None, plainly) if has_history else plainly()
+        changes.replay(list(kept), getattr(ctx, "symbols", {}))
+        # Of a backward that is a program itself, values that its forward saved come last.
+        return (*some, *[None] * (len(self.plan.grads) - len(some)))
+
+    def _changes(self, there: Arrived) -> EffectLog:
         """What this backward changes in Python.
 
         Raises:
             UnsupportedProgram: it keeps tensors, and which ones is not known for these results.
         """
-        there = self._there(tangents)
         changes = NOTHING if self.in_python is None or not there else self.in_python.changes(there.keys())
         is_known = len(there) == len(self.plan.tangents) or tuple(there) in self.plan.variants.of_results
         if changes.kept and not is_known:
@@ -157,22 +169,22 @@ class Backward:
             )
         return changes
 
-    def _without_history(self, ctx: Any, changes: EffectLog, *tangents: torch.Tensor | None) -> Gradients:
+    def _without_history(self, ctx: Any, changes: EffectLog, there: Arrived) -> Gradients:
         """The gradients, computed by the backward for what arrived."""
-        plan, there = self._plan(ctx), self._there(tangents)
-        if not there:
-            return (None,) * len(self.plan.grads), []
+        plan = self._plan(ctx)
         request = self._request(ctx, plan, there)
         ordinary = not (request.watched or request.kinds)
         saved = self._saved(ctx, there) if ordinary else saved_by(ctx, plan)
         compiled, args, put = self._prepared(ctx, plan, request, there, saved)
         del saved
-        let_go(ctx, plan)
+        if plan.saved.frees:
+            let_go(ctx)
         with class_functions_off():  # wrappers may come for plain tensors
             results = iter(compiled.call(args))
         grads = rebuild_in_order(specialize_sizes(ctx, compiled.returned), results, put)
         self._write(ctx, results, plan.variants.of_results.get(request.results) if ordinary else None)
-        self.after()
+        if self.after is not None:
+            self.after()
         kept = changes.kept if compiled.kept is None else compiled.kept
         return tuple(grads), rebuild_in_order(specialize_sizes(ctx, kept), results, put)
 
@@ -199,7 +211,13 @@ class Backward:
             UnsupportedProgram: there is no backward for such gradients.
         """
         if request.watched and not plan.converts(there):
-            raise refusal(there.values())
+            kinds = ", ".join(type(grad).__name__ for grad in there.values())
+            raise UnsupportedProgram(
+                f"gradients of other kinds than the results arrive ({kinds}), and hooks, `retain_grad` or "
+                "`torch.autograd.grad` look at what passes between them",
+                stage="runtime",
+                fix="convert them before calling `backward`",
+            )
         compiled = self.backwards.of(request, there)
         tangents = specialize_sizes(ctx, compiled.tangents)
         converted = {idx: tangent.converted(there[idx]) for idx, tangent in tangents.items()}
@@ -210,43 +228,38 @@ class Backward:
         """The saved values; those that a later backward, of other results, needs are kept for it."""
         if not self.plan.saved.frees:
             return []
-        writes = bool(self.plan.backward_writes.bumps) and tuple(there) not in self.plan.variants.of_results
+        writes = bool(self.plan.backward_writes.plains) and tuple(there) not in self.plan.variants.of_results
         if len(there) == len(self.plan.tangents) or writes:
             return list(ctx.saved_tensors)
         saved = saved_for(ctx, self.plan, there, self.read)
         keep_for_others(ctx, self.plan, there, saved)
         return saved
 
-    def _there(self, tangents: Sequence[torch.Tensor | None]) -> dict[NodeOutIdx, torch.Tensor]:
-        pairs = zip(self.plan.differentiable(), tangents, strict=True)
-        return {idx: arrived for idx, arrived in pairs if arrived is not None}
-
     def _plan(self, ctx: Any) -> NodePlan:
         """The plan, with the sizes of the call whose backward runs."""
         return specialize_sizes(ctx, self.plan)
 
-    def _write(self, ctx: Any, results: Iterator[torch.Tensor | None], chosen: ChoicePlan | None) -> None:
+    def _write(
+        self, ctx: Any, results: Iterator[torch.Tensor | None], counts: Mapping[PrimalIdx, int] | None
+    ) -> None:
         """Write what the backward writes.
 
         Args:
             ctx: the node's context.
             results: of the graph, from the first new value on.
-            chosen: the plan of these results, if their backward was traced separately; otherwise it writes
-                what the whole backward does.
+            counts: of the inputs that are written, if the backward of these results was traced separately;
+                otherwise it writes what the whole backward does.
         """
         late = self.plan.backward_writes
-        if chosen is None:
-            writes = tuple(enumerate(late.bumps))
-            wrappers = tuple((k, n) for k, (_, n) in enumerate(late.wrappers))
-        else:
-            writes, wrappers = chosen.writes, chosen.wrappers
-        values = list(itertools.islice(results, len(writes)))
-        for (position, bumps), value in zip(writes, values, strict=True):
+        counts = late.counts if counts is None else counts
+        values = [next(results) if idx in counts else None for idx in late.inputs]
+        for position, (value, bumps) in enumerate(zip(values, late.bumps(counts), strict=True)):
             if value is not None:
                 write_plain(ctx.written[position], value, bumps)
         if any(value is not None for value in values):
-            for position, bumps in wrappers:
-                bump(ctx.bumped[position], bumps)
+            for position, idx in enumerate(late.wrappers):
+                if idx in counts:
+                    bump(ctx.bumped[position], counts[idx])
 
     def pieces(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
         """What a gate sends back, given the node's context and the gradients that have arrived so far."""
@@ -264,24 +277,6 @@ class Backward:
         with class_functions_off():
             results = iter(compiled.call(args))
         return rebuild_in_order(specialize_sizes(ctx, compiled.returned), results, put), []
-
-    @short_tracebacks
-    def differentiably(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        """The gradients with a history (`create_graph=True`).
-
-        Raises:
-            UnsupportedProgram: the program cannot be differentiated twice.
-        """
-        changes, there = self._changes(tangents), self._there(tangents)
-        grads: Sequence[torch.Tensor | None] = (None,) * len(self.plan.grads)
-        kept: Sequence[torch.Tensor | None] = ()
-        if there:
-            plainly = functools.partial(self._without_history, ctx, changes, *tangents)
-            some, kept = self._with_history(ctx, there, None, plainly)
-            # Of a backward that is a program itself, values that its forward saved come last.
-            grads = (*some, *grads[len(some) :])
-        changes.replay(list(kept), getattr(ctx, "symbols", {}))
-        return tuple(grads)
 
     def _with_history(
         self, ctx: Any, there: Arrived, gate: Gate | None, plainly: Callable[[], Gradients]
@@ -322,14 +317,3 @@ def specialize_sizes(ctx: Any, value: T) -> T:
     """`value` with the sizes of the call whose backward runs."""
     symbols = getattr(ctx, "symbols", None)  # the graphs may take none of them, each being some number
     return concrete(value, symbols) if symbols else value
-
-
-def refusal(arrived: Iterable[torch.Tensor]) -> UnsupportedProgram:
-    """An error for gradients of other kinds in a backward that runs in parts."""
-    kinds = ", ".join(type(grad).__name__ for grad in arrived)
-    return UnsupportedProgram(
-        f"gradients of other kinds than the results arrive ({kinds}), and hooks, `retain_grad` or "
-        "`torch.autograd.grad` look at what passes between them",
-        stage="runtime",
-        fix="convert them before calling `backward`",
-    )

@@ -93,10 +93,6 @@ class Backwards:
         init=False, default_factory=dict
     )
 
-    def with_guard(self, guarded: Guard) -> Backwards:
-        """The same, with something around each backward."""
-        return replace(self, guarded=guarded)
-
     def has_trace(self) -> bool:
         """Whether autograd's graph of the trace is in memory."""
         return self.joint.traces is not None and self.joint.traces.is_there()

@@ -14,8 +14,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aotdist.aliasing.overwrite import put
-from aotdist.convention.epilogue import Outputs
 from aotdist.convention.stack import Plans
 from aotdist.facts import (
     BackwardFacts,
@@ -28,7 +26,7 @@ from aotdist.facts import (
     ViewOfOutput,
 )
 from aotdist.partition.gates import Gate
-from aotdist.program import Call, NodeOutIdx, OutIdx, PrimalIdx
+from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx
 from aotdist.runtime.hooks import shield
 from aotdist.runtime.plan import Grads
 from aotdist.torch_seam.autograd import (
@@ -148,10 +146,6 @@ class Gates:
         """Where the caller has a waypoint."""
         return self.backward.waypoints[position].place
 
-    def lead(self, gate: Gate) -> Callable[..., Any]:
-        """A function that leads results through one of the gates; see `make_gate`."""
-        return make_gate(self, gate)
-
     def at_once(self) -> list[NodeOutIdx]:
         """Shielded results that pass no gate."""
         return [idx for idx in self.shielded if not self.backward.levels[idx]]
@@ -159,36 +153,6 @@ class Gates:
     def in_order(self) -> list[Gate]:
         """The gates, from the lowest level up."""
         return [step for step in self.steps if isinstance(step, Gate)]
-
-    def lift(self, plans: Plans, call: Call) -> Call:
-        """Lead the node's values through the gates, write inputs and make outputs: the reference."""
-
-        def lifted(primals: Sequence[Any]) -> list[Any]:
-            outs = Outputs(plans.epilogue, primals)
-            plans.writes.prepare(primals)
-            outs.values = values = list(call(primals))
-            plans.epilogue.count(primals)
-            shield(*(values[idx] for idx in self.at_once()))
-            before = None
-            for step in self.steps:
-                match step:
-                    case Gate():
-                        points = [self._point(position, values, outs) for position, _ in step.pieces]
-                        before = self.lead(step)(values, points, before)
-                    case (primal, value, bumps):
-                        put(primals[primal], values[value], bumps)
-                    case _:
-                        outs.do(step)
-            return outs.in_order()
-
-        return lifted
-
-    def _point(self, position: int, values: Sequence[Any], outs: Outputs) -> torch.Tensor:
-        match self.place(position):
-            case Fresh(value=value):
-                return values[value]
-            case out:
-                return outs.make(out)
 
 
 def _has_no_hooks(point: torch.Tensor) -> bool:

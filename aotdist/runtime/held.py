@@ -107,9 +107,9 @@ def run_once(ctx: Any) -> None:
     ctx.has_run = True
 
 
-def let_go(ctx: Any, plan: NodePlan) -> None:
-    """Free what was saved, unless the graph is retained, or eager would have nothing to free."""
-    if plan.saved.frees and not keeps_graph():
+def let_go(ctx: Any) -> None:
+    """Free what was saved, unless the graph is retained."""
+    if not keeps_graph():
         ctx.maybe_clear_saved_tensors()
         ctx.kept_primals = None
         if getattr(ctx, "rest", None) is None:  # else the backwards of other results may come

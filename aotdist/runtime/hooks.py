@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from aotdist.program import Call, NodeOutIdx, PrimalIdx
 from aotdist.torch_seam.autograd import call_after_backward, node_base
 from aotdist.torch_seam.hooks import (
     gradients_heard,
@@ -63,45 +62,22 @@ class _WithGradient:
                 self.hook(None)
 
 
-@dataclass(frozen=True, slots=True)
 class _IfAccumulated:
-    """A hook that is called, after accumulation, if something was accumulated.
+    """A hook that is called, after accumulation, if something was accumulated since this was made."""
 
-    Args:
-        hook: the hook.
-        grad: the `.grad` before.
-        version: the version counter of that.
-    """
-
-    hook: Hook
-    grad: torch.Tensor | None
-    version: int
-
-    @classmethod
-    def since_now(cls, hook: Hook, leaf: torch.Tensor) -> _IfAccumulated:
-        """A hook that compares with the `.grad` of now."""
-        return cls(hook, leaf.grad, 0 if leaf.grad is None else leaf.grad._version)
+    def __init__(self, hook: Hook, leaf: torch.Tensor) -> None:
+        self._hook, self._grad = hook, leaf.grad
+        self._version = None if leaf.grad is None else leaf.grad._version
 
     def __call__(self, leaf: torch.Tensor) -> Any:
-        unchanged = leaf.grad is self.grad and (self.grad is None or self.grad._version == self.version)
-        return None if unchanged else self.hook(leaf)
+        unchanged = leaf.grad is self._grad and (self._grad is None or self._grad._version == self._version)
+        return None if unchanged else self._hook(leaf)
 
 
 def shield(*results: torch.Tensor) -> None:
     """Keep hooks, which the caller may register later, from being called for other results. 1.5 us each."""
     for result in results:
         set_hooks(result, _Hooks())
-
-
-def shielding(call: Call, shielded: Sequence[NodeOutIdx]) -> Call:
-    """`call`, with these of its results shielded."""
-
-    def shielded_call(primals: Sequence[Any]) -> list[Any]:
-        values = call(primals)
-        shield(*(values[idx] for idx in shielded))
-        return values
-
-    return shielded_call
 
 
 class _Silencing(node_base()):
@@ -123,7 +99,7 @@ class _Silencing(node_base()):
 def _silence(tensor: torch.Tensor) -> None:
     """Call no hooks of a tensor until the backward ends, unless a gradient comes from elsewhere."""
     _wrap(hooks_of_gradient(tensor), _WithGradient)
-    _wrap(hooks_after_accumulation(tensor), lambda hook: _IfAccumulated.since_now(hook, tensor))
+    _wrap(hooks_after_accumulation(tensor), lambda hook: _IfAccumulated(hook, tensor))
 
 
 def _wrap(hooks: MutableMapping[int, Hook] | None, wrapped: Callable[[Hook], Hook]) -> None:
@@ -143,13 +119,3 @@ def with_silenced_hooks(positions: Sequence[int], *given: Any) -> Sequence[Any]:
     for k in hooked:
         taken[k] = _Silencing.apply(given[k])
     return taken
-
-
-def silencing(call: Call, positions: Sequence[PrimalIdx]) -> Call:
-    """`call`, given its inputs by `with_silenced_hooks`."""
-    return lambda primals: call(with_silenced_hooks(positions, *primals))
-
-
-def detaching(call: Call, detached: Sequence[PrimalIdx]) -> Call:
-    """`call`, given these of its inputs without their history."""
-    return lambda primals: call([p.detach() if k in detached else p for k, p in enumerate(primals)])

@@ -1,7 +1,8 @@
-"""A reference for the autograd node around one compiled forward and backward; `plan.py` has its plan.
+"""The autograd node around one compiled forward and backward, as a call; `plan.py` has its plan.
 
-The reference is what the printed node (`aotdist.runtime.print_node`) is tested against: the same
-steps, found by walking the plan at every call instead of once.
+The node of a backward that is differentiated in turn runs so, and the printed node
+(`aotdist.runtime.print_node`) is tested against it: the same steps, found by walking the plan at every call
+instead of once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def make_node(
     backward: Backward,
     symbols: Mapping[str, int],
 ) -> Call:
-    """The node as a call: the reference for the printed one.
+    """The node as a call.
 
     Args:
         plan: how tensors pass.
@@ -64,7 +65,7 @@ def make_node(
             ctx.versions = tuple(version_of(ctx.kept_primals[k]) for k, _ in kept.unsaved)
             ctx.symbols = symbols
             ctx.written = [plains[idx] for idx in late.plains]
-            ctx.bumped = [primals[idx] for idx, _ in late.wrappers]
+            ctx.bumped = [primals[idx] for idx in late.wrappers]
             ctx.mark_non_differentiable(
                 *(outs[idx] for idx, out in plan.outs.enumerate() if not out.differentiable)
             )
@@ -79,9 +80,8 @@ def make_node(
             check_unwritten(ctx.wrappers, plan.saved.wrappers.names)
             if plan.backward_writes.once:
                 run_once(ctx)
-            run = backward.differentiably if torch.is_grad_enabled() else backward
             with class_functions_off():
-                return run(ctx, *(tangents[idx] for idx in plan.differentiable()))
+                return backward(ctx, *(tangents[idx] for idx in plan.differentiable()))
 
     return lambda primals: list(Node.apply(*primals))
 

@@ -13,7 +13,7 @@ from torch.fx import Node
 from aotdist.codegen.contract import Strides
 from aotdist.convention.stack import InsidePlans, Plans
 from aotdist.convention.subclass import plain_positions
-from aotdist.facts import Choice, Facts, NodeOut, ObservedGrad
+from aotdist.facts import Facts, NodeOut, ObservedGrad
 from aotdist.partition.traits import is_view
 from aotdist.program import Graph, NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.runtime.tangent import Tangent
@@ -70,33 +70,24 @@ class BackwardWrites:
 
     Args:
         plains: plain inputs; their new values follow the gradients.
-        bumps: for each of `plains`, how many writes to count.
-        wrappers: wrappers around plain inputs, and number of writes to count.
+        inputs: for each of `plains`, the input that it lies in.
+        counts: how many writes of each input to count, in a backward of all results.
+        wrappers: those of these inputs that are wrappers, and whose own counters count.
         read: arguments of the backward graph, after the tangents, that are inputs as they are when it runs:
             for each, its position in `plains`.
         once: see `BackwardFacts.once`.
     """
 
     plains: tuple[PlainIdx, ...]
-    bumps: tuple[int, ...]
-    wrappers: tuple[tuple[PrimalIdx, int], ...]
+    inputs: tuple[PrimalIdx, ...]
+    counts: Mapping[PrimalIdx, int]
+    wrappers: tuple[PrimalIdx, ...]
     read: Mapping[Slot, int]
     once: bool
 
-
-@dataclass(frozen=True, slots=True)
-class ChoicePlan:
-    """What the backward of some results, traced by itself, returns.
-
-    Args:
-        grads: recipes of the gradients.
-        writes: which of `BackwardWrites.plains` it writes, by position, and how many writes to count.
-        wrappers: which of `BackwardWrites.wrappers`, by position, and how many writes to count.
-    """
-
-    grads: Row[PrimalIdx, Recipe | None]
-    writes: tuple[tuple[int, int], ...]
-    wrappers: tuple[tuple[int, int], ...]
+    def bumps(self, counts: Mapping[PrimalIdx, int]) -> list[int]:
+        """How many writes of each plain input to count itself, in a backward with such counts."""
+        return [0 if idx in self.wrappers else counts.get(idx, 0) for idx in self.inputs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +95,12 @@ class Variants:
     """Where the backward of a request is another than a part of the whole one.
 
     Args:
-        of_results: the backward of some outputs, by these outputs, if it was traced separately.
+        of_results: the outputs whose backward was traced separately, with the writes that it counts.
         of_kinds: whether gradients of other kinds than the results have a backward of their own.
         of_layouts: whether the backward of some outputs may be more than a part of the whole, see `Facts`.
     """
 
-    of_results: Mapping[tuple[NodeOutIdx, ...], ChoicePlan]
+    of_results: Mapping[tuple[NodeOutIdx, ...], Mapping[PrimalIdx, int]]
     of_kinds: bool
     of_layouts: bool
 
@@ -211,7 +202,7 @@ def node_plan(
         sizes=split.forward.sizes(),
         backward_sizes=split.backward.sizes(),
         saved=_saved(traced, plans, split, outs),
-        kept_inputs=_kept_inputs(traced, split, _kept(traced)),
+        kept_inputs=_kept_inputs(traced, split),
         tangents=tuple(
             _tangent(out, tangent_strides, plain=plain, as_it_is=as_they_are)
             for out in outs
@@ -220,7 +211,7 @@ def node_plan(
         grads=backward.grads,
         shares=_shares(backward.grads, whole),
         variants=Variants(
-            {choice.outs: _choice(choice, facts) for choice in backward.choices},
+            {choice.outs: choice.writes for choice in backward.choices},
             of_kinds=has_other_kinds,
             of_layouts=backward.adds_layouts,
         ),
@@ -268,26 +259,13 @@ def _backward_writes(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> B
         for plain, (inner, _) in zip(plains[idx], leaves(facts.recipes[idx]), strict=True)
     ]
     names = [slot for _, _, slot in written]
-    wrapped = {idx: n for idx, n in backward.writes.items() if isinstance(facts.recipes[idx], Wrapper)}
     return BackwardWrites(
         plains=tuple(plain for _, plain, _ in written),
-        bumps=tuple(0 if idx in wrapped else backward.writes[idx] for idx, _, _ in written),
-        wrappers=tuple(wrapped.items()),
+        inputs=tuple(idx for idx, _, _ in written),
+        counts=backward.writes,
+        wrappers=tuple(idx for idx in backward.writes if isinstance(facts.recipes[idx], Wrapper)),
         read={slot: names.index(slot) for slot in split.backward.ins if slot.role == "buffer"},
         once=backward.once,
-    )
-
-
-def _choice(choice: Choice, facts: Facts) -> ChoicePlan:
-    counts, written = choice.writes, facts.backward.writes
-    wrapped = [idx for idx in written if isinstance(facts.recipes[idx], Wrapper)]
-    plains = [idx for idx in written for _ in leaves(facts.recipes[idx])]
-    return ChoicePlan(
-        grads=Row(map(choice.grads.get, facts.backward.grads.indices())),
-        writes=tuple(
-            (k, 0 if idx in wrapped else counts[idx]) for k, idx in enumerate(plains) if idx in counts
-        ),
-        wrappers=tuple((k, counts[idx]) for k, idx in enumerate(wrapped) if idx in counts),
     )
 
 
@@ -309,20 +287,15 @@ def _totals(
     return found
 
 
-def _kept(traced: Traced) -> tuple[PrimalIdx, ...]:
+def _kept_inputs(traced: Traced, split: Split) -> KeptInputs:
     """The inputs that backwards through the trace's graph need: those that get a gradient.
 
     There are none of these backwards where such an input shows its elements in another way afterwards.
     """
-    grads, reshaped = traced.facts.backward.grads.enumerate(), traced.facts.reshaped()
-    found = (
-        tuple(idx for idx, grad in grads if grad is not None) if traced.later_backwards is not None else ()
-    )
-    return () if any(idx in reshaped for idx in found) else found
-
-
-def _kept_inputs(traced: Traced, split: Split, kept: tuple[PrimalIdx, ...]) -> KeptInputs:
     ins, recipes = traced.program.ins, traced.facts.recipes
+    kept = tuple(idx for idx, grad in traced.facts.backward.grads.enumerate() if grad is not None)
+    if traced.later_backwards is None or not traced.facts.reshaped().isdisjoint(kept):
+        kept = ()
     slots = [tuple(Slot("primal", ins[idx].path, inner) for inner, _ in leaves(recipes[idx])) for idx in kept]
     saved = set(split.saved_primals.values())
     unsaved = [(k, beneath) for k, beneath in enumerate(slots) if not saved.issuperset(beneath)]

@@ -6,7 +6,7 @@ The printed function returns `MISS` when the artifact does not fit, before anyth
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, assert_never
 
@@ -90,22 +90,23 @@ def print_call(
             printer.line(f"{printer.bind('prepare', function)}({printer.bind('module', argument)})")
         _print_arguments(printer, fit)
         held = held_in([*returned.log.places(), *(count.place for count in fit.numbers.counts)])
+        bind = binder(printer, fit.variables, held)
         with _missing_places_miss(printer) if held or fit.reads_places() else nullcontext():
-            _print_sources(printer, fit)
-            _print_held(printer, fit, held)
+            _print_sources(printer, fit, bind)
+            _print_held(printer, held, bind)
             _print_bases(printer, fit)
-            _print_counts(printer, fit, held)
+            for count in fit.numbers.counts:
+                printer.line(f"{count.name} = {count.place.expression(bind)}")
             printer.comment("does this artifact fit?")
-            _miss_unless(printer, _conditions(printer, fit, changes_arguments=returned.changes_given()))
+            _miss_unless(printer, _conditions(printer, fit, bind, changes_arguments=returned.changes_given()))
         primals = fit.primal_variables()
         _print_sizes(printer, fit, primals)
         _miss_unless(printer, list(_conditions_on_data(printer, fit)))
         printer.comment("run")
         for idx in plans.epilogue.switched_on:
             printer.line(f"{primals[idx]}.requires_grad_()")
-        bind = binder(printer, fit.variables, held)
         do = action_printer(printer, plans.epilogue, primals, fit.around.ambient, bind)
-        with _grad_enabled(printer) if enables_grad else nullcontext():
+        with printer.block(f"with {printer.call(torch.enable_grad)}:") if enables_grad else nullcontext():
             _print_run(printer, run, _print_given(printer, plans.writes, primals, hooks), fit)
             if hooks.shielded:
                 names = [f"values[{idx}]" for idx in hooks.shielded]
@@ -114,7 +115,8 @@ def print_call(
                 for write in plans.writes.writes:
                     print_write(printer, primals, write)
         _print_epilogue(printer, plans.epilogue, primals, hooks.gates, do)
-        _print_what_is_left(printer, fit)
+        if fit.leaves is not None:
+            printer.line(f"{printer.bind('leave_objects', fit.leaves)}()")
         print_return(printer, returned, plans.epilogue.outputs, fit.variables, bind)
 
 
@@ -127,7 +129,7 @@ def _print_epilogue(
 ) -> None:
     """Print that versions are set right, then the actions, by the gates if there are some."""
     for idx, count in epilogue.rewinds:
-        printer.line(f"{printer.bind('rewind', rewind)}({primals[idx]}, {count})")
+        printer.line(printer.call(rewind, primals[idx], count))
     if gates is not None:
         print_steps(printer, gates, primals, do)
         return
@@ -160,19 +162,9 @@ def _print_given(
 def _print_before_writes(printer: Printer, writes: DifferentiableWrites, primals: Sequence[str]) -> None:
     """Print `DifferentiableWrites.prepare`."""
     if writes.writes:
-        targets = [primals[primal] for primal, _, _ in writes.writes]
-        printer.line(f"{printer.bind('refuse_forbidden', refuse_forbidden)}({', '.join(targets)})")
+        printer.line(printer.call(refuse_forbidden, *(primals[primal] for primal, _, _ in writes.writes)))
     for primal, bumps in writes.counted:
-        printer.line(f"{printer.bind('bump', bump)}({primals[primal]}, {bumps})")
-
-
-def _print_what_is_left(printer: Printer, fit: Guards) -> None:
-    if fit.leaves is not None:
-        printer.line(f"{printer.bind('leave_objects', fit.leaves)}()")
-
-
-def _grad_enabled(printer: Printer) -> AbstractContextManager[None]:
-    return printer.block(f"with {printer.bind('enable_grad', torch.enable_grad)}():")
+        printer.line(printer.call(bump, primals[primal], bumps))
 
 
 @contextmanager
@@ -252,31 +244,22 @@ def _same(printer: Printer, place: str, value: Any, hint: str) -> str:
     if value is None or isinstance(value, bool):
         return f"{place} is {value}"
     expected = printer.bind(f"{hint} at capture", value)
-    return f"({place} is {expected} or {printer.bind('same_constant', same_constant)}({place}, {expected}))"
+    return f"({place} is {expected} or {printer.call(same_constant, place, expected)})"
 
 
-def _print_sources(printer: Printer, fit: Guards) -> None:
+def _print_sources(printer: Printer, fit: Guards, bind: Callable[[str, Any], str]) -> None:
     start = len(fit.arguments.tensor_paths())
     if fit.sources:
         printer.comment("parameters, buffers and closed-over tensors")
-    bind = binder(printer, fit.variables)
     for name, source in zip(fit.variables[start:], fit.sources, strict=True):
         printer.line(f"{name} = {source.expression(bind)}")
 
 
-def _print_held(printer: Printer, fit: Guards, held: Sequence[Held]) -> None:
-    bind = binder(printer, fit.variables)
+def _print_held(printer: Printer, held: Sequence[Held], bind: Callable[[str, Any], str]) -> None:
     if held:
         printer.comment("what is written, besides tensors")
     for position, each in enumerate(held):
         printer.line(f"held_{position} = {each.source.expression(bind)}")
-
-
-def _print_counts(printer: Printer, fit: Guards, held: Sequence[Held]) -> None:
-    """Bind the symbol of each number that the program finds and changes."""
-    bind = binder(printer, fit.variables, held)
-    for count in fit.numbers.counts:
-        printer.line(f"{count.name} = {count.place.expression(bind)}")
 
 
 def _print_sizes(printer: Printer, fit: Guards, primals: Sequence[str]) -> None:
@@ -309,14 +292,13 @@ def _print_bases(printer: Printer, fit: Guards) -> None:
         match base:
             case Span(members=members, numel=numel, dtype=dtype):
                 lies = [plains[fit.bases.place(member)][member.leaf] for member in members]
-                span = printer.bind("span_over", span_over)
                 kind = printer.bind(str(dtype).removeprefix("torch."), dtype)
-                printer.line(f"{name} = {span}({sequence(lies)}, {base.offsets()}, {numel}, {kind})")
+                span = printer.call(span_over, sequence(lies), base.offsets(), numel, kind)
+                printer.line(f"{name} = {span}")
             case ViewBase(views=views, offsets=offsets, itself=itself, creations=creations):
                 known = "None" if itself is None else distinct[itself]
                 shown = sequence([distinct[view] for view in views])
-                made_so = printer.bind("creations", creations)
-                made = f"{printer.bind('base_of', base_of)}({shown}, {offsets}, {made_so}, {known})"
+                made = printer.call(base_of, shown, offsets, printer.bind("creations", creations), known)
                 if itself is None:
                     printer.line(f"{name} = {made}")
                     _miss_unless(printer, [f"{name} is not None"])
@@ -326,12 +308,13 @@ def _print_bases(printer: Printer, fit: Guards) -> None:
                 assert_never(base)
 
 
-def _conditions(printer: Printer, fit: Guards, *, changes_arguments: bool) -> list[str]:
+def _conditions(
+    printer: Printer, fit: Guards, bind: Callable[[str, Any], str], *, changes_arguments: bool
+) -> list[str]:
     """Everything that must be as it was at capture; what is cheap, and likely to differ, comes first."""
     conditions = [f"{printer.bind('modes_hold', ambient_guard(fit.around.ambient))}()"]
     if changes_arguments:
-        conditions.append(f"{printer.bind('are_apart', are_apart)}(args, kwargs)")
-    bind = binder(printer, fit.variables)
+        conditions.append(printer.call(are_apart, "args", "kwargs"))
     for source, value in fit.around.identities:
         expected = printer.bind(f"{source.path} at capture", value)
         conditions.append(f"{source.expression(bind)} is {expected}")
@@ -379,7 +362,7 @@ def _storage_conditions(printer: Printer, fit: Guards) -> Iterator[str]:
     names = fit.primal_variables()
     for idx, leaf, place in fit.storages:
         plain = print_plains(fit.facts.recipes[idx], names[idx])[leaf]
-        yield f"{printer.bind('place_in_storage', place_in_storage)}({plain}) == {place}"
+        yield f"{printer.call(place_in_storage, plain)} == {place}"
 
 
 def _tensor_conditions(printer: Printer, fit: Guards) -> list[str]:
@@ -416,7 +399,7 @@ def _same_rows_conditions(printer: Printer, fit: Guards, names: Sequence[str]) -
             together.setdefault(number, []).append(name)
     for group in together.values():
         if len(group) > 1:
-            yield f"{printer.bind('have_same_rows', have_same_rows)}({', '.join(group)})"
+            yield printer.call(have_same_rows, *group)
 
 
 def _same_contexts(printer: Printer, name: str, example: torch.Tensor, recipe: Wrapper) -> Iterator[str]:
@@ -439,8 +422,7 @@ def _same_contexts(printer: Printer, name: str, example: torch.Tensor, recipe: W
 def _same_context(printer: Printer, name: str, example: torch.Tensor, recipe: Wrapper) -> str:
     rule = wrapper_rule(recipe.cls)
     if is_symbolic(recipe):
-        seen = f"{printer.bind('recipe_of', recipe_of)}({name})"
-        return f"{printer.bind('same_layout', rule.same_layout)}({seen}, {printer.bind('recipe', recipe)})"
+        return printer.call(rule.same_layout, printer.call(recipe_of, name), printer.bind("recipe", recipe))
     return rule.same_context_source(name, printer.bind(f"{name} at capture", rule.context_of(example)))
 
 
@@ -449,7 +431,7 @@ def _alone_condition(printer: Printer, fit: Guards, with_history: Collection[Pri
     names, views = fit.primal_variables(), fit.bases.views()
     others = [at for at in fit.slots.indices() if at not in views and at not in with_history]
     given = (sequence([names[at] for at in group]) for group in (with_history, others))
-    return f"{printer.bind('are_written_alone', are_written_alone)}({', '.join(given)})"
+    return printer.call(are_written_alone, *given)
 
 
 def _overlap_conditions(printer: Printer, fit: Guards) -> Iterator[str]:
@@ -461,12 +443,11 @@ def _overlap_conditions(printer: Printer, fit: Guards) -> Iterator[str]:
     apart = dict(fit.plains_apart(plains))
     written = [plain for idx in fit.written for plain in apart[idx]]
     others = [plain for idx, found in apart.items() if idx not in fit.written for plain in found]
-    yield f"{printer.bind('no_overlap', no_overlap)}({sequence(written)}, {sequence(others)})"
+    yield printer.call(no_overlap, sequence(written), sequence(others))
     elsewhere = [plain for idx, found in apart.items() if not fit.bases.is_span(idx) for plain in found]
     spans = [base for base in fit.bases.bases if isinstance(base, Span)]
     for span in reversed(spans):
         members = [plains[fit.bases.place(member)][member.leaf] for member in span.members]
         if elsewhere:
-            are = printer.bind("are_outside", are_outside)
-            yield f"{are}({sequence(elsewhere)}, {sequence(members)})"
+            yield printer.call(are_outside, sequence(elsewhere), sequence(members))
         elsewhere += members

@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
 
 import torch
 
@@ -18,20 +17,16 @@ from aotdist.convention.stack import InsidePlans
 from aotdist.program import NodeOutIdx, PrimalIdx
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.gate import is_watched
-from aotdist.runtime.held import run_once
+from aotdist.runtime.held import let_go, run_once
 from aotdist.runtime.plan import NodePlan, saved_beside
-from aotdist.runtime.print_outputs import print_effects_of_backward
 from aotdist.runtime.printer import Printer, Told, print_size, print_step, remark, sequence
 from aotdist.runtime.tangent import Tangent, TangentMismatch, rebuilt
-from aotdist.runtime.wrappers import SavedWrappers, check_unwritten
+from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import Expression, NumberStep, concrete, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
-from aotdist.torch_seam.autograd import keeps_graph, node_base
+from aotdist.torch_seam.autograd import node_base
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.tensors import counter_of, set_versions
-
-Watch: TypeAlias = AbstractContextManager[Any] | None
-"""What stands around every run of a graph with collectives; see `aotdist.runtime.ranks`."""
 
 
 def print_plains(recipe: Recipe, name: str) -> list[str]:
@@ -50,8 +45,7 @@ def print_rebuild(printer: Printer, recipe: Recipe, plains: list[str], hint: str
     if isinstance(recipe, Plain):
         return plains[0]
     if is_symbolic(recipe) and _has_sizes(recipe):
-        sized = f"{printer.bind('concrete', concrete)}({printer.bind(hint, recipe)}, symbols)"
-        return f"{printer.bind('rebuilt', rebuilt)}({sized})({', '.join(plains)})"
+        return f"{printer.call(rebuilt, printer.concrete(hint, recipe))}({', '.join(plains)})"
     return f"{printer.bind(f'rebuild_{hint}', rebuilt(recipe))}({', '.join(plains)})"
 
 
@@ -59,11 +53,6 @@ def _has_sizes(recipe: Recipe) -> bool:
     """Whether a wrapper is made of numbers, too, and not only of what is in it."""
     is_wrapper = isinstance(recipe, Wrapper)
     return is_wrapper and (wrapper_rule(recipe.cls).sized or is_symbolic(recipe.context))
-
-
-def _watched(printer: Printer, watch: Watch) -> AbstractContextManager[None]:
-    """What is printed inside runs in the context `watch`, if there is one."""
-    return nullcontext() if watch is None else printer.block(f"with {printer.bind('watch', watch)}:")
 
 
 def print_results(
@@ -87,7 +76,6 @@ class ForwardPrinter:
         symbols: the symbols' names; their values are one more argument, a dictionary.
         told: symbols that are added to that dictionary once the graph has run.
         call: plain inputs, sizes -> results, then saved values.
-        watch: a context for every run of the graph, if any.
     """
 
     printer: Printer
@@ -95,7 +83,6 @@ class ForwardPrinter:
     symbols: Sequence[str]
     told: Told
     call: BoxedCall
-    watch: Watch
 
     def parameters(self) -> list[str]:
         """What the printed function takes."""
@@ -115,14 +102,13 @@ class ForwardPrinter:
             printer.line(f"rng = {printer.bind('draw_state', rng.draw)}()  # seed and offset")
         given = [*plains, *(print_size(printer, size) for size in sizes)]
         given += [] if rng.draw is None else ["*rng"]
-        with _watched(printer, self.watch):
-            printer.spread(f"results = {printer.bind('FORWARD', self.call)}([", given, "])")
+        printer.spread(f"results = {printer.bind('FORWARD', self.call)}([", given, "])")
         if writes.writes:
-            with printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():"):
+            with printer.block(f"with {printer.call(torch.no_grad)}:"):
                 for plain, position, bumps in writes.writes:
                     printer.line(_write(printer, plains[plain], f"results[{position}]", bumps))
         for idx, count in unwrap.bumps:
-            printer.line(f"{printer.bind('bump', bump)}({self.names[idx]}, {count})")
+            printer.line(printer.call(bump, self.names[idx], count))
         _print_told(printer, self.told)
         return plains
 
@@ -131,7 +117,6 @@ def print_node(
     region: ForwardPrinter,
     plan: NodePlan,
     backward: Backward,
-    after_backward: Sequence[tuple[Callable[..., None], object]],
     changes: EffectLog,
     *,
     has_classes: bool,
@@ -141,8 +126,7 @@ def print_node(
     Args:
         region: how its forward runs.
         plan: how tensors pass through the node.
-        backward: what runs in the backward; called itself where a tangent is missing.
-        after_backward: functions to call, each with its argument, once the gradients are computed.
+        backward: what runs in the backward; called itself for what is no ordinary request.
         changes: what the backward changes in Python.
         has_classes: whether inputs have a `__torch_function__`, which must not be called.
     """
@@ -152,9 +136,10 @@ def print_node(
         printer.line()
         quiet = print_classes_off(printer) if has_classes else nullcontext()
         tangents = [f"t{idx}" for idx in plan.outs.indices()]
-        with _static(printer, f"def backward(ctx, {', '.join(tangents)}):"), quiet:
+        printer.line("@staticmethod")
+        with printer.block(f"def backward(ctx, {', '.join(tangents)}):"), quiet:
             _print_backward(printer, tangents, region.all_symbols(), plan, backward)
-            _print_gradients(printer, plan, after_backward, changes, has_symbols=bool(region.all_symbols()))
+            _print_gradients(printer, plan, backward.after, changes, has_symbols=bool(region.all_symbols()))
     printer.line()
 
 
@@ -177,7 +162,7 @@ def print_inference(
     """
     printer, recipes = region.printer, list(inside.unwrap.outs)
     printer.spread("def region(", region.parameters(), "):")
-    off = printer.block(f"with {printer.bind('no_grad', torch.no_grad)}():") if recorded else nullcontext()
+    off = printer.block(f"with {printer.call(torch.no_grad)}:") if recorded else nullcontext()
     with printer.indented(), off:
         region.print_run(inside, sizes)
         outs = print_results(printer, recipes, _values(inside.writes, views), ["out"] * len(recipes))
@@ -192,8 +177,8 @@ def print_inference(
 def _print_versions(printer: Printer, versions: Mapping[NodeOutIdx, int]) -> None:
     """Print that the version counters of outputs are set to how often the program wrote them."""
     if versions:
-        outs, counts = sequence([f"o{idx}" for idx in versions]), sequence(list(map(str, versions.values())))
-        printer.line(f"{printer.bind('set_versions', set_versions)}({outs}, {counts})")
+        outs, counts = sequence([f"o{idx}" for idx in versions]), tuple(versions.values())
+        printer.line(printer.call(set_versions, outs, counts))
 
 
 def _values(writes: PlainWrites, views: frozenset[int]) -> list[str]:
@@ -204,7 +189,7 @@ def _values(writes: PlainWrites, views: frozenset[int]) -> list[str]:
 def _write(printer: Printer, plain: str, value: str, bumps: int) -> str:
     if bumps == 1:
         return f"{plain}.copy_({value})"
-    return f"{printer.bind('write_plain', write_plain)}({plain}, {value}, {bumps})"
+    return printer.call(write_plain, plain, value, bumps)
 
 
 def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
@@ -231,12 +216,15 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
         if region.all_symbols():
             printer.line("ctx.symbols = symbols")
         late = plan.backward_writes
-        if late.bumps:
+        if late.plains:
             printer.line(f"ctx.written = {sequence([plains[idx] for idx in late.plains])}")
         if late.wrappers:
-            printer.line(f"ctx.bumped = {sequence([names[idx] for idx, _ in late.wrappers])}")
+            printer.line(f"ctx.bumped = {sequence([names[idx] for idx in late.wrappers])}")
         printer.line("ctx.set_materialize_grads(False)")
-        _print_noted(printer, names, plan.saved.wrappers)
+        if wrappers := plan.saved.wrappers:
+            noted = [f"({names[idx]}, {names[idx]}._version)" for idx in wrappers.ins]
+            noted += [f"({printer.call(counter_of, f'o{idx}')}, o{idx}._version)" for idx in wrappers.outs]
+            printer.spread("ctx.wrappers = (", noted, ",)")
         constant = [f"o{idx}" for idx, out in plan.outs.enumerate() if not out.differentiable]
         if constant:
             printer.line(f"ctx.mark_non_differentiable({', '.join(constant)})")
@@ -248,71 +236,37 @@ def _saved(printer: Printer, plan: NodePlan, plains: Sequence[str]) -> list[str]
     inputs = [f"{plains[plain]}{'.detach()' if changes else ''}" for plain, changes in plan.saved.inputs]
     results = [f"results[{position}]" for position in plan.saved.results]
     if results and plan.inside.unwrap.versions:
-        beside = printer.bind("saved_beside", saved_beside)
-        results = [f"{beside}({result})" for result in results]
+        results = [printer.call(saved_beside, result) for result in results]
     return inputs + results
-
-
-def _print_noted(printer: Printer, names: Sequence[str], wrappers: SavedWrappers) -> None:
-    if wrappers:
-        counter = printer.bind("counter_of", counter_of)
-        noted = [f"({names[idx]}, {names[idx]}._version)" for idx in wrappers.ins]
-        noted += [f"({counter}(o{idx}), o{idx}._version)" for idx in wrappers.outs]
-        printer.spread("ctx.wrappers = (", noted, ",)")
-
-
-def _print_check(printer: Printer, wrappers: SavedWrappers) -> None:
-    if wrappers:
-        noted = f"ctx.wrappers, {printer.bind('WRAPPERS', wrappers.names)}"
-        printer.line(f"{printer.bind('check_unwritten', check_unwritten)}({noted})")
 
 
 def _version(printer: Printer, plan: NodePlan, names: Sequence[str], idx: PrimalIdx) -> str:
     """The version counter of an input; one that gets a gradient is no inference tensor (saves 0.1 us)."""
     if plan.grads[idx] is not None:
         return f"{names[idx]}._version"
-    return f"{printer.bind('version_of', version_of)}({names[idx]})"
-
-
-def _print_letting_go(printer: Printer, plan: NodePlan) -> None:
-    """Print `aotdist.runtime.held.let_go`, for the backward of all results."""
-    if not plan.saved.frees:
-        return
-    with printer.block(f"if not {printer.bind('keeps_graph', keeps_graph)}():"):
-        printer.line("ctx.maybe_clear_saved_tensors()")
-        if plan.kept_inputs.primals:
-            printer.line("ctx.kept_primals = None")
-        if plan.saved.wrappers:
-            printer.line("ctx.wrappers = ()")
+    return printer.call(version_of, names[idx])
 
 
 def print_classes_off(printer: Printer) -> AbstractContextManager[None]:
     """What is printed inside calls no `__torch_function__`: the program's calls of it happened at capture."""
-    return printer.block(f"with {printer.bind('class_functions_off', class_functions_off)}():")
+    return printer.block(f"with {printer.call(class_functions_off)}:")
 
 
 def _print_backward(
     printer: Printer, names: Sequence[str], symbols: Sequence[str], plan: NodePlan, backward: Backward
 ) -> None:
     """Print how the graph of the backward runs, or another in its place."""
-    _print_check(printer, plan.saved.wrappers)
+    if wrappers := plan.saved.wrappers:
+        printer.line(printer.call(check_unwritten, "ctx.wrappers", printer.bind("WRAPPERS", wrappers.names)))
     if plan.backward_writes.once:
-        printer.line(f"{printer.bind('run_once', run_once)}(ctx)")
+        printer.line(printer.call(run_once, "ctx"))
     arrived = [names[idx] for idx in plan.differentiable()]
-    differentiable, of_some = (
-        f"{printer.bind(name, call)}(ctx, {', '.join(arrived)})"
-        for name, call in (
-            ("DIFFERENTIABLE_BACKWARD", backward.differentiably),
-            ("BACKWARD_OF_SOME", backward),
-        )
-    )
-    with printer.block(f"if {printer.bind('is_grad_enabled', torch.is_grad_enabled)}():"):
-        printer.line(f"return (*{differentiable}, None)" if symbols else f"return {differentiable}")
-    returned_of_some = f"return (*{of_some}, None)" if symbols else f"return {of_some}"
+    another = f"{printer.bind('ANOTHER_BACKWARD', backward)}(ctx, {', '.join(arrived)})"
+    another = f"return (*{another}, None)" if symbols else f"return {another}"
     if plan.shares:
-        printer.line(returned_of_some)
+        printer.line(another)
         return
-    _print_other_ways(printer, names, symbols, plan, returned_of_some)
+    _print_other_ways(printer, names, symbols, plan, another)
     given = ["*ctx.saved_tensors"] if plan.saved.frees else []
     given += [print_size(printer, size) for size in plan.backward_sizes]
     pairs = list(zip(arrived, plan.tangents, strict=True))
@@ -329,16 +283,17 @@ def _print_backward(
         with printer.block("try:"):
             printer.line(args)
         with printer.block(f"except {printer.bind('TangentMismatch', TangentMismatch)}:"):
-            printer.line(returned_of_some)
+            printer.line(another)
     printer.line(f"del {', '.join(names)}")
-    _print_letting_go(printer, plan)
+    if plan.saved.frees:
+        printer.line(printer.call(let_go, "ctx"))
     printer.line(f"results = {printer.bind('BACKWARD', backward.backwards.of_all())}(args)")
 
 
 def _print_gradients(
     printer: Printer,
     plan: NodePlan,
-    after_backward: Sequence[tuple[Callable[..., None], object]],
+    after: Callable[[], None] | None,
     changes: EffectLog,
     *,
     has_symbols: bool,
@@ -348,21 +303,23 @@ def _print_gradients(
         return  # another way was taken
     grads = [recipe for recipe in plan.grads if recipe is not None]
     count = sum(1 for recipe in grads for _ in leaves(recipe))
-    for offset, bumps in enumerate(plan.backward_writes.bumps):
+    late = plan.backward_writes
+    for offset, bumps in enumerate(late.bumps(late.counts)):
         printer.line(_write(printer, f"ctx.written[{offset}]", f"results[{count + offset}]", bumps))
-    for offset, (_, bumps) in enumerate(plan.backward_writes.wrappers):
-        printer.line(f"{printer.bind('bump', bump)}(ctx.bumped[{offset}], {bumps})")
+    for offset, idx in enumerate(late.wrappers):
+        printer.line(printer.call(bump, f"ctx.bumped[{offset}]", late.counts[idx]))
     built = iter(
         print_results(printer, grads, [f"results[{k}]" for k in range(count)], ["grad"] * len(grads))
     )
-    for function, argument in after_backward:
-        printer.line(f"{printer.bind('after_backward', function)}({printer.bind('root', argument)})")
-    first = count + len(plan.backward_writes.bumps)
+    if after is not None:
+        printer.line(f"{printer.bind('after_backward', after)}()")
+    first = count + len(late.plains)
     plains = (f"results[{k}]" for k in itertools.count(first))
-    hints = ["kept"] * len(changes.kept)
-    for position, tensor in enumerate(print_results(printer, changes.kept, plains, hints)):
-        printer.line(f"kept{position} = {tensor}")
-    print_effects_of_backward(printer, changes)
+    if changes:
+        kept = print_results(printer, changes.kept, plains, ["kept"] * len(changes.kept))
+        replay = f"{printer.concrete('CHANGES', changes)}.replay(["
+        what = remark(f"changes {', '.join(place.path for place in changes.places())}")
+        printer.spread(replay, kept, f"], {'symbols' if has_symbols else '{}'}){what}")
     returned = ["None" if recipe is None else next(built) for recipe in plan.grads]
     returned += ["None"] if has_symbols else []
     printer.spread("return (", returned, ",)")
@@ -373,10 +330,11 @@ def _print_other_ways(
 ) -> None:
     """Print when the backward is not that of all results, run in one go for gradients as they are assumed."""
     pairs = list(zip((names[idx] for idx in plan.differentiable()), plan.tangents, strict=True))
-    missing = [_differs(printer, name, tangent) for name, tangent in pairs]
+    conditions = [printer.call(torch.is_grad_enabled)]
+    conditions += [_differs(printer, name, tangent) for name, tangent in pairs]
     if plan.has_waypoints:
-        missing.append(f"{printer.bind('is_watched', is_watched)}(ctx)")
-    with printer.block(f"if {' or '.join(missing)}:"):
+        conditions.append(printer.call(is_watched, "ctx"))
+    with printer.block(f"if {' or '.join(conditions)}:"):
         printer.line(returned)
     _print_symbols(printer, symbols, "ctx.symbols")
     as_assumed = [
@@ -404,9 +362,7 @@ def _lies_as_assumed(printer: Printer, name: str, recipe: Wrapper) -> str:
     strides = tuple(leaf.stride for _, leaf in leaves(recipe))
     plains = wrapper_rule(recipe.cls).unwrap_source(name, recipe)
     found = sequence([f"{plain}.stride()" for plain in plains])
-    assumed = repr(strides)
-    if is_symbolic(strides):
-        assumed = f"{printer.bind('concrete', concrete)}({printer.bind('STRIDES', strides)}, symbols)"
+    assumed = printer.concrete("STRIDES", strides) if is_symbolic(strides) else repr(strides)
     return f"type({name}) is {printer.bind(recipe.cls.__name__, recipe.cls)} and {found} == {assumed}"
 
 
@@ -428,9 +384,4 @@ def _print_told(printer: Printer, told: Told) -> None:
 
 def _tangent(printer: Printer, tangent: Tangent) -> str:
     name = printer.bind(f"tangent_{tangent.path}", tangent)
-    return f"{printer.bind('concrete', concrete)}({name}, symbols)" if tangent.needs_sizes() else name
-
-
-def _static(printer: Printer, head: str) -> AbstractContextManager[None]:
-    printer.line("@staticmethod")
-    return printer.block(head)
+    return printer.call(concrete, name, "symbols") if tangent.needs_sizes() else name

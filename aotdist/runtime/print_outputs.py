@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, assert_never
 
@@ -18,14 +18,12 @@ from aotdist.capture.effects import (
     Assign,
     Delete,
     EffectLog,
-    NumberResult,
     Print,
     TensorResult,
-    expect,
 )
 from aotdist.capture.instances import MadeObject
 from aotdist.capture.results import Shown, show_as
-from aotdist.capture.source import Held, Source
+from aotdist.capture.source import Source
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, function_view, rewrite, viewer
 from aotdist.facts import (
     Action,
@@ -48,23 +46,21 @@ from aotdist.facts import (
 )
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row
-from aotdist.runtime.gate import Gates
+from aotdist.runtime.gate import Gates, make_gate
 from aotdist.runtime.printer import (
     Printer,
     print_literal,
-    print_size,
-    print_step,
     print_tree,
     remark,
     sequence,
 )
-from aotdist.sizes import NumberStep, concrete, is_symbolic
+from aotdist.sizes import concrete, is_symbolic
 
 
 def print_write(printer: Printer, primals: Sequence[str], write: tuple[PrimalIdx, NodeOutIdx, int]) -> None:
     """Print that an input is given a new value with a history."""
     primal, value, bumps = write
-    printer.line(f"{printer.bind('put', put)}({primals[primal]}, values[{value}], {bumps})")
+    printer.line(printer.call(put, primals[primal], f"values[{value}]", bumps))
 
 
 def print_steps(printer: Printer, gates: Gates, primals: Sequence[str], do: Callable[[Action], None]) -> None:
@@ -75,7 +71,7 @@ def print_steps(printer: Printer, gates: Gates, primals: Sequence[str], do: Call
         match step:
             case Gate():
                 points = [_point(gates.place(position)) for position, _ in step.pieces]
-                lead = printer.bind(f"gate_{step.level}", gates.lead(step))
+                lead = printer.bind(f"gate_{step.level}", make_gate(gates, step))
                 printer.line(f"passed_{step.level} = {lead}(values, {sequence(points)}, {before})")
                 before = f"passed_{step.level}"
             case tuple():
@@ -137,19 +133,12 @@ def action_printer(
     return do
 
 
-def _of_this_call(printer: Printer, hint: str, value: Any, sizes: Any) -> str:
-    """A name for `value`; if there are symbols among `sizes`, with the numbers of the call in their place."""
-    name = printer.bind(hint, value)
-    return f"{printer.bind('concrete', concrete)}({name}, symbols)" if is_symbolic(sizes) else name
-
-
 def _print_rewrite(printer: Printer, change: MetadataWrite, at: Callable[[Place], str]) -> None:
     args = [at(arg) if isinstance(arg, Place) else print_literal(printer, arg) for arg in change.args]
     data = [] if change.data is None else [f"values[{change.data}]"]
-    name = str(getattr(change.op, "__name__", change.op))
-    op = _of_this_call(printer, name, change, change.kwargs)
-    given = ", ".join([at(change.target), op, sequence(args), *data])
-    printer.line(f"{printer.bind('rewrite', rewrite)}({given})")
+    op = printer.bind(str(getattr(change.op, "__name__", change.op)), change)
+    op = printer.call(concrete, op, "symbols") if is_symbolic(change.kwargs) else op
+    printer.line(printer.call(rewrite, at(change.target), op, sequence(args), *data))
 
 
 def _at(printer: Printer, place: Place, primals: Sequence[str], modes: Ambient, made: dict[int, str]) -> str:
@@ -190,19 +179,17 @@ def _view(printer: Printer, base: str, steps: Sequence[Step], modes: Ambient, ma
 
 def _made(printer: Printer, base: str, step: Step, modes: Ambient) -> str:
     if isinstance(step, FunctionView):
+        make = printer.call(viewer, printer.concrete("views", step))
         creation = printer.bind("creation", step.creation)
-        make = f"{printer.bind('viewer', viewer)}({_of_this_call(printer, 'views', step, step)})"
-        function = printer.bind("function_view", function_view)
-        return f"{function}({base}, values[{step.value}], {make}, {creation})"
+        return printer.call(function_view, base, f"values[{step.value}]", make, creation)
     if isinstance(step.op, Inside):
         return f"{base}{step.op.path}"
-    op = _of_this_call(printer, _name_of(step.op), step.op, step.op)
+    op = printer.concrete(_name_of(step.op), step.op)
     more = [print_literal(printer, value) for value in step.args]
     more += [f"{name}={print_literal(printer, value)}" for name, value in step.kwargs]
     if step.grad == modes.grad:
         return f"{op}({', '.join([base, *more])})"
-    args = ", ".join([str(step.grad), op, base, *more])
-    return f"{printer.bind('in_grad_mode', _in_grad_mode)}({args})"
+    return printer.call(_in_grad_mode, step.grad, op, base, *more)
 
 
 def _picked(result: str, step: Step) -> str:
@@ -241,7 +228,7 @@ def print_return(
 
     _print_prints(printer, returned.log, leaf)
     for position, check in enumerate(returned.checks, returned.first_checked()):
-        printer.line(f"{printer.bind('require', require)}(o{position}, {printer.bind('CHECK', check)})")
+        printer.line(printer.call(require, f"o{position}", printer.bind("CHECK", check)))
     for shown in returned.shown:
         if not isinstance(outputs[OutIdx(shown.out)], IsInput):
             _print_shown(printer, shown)
@@ -261,29 +248,6 @@ def _name_of_output(idx: OutIdx, fact: OutputFact) -> str:
     if isinstance(fact, NotATensor) and isinstance(fact.value, MadeObject):
         return f"made_{fact.value.number}"
     return f"o{idx}"
-
-
-def print_effects_of_backward(printer: Printer, log: EffectLog) -> None:
-    """Print what a backward does in Python: in the objects of the capture, which are those of the call."""
-
-    def bind(hint: str, value: Any) -> str:
-        return printer.bind(hint, value.example if isinstance(value, Held) else value)
-
-    def leaf(value: Any) -> str:
-        match value:
-            case TensorResult(position):
-                return f"kept{position}"
-            case NumberResult(expression=spelled):
-                return print_size(printer, spelled)
-            case _:
-                return print_literal(printer, value)
-
-    _print_numbers(printer, log.numbers(), bind)
-    _print_prints(printer, log, leaf)
-    for place, known in log.expected:
-        bound = printer.bind(place.path, place), printer.bind(f"{place.path} at capture", known)
-        printer.line(f"{printer.bind('expect', expect)}({', '.join(bound)})")
-    _print_changes(printer, log, bind, leaf)
 
 
 def _print_prints(printer: Printer, log: EffectLog, leaf: Callable[[Any], str]) -> None:
@@ -315,22 +279,6 @@ def _print_changes(
                 pass
 
 
-def _print_numbers(
-    printer: Printer, numbers: Iterable[NumberResult], bind: Callable[[str, Any], str]
-) -> None:
-    """Bind each symbol that numbers of a backward follow from to a variable of its name."""
-    steps = {name: step for number in numbers for name, step in number.steps}
-    for name, step in steps.items():
-        match step:
-            case NumberStep():
-                value = print_step(printer, step)
-            case Source():
-                value = step.expression(bind)
-            case int():
-                value = f"kept{step}.item()"
-        printer.line(f"{name} = {value}")
-
-
 def _print_shown(printer: Printer, shown: Shown) -> None:
     """Print that an output gets its class and attributes."""
     values = [
@@ -338,4 +286,4 @@ def _print_shown(printer: Printer, shown: Shown) -> None:
         for name, spec, first in shown.attributes
     ]
     cls = printer.bind(shown.cls.__name__, shown.cls)
-    printer.line(f"{printer.bind('show_as', show_as)}(o{shown.out}, {cls}, {{{', '.join(values)}}})")
+    printer.line(printer.call(show_as, f"o{shown.out}", cls, f"{{{', '.join(values)}}}"))

@@ -18,7 +18,7 @@ from aotdist.capture.instances import ArgumentObject, holds_objects, number_of
 from aotdist.capture.source import Argument, Given, Held
 from aotdist.codegen.python_source import Bindings, identifier, load_function
 from aotdist.errors import InternalError
-from aotdist.sizes import SCOPE, Expression, NumberStep, is_symbolic
+from aotdist.sizes import SCOPE, Expression, NumberStep, concrete, is_symbolic
 from aotdist.torch_seam.symbols import SYMBOLIC, expression
 from aotdist.torch_seam.trees import pytree, tree_children
 
@@ -99,6 +99,15 @@ class Printer:
         """A global name for `value`; the same object has one name."""
         return self._bindings.name(value, like=f"global_{hint}" if _OWN_NUMBERED.fullmatch(hint) else hint)
 
+    def call(self, function: Callable[..., Any], *args: object) -> str:
+        """An expression that calls a function, under its own name, with these expressions."""
+        return f"{self.bind(function.__name__.lstrip('_'), function)}({', '.join(map(str, args))})"
+
+    def concrete(self, hint: str, value: Any) -> str:
+        """An expression for `value`; if there are symbols in it, with the numbers of the call instead."""
+        name = self.bind(hint, value)
+        return self.call(concrete, name, "symbols") if is_symbolic(value) else name
+
     def source(self) -> str:
         """Everything printed so far."""
         return "\n".join(self._lines) + "\n"
@@ -124,8 +133,7 @@ Told: TypeAlias = Mapping[str, int | NumberStep]
 
 def print_step(printer: Printer, step: NumberStep) -> str:
     """An expression for a number that Python computes."""
-    function = printer.bind(step.function.__name__, step.function)
-    return f"{function}({', '.join(print_size(printer, arg) for arg in step.args)})"
+    return printer.call(step.function, *(print_size(printer, arg) for arg in step.args))
 
 
 def print_size(printer: Printer, size: Expression) -> str:
@@ -202,10 +210,10 @@ def print_literal(printer: Printer, value: Any) -> str:
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple, torch.Size) and is_symbolic(value):
         items = [print_literal(printer, item) for item in value]
         shown = f"[{', '.join(items)}]" if type(value) is list else sequence(items)
-        return f"{printer.bind('Size', torch.Size)}({shown})" if type(value) is torch.Size else shown
+        return printer.call(torch.Size, shown) if type(value) is torch.Size else shown
     if isinstance(value, slice) and is_symbolic(value):
         parts = (print_literal(printer, part) for part in (value.start, value.stop, value.step))
-        return f"{printer.bind('slice', slice)}({', '.join(parts)})"
+        return printer.call(slice, *parts)
     plain = type(value) in (int, str, bool, type(None)) or (
         isinstance(value, (list, tuple))
         and type(value) in (list, tuple)

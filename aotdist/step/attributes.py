@@ -11,7 +11,7 @@ import inspect
 import operator
 import types
 from collections import deque
-from collections.abc import Callable, Container, Generator, Hashable, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,6 @@ from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant, is_same
 from aotdist.capture.source import ABSENT
 from aotdist.errors import UnsupportedProgram
-from aotdist.step.held import refill
 
 _CONTAINERS = (dict, list, set, deque)
 _OF_SCHEDULES = "_opt_called"
@@ -29,7 +28,7 @@ _OF_SCHEDULES = "_opt_called"
 
 
 @dataclass(frozen=True, slots=True)
-class _Container:
+class Container:
     """A container, or the attributes of an object, and what was in it.
 
     Args:
@@ -67,9 +66,13 @@ class _Container:
             return all(now.get(key, ABSENT) is item for key, item in before.items())
         return all(map(operator.is_, now, before))
 
-    def put_back(self) -> None:
-        """Let it hold what it held."""
-        refill(self.now, self.before)
+    def layout(self, ignored: Collection[int]) -> Hashable:
+        """Constants in it, and which objects else, without those `ignored`: what a step is specialised on."""
+        items = self.before
+        if isinstance(items, dict):
+            marks = ((_mark(key), _mark(item)) for key, item in items.items() if id(item) not in ignored)
+            return self.path, tuple(mark for mark in marks if mark[0] != (str, _OF_SCHEDULES))
+        return self.path, (frozenset if isinstance(items, set) else tuple)(map(_mark, items))
 
 
 @contextlib.contextmanager
@@ -86,7 +89,7 @@ def unchanged(
     Raises:
         UnsupportedProgram: something has changed.
     """
-    held = _held(owner, apart)
+    held = containers_of(owner, apart)
     try:
         yield
         for path in (path for container in held for path in container.changed()):
@@ -94,32 +97,14 @@ def unchanged(
                 raise refusal(path)
     except BaseException:
         for container in held:
-            container.put_back()
+            refill(container.now, container.before)
         raise
 
 
-@dataclass(frozen=True, slots=True)
-class Attributes:
-    """What was in the attributes of an object.
-
-    Args:
-        containers: the attributes, and what hangs on them.
-        layout: constants, and which objects else: what a step is specialised on.
-    """
-
-    containers: list[_Container]
-    layout: tuple[Hashable, ...]
-
-    @classmethod
-    def of(cls, owner: Any, apart: Iterable[Any] = ()) -> Attributes:
-        """What is in those of `owner`, without the containers that are `apart`."""
-        containers = _held(owner, apart)
-        ignored = set(map(id, apart))
-        return cls(containers, tuple(_layout(container, ignored) for container in containers))
-
-    def hold(self) -> bool:
-        """Whether every item is the same object by now (3 us, and 60 us to look at everything anew)."""
-        return all(container.is_as_before() for container in self.containers)
+def refill(container: Any, items: Any) -> None:
+    """Let a list, dictionary, set or deque hold these items, and no others."""
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(items)
 
 
 def methods_of(owner: Any) -> tuple[types.FunctionType, ...]:
@@ -149,16 +134,9 @@ def _containers(owner: Any, apart: Iterable[Any] = ()) -> Iterator[tuple[str, An
             waiting += [(_path(path, key), item) for key, item in items if not _is_apart(item)]
 
 
-def _held(owner: Any, apart: Iterable[Any]) -> list[_Container]:
-    return [_Container(path, value, value.copy()) for path, value in _containers(owner, apart)]
-
-
-def _layout(container: _Container, ignored: Container[int]) -> Hashable:
-    items = container.before
-    if isinstance(items, dict):
-        marks = ((_mark(key), _mark(item)) for key, item in items.items() if id(item) not in ignored)
-        return container.path, tuple(mark for mark in marks if mark[0] != (str, _OF_SCHEDULES))
-    return container.path, (frozenset if isinstance(items, set) else tuple)(map(_mark, items))
+def containers_of(owner: Any, apart: Iterable[Any]) -> list[Container]:
+    """The attributes of an object, and what hangs on them, without the containers that are `apart`."""
+    return [Container(path, value, value.copy()) for path, value in _containers(owner, apart)]
 
 
 def _mark(value: Any) -> Hashable:

@@ -42,7 +42,7 @@ class Done:
         bumps: how often each of these was written.
         tensors: what replaces tensors that the optimizers hold, by position.
         numbers: new values of numbers that they hold, by position, as tensors.
-        later: arguments of what is done when the call has run; see `aotdist.step.turns.Later`.
+        later: arguments of what is done when the call has run; see `aotdist.step.turns.Turns`.
         trace: which trace of its program it comes from.
     """
 

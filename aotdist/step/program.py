@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from aotdist.step.accumulation import Accumulation
 from aotdist.step.attributes import methods_of, unchanged
 from aotdist.step.done import Done
 from aotdist.step.held import HeldItem, HeldState
-from aotdist.step.turns import Later, MakesState, Turns, steps_ahead
+from aotdist.step.turns import MakesState, Turns, steps_ahead
 from aotdist.subclasses.protocol import SparseRows
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.optimizers import note_step, optimizer_hooks, scaler_rules, scaler_state
@@ -31,7 +32,6 @@ from aotdist.trace.numbers.scalars import DTYPES, KNOWN, Scalars
 from aotdist.trace.stand_ins import current_inputs
 
 
-@dataclass(frozen=True, slots=True)
 class Now:
     """What a step finds at a call.
 
@@ -40,20 +40,12 @@ class Now:
         asked: the schedules that step ahead, in order, for the program to read what they leave.
     """
 
-    held: HeldState
-    asked: Sequence[Any]
-    ahead: Sequence[Sequence[HeldItem]] = field(init=False)
-    numbers: Mapping[str, torch.Tensor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "ahead", steps_ahead(self.asked, self.held))
-        ahead = [place for places in self.ahead for place in places]
-        names = [
-            (f"{place.path}.{at}", n)
-            for place in (*self.held.numbers, *ahead)
-            for at, n in enumerate(place.numbers())
-        ]
-        object.__setattr__(self, "numbers", {name: _tensor_of(n) for name, n in names})
+    def __init__(self, held: HeldState, asked: Sequence[Any]) -> None:
+        self.held, self.asked = held, asked
+        self.ahead = steps_ahead(asked, held)
+        places = (*held.numbers, *itertools.chain(*self.ahead))
+        named = [(f"{place.path}.{at}", n) for place in places for at, n in enumerate(place.numbers())]
+        self.numbers = {name: _tensor_of(number) for name, number in named}
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything that the optimizers hold, and that schedules will leave."""
@@ -112,19 +104,6 @@ class _StepFunction(CompiledFunction):
         raise AsWritten
 
 
-@dataclass(frozen=True, slots=True)
-class _Trace:
-    """What is done at a call besides what the program computes.
-
-    Args:
-        stepped: the optimizers that step.
-        later: what schedules do then.
-    """
-
-    stepped: Sequence[torch.optim.Optimizer]
-    later: Sequence[Later]
-
-
 class StepProgram:
     """A step, compiled for one layout of what the optimizers hold and one way to go.
 
@@ -143,7 +122,8 @@ class StepProgram:
         self._asked: _Choice | None = None
         self._choices: list[_Choice] = []
         self._scalers: dict[torch.amp.GradScaler, Any] = {}
-        self._traces: list[_Trace] = []
+        # Of each trace: the optimizers that step, and the schedules that do when the call has run.
+        self._traces = list[tuple[Sequence[torch.optim.Optimizer], Sequence[Any]]]()
         self.compiled = _StepFunction(
             _reaching(run, optimizers, self._traced),
             lambda call, artifacts: make(
@@ -184,11 +164,11 @@ class StepProgram:
         if self._asked is not None:
             self._choices.append(self._asked)
         done.put(now.held)
-        trace = self._traces[done.trace]
-        for optimizer in trace.stepped:
+        stepped, schedules = self._traces[done.trace]
+        for optimizer in stepped:
             note_step(optimizer)
-        for later, (args, kwargs) in zip(trace.later, done.later, strict=True):
-            later.schedule.step(*args, **kwargs)
+        for schedule, (args, kwargs) in zip(schedules, done.later, strict=True):
+            schedule.step(*args, **kwargs)
         return done.given()
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Done:
@@ -228,8 +208,8 @@ class StepProgram:
         _refuse_skipped(turns, done)
         done.assigned, done.cleared = accumulation.assigned(), accumulation.cleared()
         done.overwrite([*accumulation.begun(), *((given[path], copy) for path, copy in copies.items())])
-        done.later = [(later.args, later.kwargs) for later in turns.later]
-        self._traces.append(_Trace(turns.stepped, turns.later))
+        done.later = [*turns.later]
+        self._traces.append((turns.stepped, turns.schedules))
         guard = scalars.guard()
         self._asked = None if guard is None else _Choice(guard, numbers.keys)
         self._scalers.update({scaler: _rules_of(scaler) for scaler in turns.scalers()})

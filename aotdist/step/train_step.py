@@ -10,7 +10,7 @@ from torch import nn
 
 from aotdist.codegen.backend import Compiler, is_eager
 from aotdist.codegen.contract import Backend
-from aotdist.compiled import CompiledFunction
+from aotdist.compiled import CompiledFunction, StepOfFunction
 from aotdist.compiling import Compiling, compiling
 from aotdist.origins import short_tracebacks
 from aotdist.report.explain import Explained
@@ -69,8 +69,9 @@ class TrainStep(Explained):
         self.__signature__ = recipe.signature()
         self.grad_norm: torch.Tensor | None = None
         self._recipe, self._make, self._calls = recipe, make, 0
-        self._steps = [WholeStep(part, make) for part in recipe.parts() if make is not None]
-        compiled = [CompiledFunction(step.run, step.make, step=step) for step in self._steps]
+        steps = [WholeStep(part, make) for part in recipe.parts() if make is not None]
+        self._steps: Sequence[StepOfFunction] = steps
+        compiled = [CompiledFunction(step.run, step.make, step=step) for step in steps]
         self._adds, self._updates = compiled or recipe.parts()
 
     @short_tracebacks
@@ -88,10 +89,10 @@ class TrainStep(Explained):
         return result
 
     def _made_so_far(self) -> list[Artifact]:
-        return [artifact for step in self._steps for artifact in step.artifacts()]
+        return [artifact for step in self._steps for artifact in step._made_so_far()]
 
     def _decided(self) -> list[Kinds]:
-        return [kinds for step in self._steps for kinds in step.decided()]
+        return [kinds for step in self._steps for kinds in step._decided()]
 
     def reset(self) -> None:
         """Forget every artifact; the next call compiles again."""

@@ -13,7 +13,7 @@ import functools
 import operator
 import types
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -200,21 +200,6 @@ def _with_optimizer(schedule: Any, optimizer: Any) -> Any:
     return copied
 
 
-@dataclass(frozen=True, slots=True)
-class Later:
-    """What a schedule does when the call has run: it computes in Python, and is no part of the graph.
-
-    Args:
-        schedule: the schedule, whose `step` is called.
-        args: its arguments; tensors among them are results of the program.
-        kwargs: likewise.
-    """
-
-    schedule: Any
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-
 class Turns:
     """Who has a turn in a traced step.
 
@@ -227,7 +212,9 @@ class Turns:
 
     Attributes:
         stepped: the optimizers that stepped, in order.
-        later: what is left to do when the call has run.
+        schedules: those whose `step` is called when the call has run: they compute in Python, and are no part
+            of the graph.
+        later: their arguments, positional and by keyword; tensors among them are results of the program.
     """
 
     def __init__(
@@ -246,7 +233,8 @@ class Turns:
         self._scaling: dict[torch.amp.GradScaler, Scaling] = {}
         self._outdated = contextlib.ExitStack()
         self.stepped: list[torch.optim.Optimizer] = []
-        self.later: list[Later] = []
+        self.schedules = list[Any]()
+        self.later = list[tuple[tuple[Any, ...], Mapping[str, Any]]]()
 
     @contextlib.contextmanager
     def heard(self) -> Generator[None]:
@@ -266,7 +254,7 @@ class Turns:
             stack.enter_context(intercept_schedules(self._schedule))
             stack.enter_context(replaced_here(lr_scheduler.LRScheduler, "get_last_lr", self._last_rates))
             yield
-            if self.later and not self._are_by_schedules(groups):
+            if self.schedules and not self._are_by_schedules(groups):
                 raise refusal(
                     "a learning rate is assigned after a schedule's step, which is done when the compiled "
                     "step has run",
@@ -312,13 +300,15 @@ class Turns:
     def _schedule(self, original: Callable[..., None], schedule: Any, *args: Any, **kwargs: Any) -> None:
         groups = schedule.optimizer.param_groups
         self._are_known &= self._are_by_schedules(groups) and not (args or kwargs)
-        self.later.append(Later(schedule, args, kwargs))
-        schedules, number = [later.schedule for later in self.later], len(self.later)
-        is_asked = len(self._asked) >= number and all(map(operator.is_, schedules, self._asked))
+        self.schedules.append(schedule)
+        self.later.append((args, kwargs))
+        number = len(self.schedules)
+        is_asked = len(self._asked) >= number and all(map(operator.is_, self.schedules, self._asked))
         if self._are_known and is_asked and len(self._ahead) >= number:
             changed = list(self._ahead[number - 1])
         else:
-            outdated = [_Outdated(ReadsAhead(schedules) if self._are_known and not is_asked else None)]
+            ahead = ReadsAhead([*self.schedules]) if self._are_known and not is_asked else None
+            outdated = [_Outdated(ahead)]
             changed = [(HeldItem("lr", group, "lr", None), outdated) for group in groups]
         if "last_epoch" in vars(schedule):
             changed.append((HeldItem("last_epoch", vars(schedule), "last_epoch", None), [_Outdated(None)]))

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.compiled import AsWritten
+from aotdist.compiled import AsWritten, StepOfFunction
 from aotdist.compiling import Compiling
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.kinds import Kinds
-from aotdist.step.attributes import Attributes
 from aotdist.step.done import Varies
 from aotdist.step.held import HeldState, held_by, hyperparameters
 from aotdist.step.program import Now, StepProgram
@@ -27,7 +26,7 @@ _VARYING = frozenset({"lr"})
 """Hyperparameters that differ from call to call, before one is seen to."""
 
 
-class WholeStep:
+class WholeStep(StepOfFunction):
     """A training step, as the user wrote it.
 
     The first call runs as it is written, and so does any other that makes state of an optimizer or a scaler.
@@ -44,7 +43,6 @@ class WholeStep:
         self._varying = set(_VARYING)
         self._hyperparameters: list[dict[str, Any]] = []
         self._held: HeldState | None = None
-        self._attributes: list[Attributes] = []
         self._names: dict[int, str] = {}
         self._modules: list[weakref.ref[nn.Module]] = []
         self._ahead: list[weakref.ref[Any]] = []
@@ -87,12 +85,10 @@ class WholeStep:
         self._has_run = True
         return result
 
-    def artifacts(self) -> list[Artifact]:
-        """What was made so far."""
+    def _made_so_far(self) -> list[Artifact]:
         return [artifact for program in self._made() for artifact in program.compiled.artifacts]
 
-    def decided(self) -> list[Kinds]:
-        """What was decided about kinds of calls."""
+    def _decided(self) -> list[Kinds]:
         return [program.compiled.artifacts.kinds for program in self._made()]
 
     def reset(self) -> None:
@@ -120,20 +116,11 @@ class WholeStep:
         self._held = held or held_by(self._optimizers, self._names, self._varying)
         return self._held
 
-    def _attributes_now(self, held: HeldState) -> tuple[Any, ...]:
-        if len(self._attributes) != len(self._optimizers) or not all(
-            attributes.hold() for attributes in self._attributes
-        ):
-            apart = held.all_containers()
-            self._attributes = [Attributes.of(optimizer, apart) for optimizer in self._optimizers]
-        return tuple(attributes.layout for attributes in self._attributes)
-
     def _program(self, now: Now, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepProgram:
         """The program that fits, a new one if there is none."""
         layout = (
             tuple((id(optimizer), optimizer_hooks(optimizer)) for optimizer in self._optimizers),
             tuple(now.held.layout),
-            self._attributes_now(now.held),
             tuple(self._params()),
             (*map(id, now.asked), len(now.ahead)),
         )

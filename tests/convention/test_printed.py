@@ -13,8 +13,9 @@ import aotdist
 from aotdist.api import compiled_call
 from aotdist.capture.captured import Returned
 from aotdist.errors import UnsupportedProgram
-from aotdist.runtime.artifact import Artifact, reference
+from aotdist.runtime.artifact import Artifact
 from aotdist.torch_seam.trees import pytree
+from tests.runtime.reference import reference
 from tests.semantics.observation import Around, Scene, assert_same, play
 from tests.semantics.programs import programs
 from tests.semantics.vocabulary import INPUTS, WRAPPERS

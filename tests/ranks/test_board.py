@@ -29,10 +29,19 @@ def test_notices_come_back_and_go(board):
     board.post("b", [])
     assert board.read("a") == notice and board.read("b") == [] and board.read("c") is None
     assert board.has(["a", "b"]) and not board.has(["a", "c"])
-    assert board.read_all(["b", "a"]) == board.read_each(["b", "a"]) == [[], notice]
-    assert board.read_each(["c", "a"]) == [None, notice]
+    assert board.read_all(["b", "a"]) == [[], notice]
     board.erase(["a", "never hung"])
     assert not board.has(["a"]) and board.has(["b"])
+
+
+def test_what_ranks_say_on_a_topic(board):
+    board.say("doing", {"what": "compiling"})
+    Board(board.store, 2).say("doing", [])
+    assert board.said("doing", [2, 0]) == {2: [], 0: {"what": "compiling"}}
+    assert board.said("doing", [0, 1, 2]) == {0: {"what": "compiling"}, 2: []}
+    assert board.said("doing", []) == board.said("done", [0, 1]) == {}
+    board.unsay(["doing", "never said"])
+    assert board.said("doing", [0, 2]) == {2: []}
 
 
 def test_the_first_to_settle_wins(board):

@@ -16,7 +16,7 @@ from aotdist.compiled import Compiled
 from aotdist.convention.rng import SLOTS
 from aotdist.errors import UnsupportedProgram
 from aotdist.partition.traits import is_random
-from aotdist.runtime.artifact import reference
+from tests.runtime.reference import reference
 
 
 def compiled(fn: Any, **settings: Any) -> Any:

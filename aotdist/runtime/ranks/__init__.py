@@ -7,10 +7,10 @@ In the order of a compiled function's life:
   was written, as it does itself.
 - `agree` comes before the first run: the ranks of each process group compare the collectives that they are
   about to run. A difference raises `RankDivergence` on every rank, never a hang. What they agreed on for an
-  earlier call, a rank may run again by itself. `OtherBackwards` does so for backwards that are compiled when
+  earlier call, a rank may run again by itself. `agreeing_on_backwards` is for those that are compiled when
   they are first asked for.
-- `naming_lost_ranks` stands around each run: when a collective breaks because a peer died, the survivors
-  raise `RankLost` with its number.
+- `naming_lost_ranks` makes what stands around each run (`watches_of`): when a collective breaks as a peer
+  died, the survivors raise `RankLost` with its number.
 - `board_of_this_process` is where a report, too, asks what the others compiled.
 
 All of it goes through the store that the ranks met in (`board.py`), never through a process group:
@@ -21,25 +21,23 @@ from aotdist.runtime.ranks.agreement import agree
 from aotdist.runtime.ranks.board import board_of_this_process, poll
 from aotdist.runtime.ranks.failing import failing_together, present
 from aotdist.runtime.ranks.fingerprint import (
-    OtherBackwards,
-    checks_of,
+    agreeing_on_backwards,
     fingerprint_of,
     fingerprint_of_state,
     number_of_its_kind,
+    watches_of,
 )
 from aotdist.runtime.ranks.loss import LossWatch, naming_lost_ranks
-from aotdist.runtime.ranks.runs import Phase, RunCheck
+from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import Sequenced
 
 __all__ = [
     "LossWatch",
-    "OtherBackwards",
-    "Phase",
     "RunCheck",
     "Sequenced",
     "agree",
+    "agreeing_on_backwards",
     "board_of_this_process",
-    "checks_of",
     "failing_together",
     "fingerprint_of",
     "fingerprint_of_state",
@@ -47,4 +45,5 @@ __all__ = [
     "number_of_its_kind",
     "poll",
     "present",
+    "watches_of",
 ]

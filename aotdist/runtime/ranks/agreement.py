@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from aotdist.errors import AotdistError, RankDivergence, RankLost, UnsupportedProgram
 from aotdist.runtime.ranks.board import (
@@ -35,7 +35,7 @@ from aotdist.runtime.ranks.board import (
     poll,
     spell,
 )
-from aotdist.runtime.ranks.failing import farewell, meet_again, refusals_of, report
+from aotdist.runtime.ranks.failing import farewell, refusal_topic, report
 from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import (
     Sequenced,
@@ -106,19 +106,21 @@ class Meeting:
         board: this rank's view of the notices.
         label: what is to be run, for messages.
         steps: what this rank is about to run.
-        tables: one for each of its parties.
+        parties: with whom.
         timeout_s: how long it waits for its peers.
         check: knows what peers run instead of coming, if they do.
         undecided: the kind of the call, if it runs as it was written where a peer's is refused.
+        tables: where it sits: one for each of its parties.
     """
 
     board: Board
     label: str
     steps: tuple[Step, ...]
-    tables: tuple[Table, ...]
+    parties: Sequence[Party]
     timeout_s: float
     check: RunCheck | None = None
     undecided: str | None = None
+    tables: tuple[Table, ...] = ()
 
 
 def agree(
@@ -169,39 +171,20 @@ def agree(
         for party in parties_of(held[name] for name in used if name in held)
         if not any(runs_alike(steps, each, party) for each in before)
     ]
-    meet(
-        board,
-        steps,
-        parties,
-        label=label,
-        timeout_s=settings.rank_timeout_s,
-        check=check,
-        undecided=undecided,
-    )
+    check = check if parties else None
+    meet(Meeting(board, label, steps, parties, settings.rank_timeout_s, check, undecided))
 
 
-def meet(
-    board: Board,
-    steps: tuple[Step, ...],
-    parties: Sequence[Party],
-    *,
-    label: str,
-    timeout_s: float,
-    check: RunCheck | None = None,
-    undecided: str | None = None,
-) -> None:
+def meet(meeting: Meeting) -> None:
     """`agree` for a rank whose board, steps and parties are known."""
+    board, label, parties, rounds = meeting.board, meeting.label, meeting.parties, None
     report(board, f"agreeing on `{label}`")
-    check, rounds = check if parties else None, None
     while rounds is None:
-        tables = tuple(_take_seat(board, party) for party in parties)
-        rounds = _held(Meeting(board, label, steps, tables, timeout_s, check, undecided))
+        rounds = _held(replace(meeting, tables=tuple(_take_seat(board, party) for party in parties)))
     for table, num_rounds in rounds.items():
         _clear_before(board, table, num_rounds)
-    if parties:
-        meet_again(board)
     met = f", agreed over {', '.join(map(spell, parties[:4]))}" if parties else ", which asks nobody"
-    report(board, f"running `{label}`{met}")
+    report(board, f"running `{label}`{met}", has_met=bool(parties))
 
 
 def _held(meeting: Meeting) -> dict[Table, int] | None:
@@ -270,9 +253,9 @@ def _hold_round(meeting: Meeting, entries: Mapping[Table, Entry], round_no: int)
         for table in [table for table in entries if table not in found]:
             verdict = _look(meeting.board, table, round_no)
             if verdict is None and doubting:
-                verdict = _refused_by_a_peer(meeting, table, round_no)
-                verdict = verdict or _gone_another_way(meeting, table, round_no)
-                verdict = verdict or _lose_patience(patience, table, round_no, waited)
+                reason = _refused_by_a_peer(meeting, table) or _gone_another_way(meeting, table, round_no)
+                reason = reason or _lose_patience(patience, table, round_no, waited)
+                verdict = None if reason is None else _settle(meeting.board, table, round_no, reason)
             if verdict is not None:
                 found[table] = verdict
             if not isinstance(verdict, Agreed | None):
@@ -283,11 +266,10 @@ def _hold_round(meeting: Meeting, entries: Mapping[Table, Entry], round_no: int)
 
 
 def _entry(meeting: Meeting, table: Table) -> Entry:
-    parties = [other.party for other in meeting.tables]
-    inside = [party for party in parties if set(party) <= set(table.party)]
+    inside = [party for party in meeting.parties if set(party) <= set(table.party)]
     return {
         "digests": {party_key(party): digest(view(meeting.steps, party)) for party in inside},
-        "reach": len(widest(parties)),
+        "reach": len(widest(meeting.parties)),
         "undecided": meeting.undecided,
     }
 
@@ -300,8 +282,13 @@ def _look(board: Board, table: Table, round_no: int) -> Verdict | None:
         if board.has(keys):
             entries = dict(zip(table.party, board.read_all(keys), strict=True))
             verdict = _refused_before(board, table, entries) or judge(entries)
-            notice = board.settle(table.verdict(round_no), verdict_to_notice(verdict))
+            return _settle(board, table, round_no, verdict)
     return None if notice is None else verdict_from_notice(notice)
+
+
+def _settle(board: Board, table: Table, round_no: int, verdict: Verdict) -> Verdict:
+    """The verdict of a table, which is this one unless there is one by now."""
+    return verdict_from_notice(board.settle(table.verdict(round_no), verdict_to_notice(verdict)))
 
 
 def _refused_before(board: Board, table: Table, entries: Mapping[int, Entry]) -> Refused | None:
@@ -315,13 +302,13 @@ def _refused_before(board: Board, table: Table, entries: Mapping[int, Entry]) ->
 
 def _unsupported(board: Board, ranks: Sequence[int], kind: str | None) -> Refused | None:
     """The refusal of a call of this kind by one of the ranks, which runs it as it was written."""
-    reasons = {} if kind is None else refusals_of(board, ranks, kind)
+    reasons = {} if kind is None else board.said(refusal_topic(kind), ranks)
     fix = "what that rank says has the way out"
     return Refused("unsupported", next(iter(reasons.values())), fix, kind) if reasons else None
 
 
-def _refused_by_a_peer(meeting: Meeting, table: Table, round_no: int) -> Verdict | None:
-    """Refuse on behalf of the table when a peer runs its call as it was written: it will not come.
+def _refused_by_a_peer(meeting: Meeting, table: Table) -> Refused | None:
+    """Why to refuse on behalf of the table when a peer runs its call as it was written: it will not come.
 
     The leader looks for all; a peer that is known to run something else may do so in such a call.
     """
@@ -330,14 +317,11 @@ def _refused_by_a_peer(meeting: Meeting, table: Table, round_no: int) -> Verdict
     fault = None if meeting.check is None else meeting.check.fault()
     leads = table.party[0] == meeting.board.rank
     suspects = [*(table.party if leads else table.party[:1]), *([] if fault is None else [fault.peer])]
-    refused = _unsupported(meeting.board, suspects, meeting.undecided)
-    if refused is None:
-        return None
-    return verdict_from_notice(meeting.board.settle(table.verdict(round_no), verdict_to_notice(refused)))
+    return _unsupported(meeting.board, suspects, meeting.undecided)
 
 
-def _gone_another_way(meeting: Meeting, table: Table, round_no: int) -> Verdict | None:
-    """Refuse on behalf of the table when a peer runs something else, so that it will not come."""
+def _gone_another_way(meeting: Meeting, table: Table, round_no: int) -> Refused | None:
+    """Why to refuse on behalf of the table when a peer runs something else, so that it will not come."""
     board, check = meeting.board, meeting.check
     fault = None if check is None else check.fault()
     if check is None or fault is None or fault.peer not in table.party:
@@ -345,17 +329,13 @@ def _gone_another_way(meeting: Meeting, table: Table, round_no: int) -> Verdict 
     if board.has([table.entry(round_no, fault.peer)]):
         return None  # it has come, and the table finds out what differs
     error = check.gives_up(fault)
-    refused = verdict_to_notice(Refused("diverged", error.what, error.fix or ""))
-    return verdict_from_notice(board.settle(table.verdict(round_no), refused))
+    return Refused("diverged", error.what, error.fix or "")
 
 
-def _lose_patience(patience: Patience, table: Table, round_no: int, waited: float) -> Verdict | None:
-    """Refuse on behalf of the table when a peer failed, died or is too late."""
+def _lose_patience(patience: Patience, table: Table, round_no: int, waited: float) -> Refused | None:
+    """Why to refuse on behalf of the table when a peer failed, died or is too late."""
     entries = {rank: table.entry(round_no, rank) for rank in table.party}
-    refused = patience.refusal(entries, waited, round_no)
-    if refused is None:
-        return None
-    return verdict_from_notice(patience.board.settle(table.verdict(round_no), verdict_to_notice(refused)))
+    return patience.refusal(entries, waited, round_no)
 
 
 def _break_up(
@@ -372,22 +352,22 @@ def _break_up(
     """
     if meeting.check is not None:
         meeting.check.retract()
-    notice = verdict_to_notice(_as_refusal(cause, meeting.label))
+    board, refusal = meeting.board, _as_refusal(cause, meeting.label)
     final = {table: found.get(table) for table in meeting.tables}
     for table, verdict in final.items():
         left = rounds[table]
         if verdict is None and round_no <= left:
-            verdict = verdict_from_notice(meeting.board.settle(table.verdict(round_no), notice))
+            verdict = _settle(board, table, round_no, refusal)
             left = verdict.rounds if isinstance(verdict, Agreed) else left
         if isinstance(verdict, Agreed) and round_no < left:
-            verdict = verdict_from_notice(meeting.board.settle(table.verdict(round_no + 1), notice))
+            verdict = _settle(board, table, round_no + 1, refusal)
         final[table] = verdict
-        _keep_for_later(meeting.board, table, round_no + 1)
+        _keep_for_later(board, table, round_no + 1)
     error = _error(meeting, final)
     if not isinstance(error, AotdistError) or isinstance(error, UnsupportedProgram):
         return error  # nobody leaves: all go on, those whose call this was as it was written
     with contextlib.suppress(StoreGone):
-        farewell(meeting.board, _to_hear(meeting, error, round_no))
+        farewell(board, _to_hear(meeting, error, round_no))
     return error
 
 

@@ -7,10 +7,11 @@ warnings each time it runs out; `FileStore.wait` looks once a second.
 
 from __future__ import annotations
 
+import itertools
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, TypeVar
@@ -44,8 +45,8 @@ class Memory:
 
     Args:
         failures: compilations and agreements of this rank that failed.
-        troubles: keys of the notices that say that this rank is in trouble; it takes them down when it
-            compiles again.
+        troubles: topics on which this rank says that it is in trouble; it takes that down when it compiles
+            again.
         failures_at: for each party, `failures` when this rank last took a seat in it.
         worn: for each party, keys that this rank wrote and that nobody will need after the next agreement.
         runs: for each party, by its key, what was run last.
@@ -116,9 +117,22 @@ class Board:
         with self._reaching():
             return [json.loads(notice) for notice in self.store.multi_get([_full(key) for key in keys])]
 
-    def read_each(self, keys: Sequence[str]) -> list[Any | None]:
-        """Notices that may or may not hang there; two questions when all do, two for each when not."""
-        return self.read_all(keys) if self.has(keys) else [self.read(key) for key in keys]
+    def say(self, topic: str, notice: object) -> None:
+        """Hang what this rank says on a topic."""
+        self.post(f"{topic}/{self.rank}", notice)
+
+    def said(self, topic: str, ranks: Sequence[int]) -> dict[int, Any]:
+        """What ranks say on a topic, without those that say nothing.
+
+        Two questions to the store when all say something, two for each when not.
+        """
+        keys = [f"{topic}/{rank}" for rank in ranks]
+        notices = self.read_all(keys) if self.has(keys) else [self.read(key) for key in keys]
+        return {rank: notice for rank, notice in zip(ranks, notices, strict=True) if notice is not None}
+
+    def unsay(self, topics: Iterable[str]) -> None:
+        """Take down what this rank said on these topics."""
+        self.erase(f"{topic}/{self.rank}" for topic in topics)
 
     def settle(self, key: str, notice: object) -> Any:
         """Hang a notice unless one hangs there already; what hangs there then. The first writer wins."""
@@ -179,7 +193,9 @@ def spell(ranks: Iterable[int]) -> str:
     ordered = sorted(ranks)
     if len(ordered) == 1:
         return f"rank {ordered[0]}"
-    runs = [f"{a}" if a == b else f"{a}-{b}" if b > a + 1 else f"{a}, {b}" for a, b in _runs(ordered)]
+    found = itertools.groupby(enumerate(ordered), lambda pair: pair[1] - pair[0])
+    stretches = [[rank for _, rank in pairs] for _, pairs in found]  # of consecutive numbers
+    runs = [f"{s[0]}-{s[-1]}" if len(s) > 2 else ", ".join(map(str, s)) for s in stretches]
     shown = runs if len(runs) <= 8 else [*runs[:8], f"... ({len(ordered)} ranks)"]
     return f"ranks {', '.join(shown)}"
 
@@ -199,17 +215,6 @@ def party_named(key: str) -> Party:
     ends, _, stride = key.partition("/")
     first, _, last = ends.partition("-")
     return tuple(range(int(first), int(last) + 1, int(stride or 1)))
-
-
-def _runs(ordered: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """First and last of each stretch of consecutive numbers."""
-    first = last = ordered[0]
-    for rank in ordered[1:]:
-        if rank != last + 1:
-            yield first, last
-            first = rank
-        last = rank
-    yield first, last
 
 
 def first_line(error: BaseException) -> str:

@@ -7,8 +7,7 @@ peer has (the experts of one rank).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -18,9 +17,9 @@ from aotdist.program import Graph
 from aotdist.runtime.compilation import Compilation
 from aotdist.runtime.ranks.agreement import agree
 from aotdist.runtime.ranks.board import Party, board_of_this_process
+from aotdist.runtime.ranks.loss import LossWatch, naming_lost_ranks
 from aotdist.runtime.ranks.runs import Phase, RunCheck, run_check
 from aotdist.runtime.ranks.sequence import Sequenced, Shared, groups_with_peers
-from aotdist.settings import Settings
 from aotdist.subclasses.protocol import (
     Recipe,
     Wrapper,
@@ -55,69 +54,51 @@ def fingerprint_of_state(model: nn.Module) -> tuple[Sequenced, ...]:
     return tuple(Shared("state", f"`{name}` {_words(recipes[name])}", groups[name]) for name in shared)
 
 
-def checks_of(compilation: Compilation, sequence: Sequence[Sequenced]) -> dict[Phase, RunCheck | None]:
-    """What stands before each run of the graphs of a program, see `aotdist.runtime.ranks.runs`.
+def watches_of(compilation: Compilation, sequence: Sequence[Sequenced]) -> dict[Phase, LossWatch | None]:
+    """What stands around each run of the graphs of a program, with the check before it; None without peers.
 
     Args:
         compilation: the program.
         sequence: its fingerprint.
     """
-    board, found = board_of_this_process(), dict[Phase, RunCheck | None]()
+    label, settings, board = compilation.captured.name, compilation.settings, board_of_this_process()
+    watch = naming_lost_ranks(compilation.collectives(), label=label, settings=settings)
+    found = dict[Phase, LossWatch | None]()
     for phase, graph in compilation.run_graphs().items():
-        label, settings = compilation.captured.name, compilation.settings
-        found[phase] = run_check(board, label, phase, sequence, collectives(graph), settings)
+        check = run_check(board, label, phase, sequence, collectives(graph), settings)
+        found[phase] = None if watch is None else watch.checking(check)
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class OtherBackwards:
-    """Agrees with peers on backwards that are compiled when they are first asked for.
+def agreeing_on_backwards(
+    compilation: Compilation, sequence: Sequence[Sequenced]
+) -> Callable[[Graph], RunCheck | None]:
+    """What agrees with peers on backwards of a program that are compiled when they are first asked for.
 
-    It outlives the compilation, so it holds no tensor of the call.
+    It agrees with those with whom the backward communicates, and returns what stands before each run of it. A
+    peer that runs another backward of the program instead will not come: it waits in a collective. Where this
+    one has none, that shows at this rank's next program that has. It outlives the compilation, so it holds no
+    tensor of the call.
 
     Args:
-        label: the program.
-        settings: how it is compiled.
-        state: the paths of its parameters and buffers.
-        before: what it has in common with its peers' before the backward runs.
-        ahead: the collectives of the backward that was compiled ahead.
+        compilation: the program.
+        sequence: its fingerprint.
+
+    Raises:
+        RankDivergence: when it is called: a peer runs, or is about to run, something else.
+        RankLost: likewise: a peer failed, died, or did not come within the timeout.
     """
+    label, settings, state = compilation.captured.name, compilation.settings, compilation.state()
+    ahead = tuple(collectives(compilation.run_graphs()["backward"], state))
+    before = sequence[: len(sequence) - len(ahead)]
 
-    label: str
-    settings: Settings
-    state: tuple[str, ...]
-    before: tuple[Sequenced, ...]
-    ahead: tuple[Collective, ...]
-
-    @classmethod
-    def of(cls, compilation: Compilation, sequence: Sequence[Sequenced]) -> OtherBackwards:
-        """Those of a program with this fingerprint."""
-        state = compilation.state()
-        ahead = collectives(compilation.run_graphs()["backward"], state)
-        return cls(
-            label=compilation.captured.name,
-            settings=compilation.settings,
-            state=state,
-            before=tuple(sequence[: len(sequence) - len(ahead)]),
-            ahead=tuple(ahead),
-        )
-
-    def agree_on(self, graph: Graph) -> RunCheck | None:
-        """Agree on a backward with those with whom it communicates; what stands before each run of it.
-
-        A peer that runs another backward of the program instead will not come: it waits in a collective.
-        Where this one has none, that shows at this rank's next program that has.
-
-        Raises:
-            RankDivergence: a peer runs, or is about to run, something else.
-            RankLost: a peer failed, died, or did not come within the timeout.
-        """
-        found = tuple(collectives(graph, self.state))
-        sequence, board = (*self.before, *found), board_of_this_process()
-        check = run_check(board, self.label, "backward", sequence, found, self.settings)
-        label = f"{self.label} backward"
-        agree(found, label=label, settings=self.settings, earlier=[self.ahead], check=check)
+    def agree_on(graph: Graph) -> RunCheck | None:
+        found, board = tuple(collectives(graph, state)), board_of_this_process()
+        check = run_check(board, label, "backward", (*before, *found), found, settings)
+        agree(found, label=f"{label} backward", settings=settings, earlier=[ahead], check=check)
         return check
+
+    return agree_on
 
 
 _compiled: WeakKeyDictionary[type[nn.Module], Counter[tuple[Party, ...]]] = WeakKeyDictionary()

@@ -12,7 +12,6 @@ import contextlib
 import re
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -22,7 +21,7 @@ import torch.distributed as dist
 from aotdist.errors import AotdistError, RankDivergence, RankLost
 from aotdist.passes.collectives import Collective
 from aotdist.runtime.ranks.board import Board, StoreGone, board_of_this_process, first_line, spell
-from aotdist.runtime.ranks.failing import addresses, ended_among, farewell, leaving_of, say_leaving
+from aotdist.runtime.ranks.failing import addresses, ended_among, leave, leaving_of, say_trouble
 from aotdist.runtime.ranks.liveness import Address, dead_among, meet_machines
 from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import groups_with_peers
@@ -42,13 +41,11 @@ _BROKEN_TRANSPORT = re.compile(
 wrong arguments ("enforce fail")."""
 
 
-def naming_lost_ranks(
-    sequence: Iterable[Collective], *, label: str, settings: Settings
-) -> LossWatch | nullcontext[None]:
+def naming_lost_ranks(sequence: Iterable[Collective], *, label: str, settings: Settings) -> LossWatch | None:
     """Around every run of a graph with these collectives: a broken one raises `RankLost` with the culprit.
 
     Make it once, after `agree`, and enter it at each run: that makes its check, if it was given one; entering
-    and leaving by itself takes 0.6 us. Without peers it does nothing. Errors that do not come from a broken
+    and leaving by itself takes 0.6 us. Without peers there is none. Errors that do not come from a broken
     connection, and breaks for which no rank can be blamed, pass unchanged.
 
     A rank that is blocked behind a survivor is freed when the survivor leaves: let `RankLost` end
@@ -65,7 +62,7 @@ def naming_lost_ranks(
     used = {collective.group for collective in sequence}
     peers = {rank for name in used if name in held for rank in held[name].party}
     if board is None or not peers:
-        return nullcontext()
+        return None
     roster = addresses(board, sorted(peers - {board.rank}))
     meet_machines(roster, turn=board.rank)
     return LossWatch(board, label, roster, min(_GRACE_S, settings.rank_timeout_s))
@@ -112,9 +109,7 @@ class LossWatch:
             if known is None and (ended := ended_among(self.board, peers)) is not None:
                 known = RankDivergence(f"{ended}, and `{self.label}` still runs", stage="runtime")
             if known is not None:
-                self.board.memory.failures += 1
-                say_leaving(self.board, known)
-                farewell(self.board, peers)
+                leave(self.board, known, peers)
                 return known
         self._post(error, [])
         deadline = time.monotonic() + self.grace_s
@@ -134,16 +129,13 @@ class LossWatch:
 
     def _notices(self) -> dict[int, Any]:
         """What peers said when their own collectives broke; nothing when the store is gone as well."""
-        ranks = list(self.roster)
         with contextlib.suppress(StoreGone):
-            notices = self.board.read_each([_key(rank) for rank in ranks])
-            return {rank: notice for rank, notice in zip(ranks, notices, strict=True) if notice is not None}
+            return self.board.said("broken", list(self.roster))
         return {}
 
     def _post(self, error: BaseException, lost: list[int]) -> None:
-        self.board.memory.troubles.add(_key(self.board.rank))
         with contextlib.suppress(StoreGone):
-            self.board.post(_key(self.board.rank), {"error": first_line(error), "lost": lost})
+            say_trouble(self.board, "broken", {"error": first_line(error), "lost": lost})
 
     def _dead(self, lost: list[int]) -> RankLost:
         return RankLost(
@@ -174,7 +166,3 @@ def _is_broken_transport(error: BaseException) -> bool:
         return True
     of_transport = isinstance(error, RuntimeError) and not isinstance(error, AotdistError)
     return of_transport and _BROKEN_TRANSPORT.search(str(error)) is not None
-
-
-def _key(rank: int) -> str:
-    return f"broken/{rank}"

@@ -46,8 +46,8 @@ from aotdist.runtime.ranks.failing import (
     failures_of,
     farewell,
     go_on,
+    leave,
     leaving_of,
-    say_end,
     say_leaving,
 )
 from aotdist.runtime.ranks.sequence import (
@@ -150,10 +150,7 @@ class RunCheck:
         for _ in range(self.rounds):
             self._write_down(ahead=False)
             if checks and (error := self._compare()) is not None:
-                memory.failures += 1  # peers may have given up on this rank at a table
-                with contextlib.suppress(StoreGone):
-                    say_leaving(board, error)
-                    farewell(board, self.peers)
+                leave(board, error, self.peers)
                 raise error
 
     def announce(self) -> None:
@@ -162,7 +159,7 @@ class RunCheck:
 
     def retract(self) -> None:
         """What was announced will not run: ranks that catch the error may go on to something else."""
-        self.board.post(_record_key(self.board.rank), self.board.memory.runs)
+        self.board.say("runs", self.board.memory.runs)
 
     def fault(self) -> Fault | None:
         """A peer that is known to run something else than what was announced."""
@@ -189,7 +186,7 @@ class RunCheck:
             record[key] = (number + 1, (text, *recent[: _KEPT - 1]))
         if not ahead:
             memory.runs = record
-        self.board.post(_record_key(self.board.rank), record)
+        self.board.say("runs", record)
 
     def _compare(self) -> AotdistError | None:
         """Wait for the peers; what to raise if one goes another way or will not come."""
@@ -216,7 +213,7 @@ class RunCheck:
     def _look(self, ahead: int) -> tuple[Fault | None, list[int]]:
         """A peer that went another way, and those that have not come as far."""
         runs = self.board.memory.runs
-        found = dict(zip(self.peers, _records(self.board, self.peers), strict=True))
+        found = _records(self.board, self.peers)
         behind: dict[int, Fault] = {}
         for key, mine in self.digests.items():
             number = runs.get(key, _NEVER)[0] + ahead
@@ -256,10 +253,10 @@ class RunCheck:
     def _error(self, fault: Fault) -> RankDivergence:
         board, number = self.board, fault.number
         shown, key = steps_to_notice(view(self.steps, fault.party)), party_key(fault.party)
-        board.post(_shown_key(board.rank), [key, number, f"`{self.label}` ({self.phase})", shown])
+        board.say("shown", [key, number, f"`{self.label}` ({self.phase})", shown])
 
         def look(waited: float) -> list[Any] | bool | None:
-            notice = board.read(_shown_key(fault.peer))
+            notice = board.said("shown", [fault.peer]).get(fault.peer)
             if notice is not None and notice[:2] == [key, number]:
                 return notice[2:]
             return False if waited > _SHOW_TIMEOUT_S else None
@@ -325,22 +322,14 @@ def run_check(
     )
 
 
-def _records(board: Board, ranks: Sequence[int]) -> list[Mapping[str, Any]]:
-    keys = [_record_key(rank) for rank in ranks]
+def _records(board: Board, ranks: Sequence[int]) -> dict[int, Mapping[str, Any]]:
+    """What each rank has written down; of ranks that have before, by one question to the store."""
     known = board.memory.known
     if known.issuperset(ranks):
-        return board.read_all(keys)
-    records = board.read_each(keys)
-    known.update(rank for rank, record in zip(ranks, records, strict=True) if record is not None)
-    return [record or {} for record in records]
-
-
-def _record_key(rank: int) -> str:
-    return f"runs/{rank}"
-
-
-def _shown_key(rank: int) -> str:
-    return f"shown/{rank}"
+        return dict(zip(ranks, board.read_all([f"runs/{rank}" for rank in ranks]), strict=True))
+    found = board.said("runs", ranks)
+    known.update(found)
+    return {rank: found.get(rank, {}) for rank in ranks}
 
 
 def _say_at_the_end(board: Board) -> None:
@@ -355,7 +344,7 @@ def _say_at_the_end(board: Board) -> None:
             return  # it ends by an error
         num_runs = max((number for number, _ in memory.runs.values()), default=0)
         with contextlib.suppress(StoreGone):
-            say_end(board, f"{spell([board.rank])} has ended after {num_runs} runs")
+            board.say("ended", f"{spell([board.rank])} has ended after {num_runs} runs")
             farewell(board, ranks)
 
     atexit.register(say)

@@ -125,7 +125,7 @@ def parties_of(groups: Iterable[Group]) -> tuple[Party, ...]:
     parties = {group.party for group in groups}
     fresh = parties
     while fresh:
-        shared = {_common(a, b) for a, b in itertools.product(fresh, parties)}
+        shared = {tuple(sorted(set(a) & set(b))) for a, b in itertools.product(fresh, parties)}
         fresh = {party for party in shared if len(party) > 1} - parties
         parties = parties | fresh
     return tuple(sorted(parties, key=lambda party: (-len(party), party)))
@@ -225,7 +225,3 @@ def _text(found: Collective, group: Group) -> str:
 
 def _place(found: Collective) -> str:
     return f" (node {found.node})" + (f"\n         at {found.source}" if found.source else "")
-
-
-def _common(a: Party, b: Party) -> Party:
-    return tuple(sorted(set(a) & set(b)))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, TypedDict, assert_never
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypedDict
 
-from aotdist.runtime.ranks.board import Board, Party, party_key, party_named, spell
+from aotdist.runtime.ranks.board import Board, Party, party_named, spell
 from aotdist.runtime.ranks.failing import deaths_of, failures_of, last_report
 
 
@@ -104,28 +104,18 @@ def _sides(entries: Mapping[int, Entry]) -> Iterator[tuple[Party, dict[str | Non
         yield party_named(key), sides
 
 
-def verdict_to_notice(verdict: Verdict) -> list[Any]:
+def verdict_to_notice(verdict: Verdict) -> dict[str, Any]:
     """A verdict as the board holds it."""
-    match verdict:
-        case Agreed(rounds):
-            return ["agreed", rounds]
-        case Differ(party, sides):
-            return ["differ", party_key(party), sides]
-        case Refused(kind, what, fix, call):
-            return ["refused", kind, what, fix, call]
-        case _:
-            assert_never(verdict)
+    return {"verdict": type(verdict).__name__, **asdict(verdict)}
 
 
-def verdict_from_notice(notice: list[Any]) -> Verdict:
+def verdict_from_notice(notice: dict[str, Any]) -> Verdict:
     """The verdict that `verdict_to_notice` wrote."""
     match notice:
-        case ["agreed", rounds]:
-            return Agreed(rounds)
-        case ["differ", key, sides]:
-            return Differ(party_named(key), tuple(tuple(side) for side in sides))
-        case ["refused", kind, what, fix, call]:
-            return Refused(kind, what, fix, call)
+        case {"verdict": "Differ", "party": party, "sides": sides}:
+            return Differ(tuple(party), tuple(map(tuple, sides)))
+        case {"verdict": name, **fields}:
+            return {"Agreed": Agreed, "Refused": Refused}[name](**fields)
         case _:
             raise AssertionError(f"not a verdict: {notice!r}")
 
