@@ -62,6 +62,7 @@ from aotdist.torch_seam.inductor import (
 from aotdist.torch_seam.symbols import depends_on_data
 from aotdist.torch_seam.undo import raise_interrupt
 from aotdist.trace.operators import functionalised as operators
+from aotdist.trace.operators.fakes import norms_laid_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class InductorBackend:
 
         Its `add` is of complex numbers alone, and fails for those that lie by columns (torch 2.13).
         """
-        table = {**inductor_decompositions(), **operators.MADE_OF}
+        table = norms_laid_out({**inductor_decompositions(), **operators.MADE_OF})
         table.pop(torch.ops.aten.add.Tensor, None)
         return table
 

@@ -46,6 +46,7 @@ from aotdist.settings import Settings
 from aotdist.subclasses.protocol import operators_made_of_others
 from aotdist.torch_seam.inductor import inductor_decompositions
 from aotdist.trace.operators import functionalised as operators
+from aotdist.trace.operators.fakes import norms_laid_out
 
 __all__ = [
     "GPUS",
@@ -93,7 +94,8 @@ class TritonBackend:
         """Inductor's table, foreach operators by tensor, and operators of our own and of wrappers'."""
         of_operators = {op: made for op, made in inductor_decompositions().items() if op not in _KEPT}
         own = {**foreach.decompositions(), **extremes.decompositions(), **scattering.decompositions()}
-        return {**of_operators, **own, **operators.MADE_OF, **operators_made_of_others()}
+        table = {**of_operators, **own, **operators.MADE_OF, **operators_made_of_others()}
+        return norms_laid_out(table)
 
     def prepare_joint(self, graph: Graph) -> Graph:
         """The graph itself."""

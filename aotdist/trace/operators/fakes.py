@@ -19,7 +19,8 @@ convolves is asked of cuDNN, which is not there either; the rule for how its res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -95,14 +96,40 @@ def _with_offset(func: OpOverload, *args: Any, **kwargs: Any) -> torch.Tensor:
 def _normalised(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """Results, the first of which is made like the input, or like the gradient that a backward gets."""
     first, *others = func(*args, **kwargs)
+    kept = _format_of_normalised(func, args)
+    if not isinstance(first, torch.Tensor) or kept is None:
+        return first, *others
+    return torch.empty_like(first, memory_format=kept), *others
+
+
+def _format_of_normalised(func: OpOverload, args: Sequence[Any]) -> torch.memory_format | None:
+    """How the first result of a batch norm, or of its backward, lies; None where that is not known."""
     is_forward = func is not _ATEN.native_batch_norm_backward.default
     like = args[0 if is_forward else 1]
-    if not isinstance(first, torch.Tensor) or like.device.type != "cpu":
-        return first, *others
+    if like.device.type != "cpu":
+        return None
     # The forward asks first whether its input is contiguous; with sizes of one it may be so in both formats.
     contiguous = is_forward and like.is_contiguous()
-    kept = torch.contiguous_format if contiguous else suggest_memory_format(like)
-    return torch.empty_like(first, memory_format=kept), *others
+    return torch.contiguous_format if contiguous else suggest_memory_format(like)
+
+
+def norms_laid_out(table: Mapping[OpOverload, Callable[..., Any]]) -> dict[OpOverload, Callable[..., Any]]:
+    """Decompositions, of which those of batch norms give results that lie as eager's.
+
+    They lie as the input otherwise: no `view` would take them, and dropout would draw in another order.
+    """
+    return {
+        op: functools.partial(_made_and_laid_out, op, made) if op in NORMALISED else made
+        for op, made in table.items()
+    }
+
+
+def _made_and_laid_out(op: OpOverload, made: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    first, *others = made(*args, **kwargs)
+    kept = _format_of_normalised(op, args)
+    if isinstance(first, torch.Tensor) and kept is not None and not first.is_contiguous(memory_format=kept):
+        first = first.clone(memory_format=kept)
+    return first, *others
 
 
 GROUPED: Mapping[Any, Callable[..., Any]] = {_ATEN._grouped_mm.default: _grouped_product}
