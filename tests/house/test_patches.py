@@ -170,14 +170,18 @@ def said() -> Any:
 def traced_calls() -> Any:
     cond: Any = importlib.import_module("torch._higher_order_ops.cond").cond_op
     x = leaf()
-    y = torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True)
     found = (
         torch.autograd.grad(checkpoint_again(x).sum(), x),
         cond(torch.tensor(True), torch.sin, torch.cos, (x,)),
     )
     trees = failure_of(lambda: cond(torch.tensor(True), torch.sin, torch.cos, ({"x": x},)))
-    y.sum().backward()
-    return torch.compiler.is_dynamo_compiling(), found, x.grad, trees
+    return torch.compiler.is_dynamo_compiling(), found, trees
+
+
+def recomputed() -> Any:
+    x = leaf()
+    torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=True).sum().backward()
+    return x.grad
 
 
 def checkpoint_again(x: torch.Tensor) -> torch.Tensor:
@@ -235,6 +239,7 @@ LOOKS: dict[str, Callable[[], Any]] = {
     "prints_heard": said,
     "said_to_compile": torch.compiler.is_compiling,
     "calls_to_be_traced": traced_calls,
+    "recomputes": recomputed,
     "all_to_all_of_symbols": exchanges,
     "default_generator": seeds,
     "swap_hearers": swaps,
