@@ -13,18 +13,6 @@ import torch
 from aotdist.torch_seam.autograd import is_custom, run_backward, sequence_nr, starts_of_backwards
 from aotdist.torch_seam.modes import torch_functions_off
 
-_APPLY = torch.autograd.Function.apply.__func__.__code__
-
-
-def in_custom_function() -> bool:
-    """Whether the forward of an autograd function in Python runs: its backward may run all of that again."""
-    frame = sys._getframe()
-    while frame is not None:
-        if frame.f_code is _APPLY:
-            return True
-        frame = frame.f_back
-    return False
-
 
 def hears_saved_tensors() -> bool:
     """Whether a checkpoint, or another hook of saved tensors, is around what runs now."""

@@ -540,7 +540,7 @@ TRACED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], str]] = {
         lambda: _checkpointed(lambda block: lambda x: block(x), use_reentrant=False),
         "in a checkpoint",
     ),
-    "a reentrant checkpoint hands out a loss": (_handing_out_a_loss, "in a checkpoint"),
+    "a reentrant checkpoint hands out a loss": (_handing_out_a_loss, "draws random numbers"),
 }
 """Programs whose blocks are traced at each call, and what is said of that."""
 

@@ -16,7 +16,7 @@ from aotdist.capture.constants import is_constant
 from aotdist.origins import current_tags
 from aotdist.subclasses.protocol import Constant, Plain, Wrapper, is_wrapper, plain_tensors, recipe_of
 from aotdist.torch_seam.autograd import in_backward
-from aotdist.torch_seam.block_gradients import hears_saved_tensors, in_custom_function
+from aotdist.torch_seam.block_gradients import hears_saved_tensors
 from aotdist.torch_seam.functional import (
     FakeTensor,
     FunctionalTensor,
@@ -132,7 +132,7 @@ def kind_of(
     Raises:
         Unfit: what it records depends on more than can be compared.
     """
-    if in_backward() or under_transform() or hears_saved_tensors() or in_custom_function():
+    if in_backward() or under_transform() or hears_saved_tensors():
         raise Unfit("it is called in a backward, in a checkpoint or under a transform of `torch.func`")
     with torch_functions_off():
         described = _Described(None if runs_hooks else module, met)

@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 
 from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant
+from aotdist.convention.rng import draws_nothing
 from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild, recipe_of
 from aotdist.torch_seam.autograd import REENTRANT_CHECKPOINT, saves_tensors
 from aotdist.torch_seam.block_gradients import consumers_within, functions_of
@@ -308,8 +309,14 @@ def checked_nodes(nodes: Sequence[Node], recorder: Recorder) -> None:
         is_plain = is_operator(node.target) or node.target is operator.getitem
         if not isinstance(held, torch.Tensor) and not is_plain:
             raise Unfit(f"it records more than operators (`{node.name}`)")
-        if _READS_DATA & {*getattr(node.target, "tags", ())}:
+        tags = {*getattr(node.target, "tags", ())}
+        if _READS_DATA & tags:
             raise Unfit(f"it reads data (`{node.name}`)")
+        # A function whose forward runs without gradients may call the block again in its backward, from the
+        # state of the generator of before: copies move none.
+        may_draw = torch.Tag.nondeterministic_seeded in tags and not torch.is_grad_enabled()
+        if may_draw and not draws_nothing(node.target, node.args, node.kwargs):  # type: ignore[arg-type]
+            raise Unfit(f"it draws random numbers where no gradients are asked for (`{node.name}`)")
 
 
 @dataclass(frozen=True, slots=True)
