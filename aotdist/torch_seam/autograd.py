@@ -42,6 +42,10 @@ def running_node() -> tuple[int | None, str]:
     return (None, "") if node is None else (node._sequence_nr(), node.name())
 
 
+ACCUMULATION = "torch::autograd::AccumulateGrad"
+"""What autograd calls what adds to `.grad`, in a reentrant checkpoint, too: its number is no number."""
+
+
 def run_backward(
     outs: Sequence[torch.Tensor],
     wanted: Sequence[torch.Tensor | GradientEdge],

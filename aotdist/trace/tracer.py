@@ -8,7 +8,7 @@ import torch
 from torch.fx.node import map_arg
 
 from aotdist.origins import Origins, current_module, current_tags
-from aotdist.torch_seam.autograd import next_sequence_nr, running_node
+from aotdist.torch_seam.autograd import ACCUMULATION, next_sequence_nr, running_node
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.nodes import add_node, is_erased
 from aotdist.torch_seam.proxies import PythonKeyTracer
@@ -75,7 +75,7 @@ class Tracer(PythonKeyTracer):
         stamp["grad"] = torch.is_grad_enabled()
         if function:
             stamp["function"] = function
-        if seq_nr is not None:
+        if seq_nr is not None and function != ACCUMULATION:
             stamp["seq_nr"] = self.counted(seq_nr)
         return stamp
 

@@ -40,7 +40,7 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (57_938, 42_000),
+    "lines of aotdist/": (57_942, 42_000),
     "lines of its core": (32_180, 23_500),
     "classes of its core": (285, 200),
     "files of aotdist/": (291, 235),

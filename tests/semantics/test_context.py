@@ -332,6 +332,18 @@ def test_only_results_of_a_reentrant_checkpoint_have_a_history(way: str) -> None
     same_as_eager(lambda: Scene(Balanced(way), (leaf(),)), calls=2)
 
 
+def test_inductor_takes_reentrant_checkpoints_that_hand_out_more() -> None:
+    """They accumulate gradients by themselves, in an autograd node that has no number."""
+    found: list[list[torch.Tensor | None]] = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model, x = Balanced("a list"), leaf()
+        call = aotdist.compile(model, backend="inductor") if compiles else model
+        call(x).backward()
+        found.append([x.grad, *(parameter.grad for parameter in model.parameters())])
+    torch.testing.assert_close(*found)
+
+
 def test_a_reentrant_checkpoint_that_returns_a_dictionary_gets_no_gradient() -> None:
     def program(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         found: Any = checkpoint(lambda x: {"y": (x @ w).sin()}, x, use_reentrant=True)
