@@ -367,7 +367,7 @@ def gradients_of(
     if any(map(is_users_class, functions_of(inner))):
         raise Unfit("it calls an autograd function of the user's")
     if any(node.name() == REENTRANT_CHECKPOINT for node in inner):
-        raise Unfit("it has a reentrant checkpoint, which hands out more than its results")
+        raise Unfit("it has a reentrant checkpoint, which sends gradients to parameters by itself")
     edges = [0] * len(given.tensors)
     for _, _, position in consumers:
         edges[position] += 1
