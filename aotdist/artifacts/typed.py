@@ -65,7 +65,9 @@ def only_ours() -> Generator[None]:
     except AotdistError:
         raise
     except NOT_OURS as error:
-        raise damaged(f"the artifact contradicts itself ({type(error).__name__}: {error})") from error
+        what = f"the artifact contradicts itself ({type(error).__name__}: {error})"
+        # Of a `StopIteration` contextlib would raise the cause, and not what it is the cause of.
+        raise damaged(what) from None
 
 
 def damaged(what: str) -> BadArtifact:
