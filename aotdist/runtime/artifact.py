@@ -21,7 +21,6 @@ from aotdist.runtime.compilation import Compilation, Inference, Training, withou
 from aotdist.runtime.double_backward import Nodes
 from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.guards import MISS, Guards
-from aotdist.runtime.held import read_by
 from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.plan import NodePlan, result_views
 from aotdist.runtime.print_call import HookPlan, print_call
@@ -212,16 +211,7 @@ def backward_of(
         after: called once the gradients are computed, if anything is.
         in_python: what backwards change in Python.
     """
-    backwards, node = replace(region.backwards, guarded=guarded), region.node
-    pairs = zip(node.differentiable(), node.tangents, strict=True)
-    tangents = {idx: tangent.slots() for idx, tangent in pairs}
-    return Backward(
-        plan=node,
-        backwards=backwards,
-        after=after,
-        read=functools.cache(lambda: read_by(tangents, region.graphs.whole, len(node.saved.slots))),
-        in_python=in_python,
-    )
+    return Backward(region.node, replace(region.backwards, guarded=guarded), after, in_python)
 
 
 def nodes_of(region: Training) -> Nodes:
