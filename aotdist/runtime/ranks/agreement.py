@@ -207,7 +207,7 @@ class Meeting:
     def _round(self, parties: Sequence[Party], round_no: int) -> dict[Party, Verdict]:
         """The verdicts of all tables, or those up to the first where ranks do not agree."""
         for party in parties:
-            self.board.post(self._entry(party, round_no, self.board.rank), self._laid(party))
+            self.board.post(self._key(party, round_no, self.board.rank), self._laid(party))
         found: dict[Party, Verdict] = {}
         doubts_at = min(_FIRST_DOUBT_S, self.timeout_s)
 
@@ -238,24 +238,25 @@ class Meeting:
             "undecided": self.undecided,
         }
 
-    def _entry(self, party: Party, round_no: int, rank: int) -> str:
-        """Where a rank lays its entry."""
-        return f"{self.places[party]}/{round_no}/{rank}"
+    def _key(self, party: Party, *parts: object) -> str:
+        """Where a notice of a table hangs: a rank's entry in a round, its verdict, a witness's steps."""
+        return "/".join(map(str, (self.places[party], *parts)))
 
     def _look(self, party: Party, round_no: int) -> Verdict | None:
         """The verdict, if it is settled; the leader settles it as soon as all entries lie there."""
         board = self.board
-        verdict = verdict_from_notice(board.read(_verdict_key(self.places[party], round_no)))
-        keys = [self._entry(party, round_no, rank) for rank in party]
-        if verdict is None and party[0] == board.rank and board.has(keys):
-            entries = dict(zip(party, board.read_all(keys), strict=True))
-            return self._settle(party, round_no, self._refused_before(entries) or judge(entries))
+        verdict = verdict_from_notice(board.read(self._key(party, round_no, "verdict")))
+        if verdict is None and party[0] == board.rank:
+            keys = [self._key(party, round_no, rank) for rank in party]
+            if board.has(keys):
+                entries = dict(zip(party, board.read_all(keys), strict=True))
+                return self._settle(party, round_no, self._refused_before(entries) or judge(entries))
         return verdict
 
     def _settle(self, party: Party, round_no: int, verdict: Verdict) -> Verdict:
         """The verdict of a table, which is this one unless there is one by now."""
         notice = verdict if isinstance(verdict, int) else asdict(verdict)
-        settled = self.board.settle(_verdict_key(self.places[party], round_no), notice)
+        settled = self.board.settle(self._key(party, round_no, "verdict"), notice)
         return verdict_from_notice(settled) or verdict
 
     def _refused_before(self, entries: Mapping[int, Mapping[str, Any]]) -> Refused | None:
@@ -308,7 +309,7 @@ class Meeting:
         return Refused("lost", "; ".join(list(reasons.values())[:_NAMED]), fix)
 
     def _absent(self, party: Party, round_no: int) -> list[int]:
-        return [rank for rank in party if not self.board.has([self._entry(party, round_no, rank)])]
+        return [rank for rank in party if not self.board.has([self._key(party, round_no, rank)])]
 
     def _too_late(self, absent: Sequence[int]) -> Refused:
         return Refused(
@@ -335,11 +336,7 @@ class Meeting:
         Each table ends up with this rank's refusal or with a verdict that this rank has read, so no
         table can call this rank as a witness after it has left.
         """
-        refusal = cause
-        if isinstance(cause, Differ):
-            one, other = cause.witnesses()
-            fix = f"the errors of ranks {one} and {other} have the details"
-            refusal = Refused("diverged", cause.summary(self.label), fix)
+        refusal = cause.refusal(self.label) if isinstance(cause, Differ) else cause
         final = dict[Party, Verdict | None](dict.fromkeys(self.parties)) | dict(found)
         for party, verdict in final.items():
             left = rounds[party]
@@ -371,7 +368,7 @@ class Meeting:
         for party, verdict in differing.items():
             if board.rank in verdict.witnesses():
                 shown = steps_to_notice(view(self.steps, tuple(verdict.party)))
-                board.post(self._steps(party, board.rank), shown)
+                board.post(self._key(party, "steps", board.rank), shown)
         for party, verdict in differing.items():
             return self._divergence(party, verdict)
         refusals = [verdict for verdict in final.values() if isinstance(verdict, Refused)]
@@ -380,13 +377,9 @@ class Meeting:
         is_another = refused.kind == "unsupported" and refused.call != self.undecided
         return None if is_another else refused.error()
 
-    def _steps(self, party: Party, rank: int) -> str:
-        """Where a witness shows its steps."""
-        return f"{self.places[party]}/steps/{rank}"
-
     def _divergence(self, party: Party, verdict: Differ) -> RankDivergence:
         board, witnesses = self.board, verdict.witnesses()
-        keys = [self._steps(party, rank) for rank in witnesses]
+        keys = [self._key(party, "steps", rank) for rank in witnesses]
         shown = poll(lambda waited: board.has(keys) or (False if waited > _SHOW_TIMEOUT_S else None))
         details = "a rank left before it showed its collectives"
         if shown:
@@ -403,14 +396,9 @@ class Meeting:
         """The notices of a table must hang until its ranks have read them: note what to take down."""
         rank, rounds = self.board.rank, range(1, num_rounds + 1)
         worn = self.board.memory.worn.setdefault(party, [])
-        worn += [*(self._entry(party, number, rank) for number in rounds), self._steps(party, rank)]
+        worn += [*(self._key(party, number, rank) for number in rounds), self._key(party, "steps", rank)]
         if party[0] == rank:
-            worn += [_verdict_key(self.places[party], number) for number in rounds]
-
-
-def _verdict_key(place: str, round_no: int) -> str:
-    """Where the verdict of a round hangs."""
-    return f"{place}/{round_no}/verdict"
+            worn += [self._key(party, number, "verdict") for number in rounds]
 
 
 def _seat(board: Board, party: Party) -> str:
@@ -424,6 +412,6 @@ def _seat(board: Board, party: Party) -> str:
     memory.failures_at[party] = memory.failures
     while True:
         place = f"tables/{key}/{board.count(f'seats/{key}/{board.rank}')}"
-        if missed == 0 or not isinstance(verdict_from_notice(board.read(_verdict_key(place, 1))), Refused):
+        if missed == 0 or not isinstance(verdict_from_notice(board.read(f"{place}/1/verdict")), Refused):
             return place
         missed -= 1

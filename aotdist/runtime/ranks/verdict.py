@@ -34,6 +34,12 @@ class Differ:
             f"over {spell(self.party)} in `{label}`"
         )
 
+    def refusal(self, label: str) -> Refused:
+        """What other tables of these ranks are told."""
+        one, other = self.witnesses()
+        fix = f"the errors of ranks {one} and {other} have the details"
+        return Refused("diverged", self.summary(label), fix)
+
 
 @dataclass(frozen=True, slots=True)
 class Refused:
