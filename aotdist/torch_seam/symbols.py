@@ -395,6 +395,6 @@ def is_open(size: Any) -> bool:
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
 
 
-def open_sizes(tensor: torch.Tensor) -> Iterator[tuple[int, torch.SymInt]]:
+def open_sizes(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
     """The sizes of a tensor that are open, each with its dimension."""
     return ((dim, size) for dim, size in enumerate(tensor.shape) if is_open(size))
