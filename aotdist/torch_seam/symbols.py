@@ -3,7 +3,7 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -393,3 +393,8 @@ def specialised_at(env: ShapeEnv, symbol: Any) -> str | None:
 def is_open(size: Any) -> bool:
     """Whether a size is still a symbol: no guard made a certain number of it."""
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
+
+
+def open_sizes(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
+    """The sizes of a tensor that are open, each with its dimension."""
+    return ((dim, size) for dim, size in enumerate(tensor.shape) if is_open(size))
