@@ -35,10 +35,10 @@ help: ## Show this list
 	@echo "  PYTHON=$(PYTHON)  VENV=$(VENV)  CONSTRAINTS=$(CONSTRAINTS)  NPROC=$(NPROC)  WORKERS=$(WORKERS)  TORCH=$(TORCH)"
 	@echo "  ARGS='...' goes to train, test, bench, bench-gpu, models, zoo, ranks and kernels; PIP_ARGS='...' to pip; VENV_ARGS='...' to python -m venv"
 
-setup: $(STAMP) ## Create .venv and install aotdist in it, editable, with the train, fp8, triton, docs and dev extras
+setup: $(STAMP) ## Create .venv and install aotdist in it, editable, with the train, fp8, triton, validate, docs and dev extras
 
 $(STAMP): pyproject.toml $(wildcard constraints/*.txt) | $(BIN)/python
-	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[train,fp8,triton,docs,dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check $(PIP_ARGS) -c $(CONSTRAINTS) -e '.[train,fp8,triton,validate,docs,dev]'
 	@touch $@
 
 $(BIN)/python:

@@ -34,6 +34,7 @@ from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.derive import Joint, compiled_ahead, derive, without_choices
 from aotdist.runtime.double_backward import Nodes, double_backward
 from aotdist.runtime.guards import fit_of, refuse_overlap
+from aotdist.runtime.proof import prove_guards
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups
@@ -100,8 +101,10 @@ def _printed(job: Job) -> Artifact:
 
 def printed(compilation: Compilation) -> Artifact:
     """A compilation as something to call, for the calls that it fits."""
-    fit = fit_of(compilation)
+    fit, settings = fit_of(compilation), compilation.settings
     refuse_overlap(fit)
+    if settings.validate_guards:
+        prove_guards(fit.numbers.sizes, [count.name for count in fit.numbers.counts])
     return load(compilation, fit)
 
 

@@ -86,6 +86,8 @@ class Settings(_RuntimeSettings):
             changed, from the second program on, where the program takes any; those of the rows of jagged
             tensors from the first. Sizes of 0 and 1 are always compiled for by themselves. With `auto`,
             numbers among the arguments that have changed are read at each call, too.
+        validate_guards: prove with Z3 (extra `validate`) that the conditions which a call is checked for
+            imply everything that was decided by symbolic sizes while it was compiled.
         backward_autocast: the autocast that the backward is recorded under: `off`, as in eager where
             `backward()` is called outside of any; `same_as_forward`; or `cpu:bfloat16`,
             `cuda:float16,cpu:bfloat16`. What is on when `backward()` is called makes no difference.
@@ -127,6 +129,7 @@ class Settings(_RuntimeSettings):
     disabled_passes: frozenset[str] = field(default_factory=frozenset)
     verify: bool = True
     dynamic: Dynamic = "auto"
+    validate_guards: bool = False
     backward_autocast: str = "off"
     functional_rng: bool = False
     emulate_casts: bool = False

@@ -11,8 +11,7 @@ import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import z3
-
+from aotdist.errors import BadSettings, InternalError
 from aotdist.sizes import Expression, Sizes
 
 _TIMEOUT_MS = 10_000
@@ -22,16 +21,33 @@ def prove_guards(sizes: Sizes, counts: Sequence[str] = ()) -> None:
     """Look for sizes that pass the guards and break something that was decided.
 
     What Z3 cannot express (a square root) or settle within ten seconds is taken as proved.
+
+    Raises:
+        BadSettings: Z3 is not installed.
+        InternalError: there are such sizes.
     """
-    scope: dict[str, Any] = {name: z3.Int(name) for name in (*(name for name, _ in sizes.symbols), *counts)}
-    scope |= {"max": _pick(operator.ge), "min": _pick(operator.le)}
+    if not sizes.decided:
+        return
+    try:
+        import z3  # pyright: ignore[reportMissingImports]  # an extra
+    except ImportError:
+        raise BadSettings(
+            "`validate_guards` needs Z3, which is not installed", fix="pip install 'aotdist[validate]'"
+        ) from None
+    scope = {name: z3.Int(name) for name in (*(name for name, _ in sizes.symbols), *counts)}
+    scope |= {"max": _pick(z3, operator.ge), "min": _pick(z3, operator.le)}
     solver = z3.Solver()
     solver.set("timeout", _TIMEOUT_MS)
     solver.add(*(formula for guard in sizes.guards if (formula := _formula(guard, scope)) is not None))
     for decided in sizes.decided:
         formula = _formula(decided, scope)
-        is_broken = formula is not None and solver.check(z3.Not(formula)) == z3.sat
-        assert not is_broken, f"that break `{decided}`: {solver.model()}; guards are {sizes.guards}"
+        if formula is not None and solver.check(z3.Not(formula)) == z3.sat:
+            raise InternalError(
+                f"sizes pass the guards that break `{decided}`: {solver.model()}; "
+                f"guards are {', '.join(sizes.guards)}",
+                stage="runtime",
+                fix="report this; `aotdist.Settings(dynamic=False)` compiles each size by itself",
+            )
 
 
 def _formula(guard: Expression, scope: dict[str, Any]) -> Any:
@@ -43,5 +59,5 @@ def _formula(guard: Expression, scope: dict[str, Any]) -> Any:
         return None
 
 
-def _pick(is_better: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+def _pick(z3: Any, is_better: Callable[[Any, Any], Any]) -> Callable[..., Any]:
     return lambda *numbers: functools.reduce(lambda a, b: z3.If(is_better(a, b), a, b), numbers)
