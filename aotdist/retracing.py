@@ -19,7 +19,6 @@ from aotdist.subclasses.protocol import Plain, is_real, leaves, plain_tensors, r
 from aotdist.torch_seam.ambient import AutocastState, autocast_state, put_autocast
 from aotdist.torch_seam.functional import memory_of
 from aotdist.torch_seam.trees import pytree
-from aotdist.torch_seam.undo import raise_interrupt
 from aotdist.trace.later_backwards import LaterBackwards
 from aotdist.trace.trace import Traced, Traces
 
@@ -98,7 +97,6 @@ def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards
         try:
             another = _in_a_thread(lambda: _traced_under(autocast, asked))
         except Exception as error:
-            raise_interrupt(error)
             raise _changed(name, str(error).partition("\n")[0]) from error
         later = another.traced.later_backwards
         recorded_anew, held_anew = _recorded(another.traced)

@@ -36,8 +36,8 @@ from aotdist.runtime.ranks import (
     watches_of,
 )
 from aotdist.sizes import concrete
+from aotdist.torch_seam.locks import process_lock
 from aotdist.torch_seam.packed_graphs import Places
-from aotdist.torch_seam.undo import process_lock
 
 
 @dataclass(frozen=True, slots=True)

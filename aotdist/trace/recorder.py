@@ -162,7 +162,7 @@ class Recorder:
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Recorder:
-        for mode in (
+        modes = (
             dispatch_keys_kept(),
             quiet_fakes(),
             own_autocast_cache(),
@@ -180,8 +180,11 @@ class Recorder:
             decomposing(self.options.decompositions),
             self._proxy_mode,
             self._functionalisation,
-        ):
-            self._exit.enter_context(mode)
+        )
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            self._exit = stack.pop_all()
         hand_on(self._functionalisation)
         return self
 

@@ -22,7 +22,6 @@ from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload
 from aotdist.torch_seam.random import default_generator_is, generator_id, times_seeded_elsewhere
 from aotdist.torch_seam.symbols import hint
 from aotdist.torch_seam.trees import pytree
-from aotdist.torch_seam.undo import to_undo
 from aotdist.trace.failures import refusal
 
 
@@ -38,7 +37,6 @@ class Draws:
 
     def __enter__(self) -> Draws:
         copied, self._default = torch.Generator("cpu"), _Seeded(torch.default_generator)
-        to_undo(self._restore)
         with no_modes():
             copied.set_state(self._default.before)
         self._generators[torch.device("cpu")] = _Generator(copied)
