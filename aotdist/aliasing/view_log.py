@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from aotdist.aliasing.metadata import Change, another_name, lies_elsewhere, resize_as_out
+from aotdist.aliasing.metadata import Change, another_name, lies_elsewhere
 from aotdist.aliasing.view_refusals import (
     detached_since,
     grows_as_a_view,
@@ -24,7 +24,7 @@ from aotdist.subclasses.protocol import around_one, is_wrapper, plain_tensors
 from aotdist.torch_seam.autograd import history_of
 from aotdist.torch_seam.functional import memory_of
 
-_GROWING = frozenset[Any]({torch.ops.aten.resize_.default, resize_as_out})
+_RESIZE = torch.ops.aten.resize_.default
 
 
 class ViewLog:
@@ -104,7 +104,7 @@ class ViewLog:
         former: torch.Tensor | None,
     ) -> Change:
         """Note a call of `op(tensor, *args, **kwargs)`; the other arguments are those of `Change`."""
-        grown = another_name(tensor) if op in _GROWING and tensor.numel() > size.numel() else None
+        grown = another_name(tensor) if op is _RESIZE and tensor.numel() > size.numel() else None
         change = Change(
             tensor=tensor,
             serial=self.views.next_serial(),

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
-from aotdist.aliasing.metadata import INVERSES, Change, another_name, make_again, resize_as_out
+from aotdist.aliasing.metadata import INVERSES, Change, another_name, make_again
 from aotdist.aliasing.overwrite import all_uncounted, bump, rewind, written_uncounted
 from aotdist.aliasing.view_log import ViewLog, is_recorded
 from aotdist.aliasing.view_refusals import (
     from_storage,
     refuse_overlapping_write,
-    refuse_resized_inside,
     strided_in_place,
     uncounted_with_history,
 )
@@ -38,7 +37,6 @@ from aotdist.torch_seam.operators import (
     is_left_whole_in_inference,
     is_operator,
     makes_views,
-    out_names,
     out_of_place,
     written_by,
 )
@@ -118,9 +116,6 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         # `detach_` gets here in inference mode only, where nothing has a history.
         if torch.Tag.inplace_view in getattr(func, "tags", ()) and func is not _DETACH_:
             return self._log_in_place(func, args, kwargs)
-        results = out_names(func) if is_operator(func) else ()
-        if results:
-            return self._log_outs(func, args, kwargs, results)
         uncounted = written_uncounted(args)
         if uncounted and targets and is_recorded((*args, *kwargs.values())):
             raise uncounted_with_history(func)
@@ -188,20 +183,6 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
             return (step,)
         # `x.detach().t_()` is no view to autograd, `x.detach().t()` is one.
         return (step, ViewStep(DETACH, (), (), None, change.grad, self.log.views.next_serial()))
-
-    def _log_outs(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
-    ) -> Any:
-        """Call an operator with `out=`, and log if it gives one of these another size."""
-        outs = [kwargs[name] for name in names if isinstance(kwargs.get(name), torch.Tensor)]
-        before = [(out.size(), another_name(out)) for out in outs]
-        result = func(*args, **kwargs)
-        for out, (size, former) in zip(outs, before, strict=True):
-            refuse_resized_inside(out, former)
-            if out.size() != size:
-                shape = [tuple(out.size()), out.stride()]
-                self.log.note_change(out, size, resize_as_out, shape, {}, bumps=1, former=former)
-        return result
 
     def settle(self) -> None:
         """Make views that the last call reshaped in place again, so that autograd knows them as they are."""

@@ -183,11 +183,6 @@ class Views:
             entry = self.get(entry.base)
         return False
 
-    def was_made_before_a_write(self, tensor: torch.Tensor) -> bool:
-        """Whether a view itself was made before a write of what it is a view of."""
-        entry = self.get(tensor)
-        return entry is not None and entry.is_outdated()
-
     def has_outdated_views(self, base: torch.Tensor) -> bool:
         """Whether a tensor has outdated views that require grad."""
         views = [entry.view for entry in self._entries.values()]
@@ -203,13 +198,6 @@ class Views:
             before = steps[0].serial
             steps = (*(step for step in self._from_base[id(view)] if step.serial < before), *steps)
         return steps
-
-    def share(self, view: torch.Tensor) -> None:
-        """Make all views of `view`, if it is a view itself, from one result of its last step."""
-        entry = self.get(view)
-        if entry is not None:
-            steps = (*entry.steps[:-1], replace(entry.steps[-1], shared=True))
-            self.put(replace(entry, steps=steps))
 
     def is_view_of(self, view: torch.Tensor, base: torch.Tensor) -> bool:
         """Whether a tensor is a view of `base`, directly or through others."""

@@ -65,7 +65,6 @@ NOT_WRITTEN = ("cache_folder", "cache_bytes")
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
     "data_of": facts.data_of,
-    "resize_as_out": changes.resize_as_out,
     "assign_data": changes.assign_data,
     "release_history": changes.release_history,
     "detach_": torch.Tensor.detach_,

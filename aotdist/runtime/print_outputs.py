@@ -168,8 +168,7 @@ def _view(printer: Printer, base: str, steps: Sequence[Step], modes: Ambient, ma
             continue
         result = _made(printer, base, step, modes)
         picks = isinstance(step, ViewStep) and step.pick is not None
-        shared = isinstance(step, ViewStep) and step.shared
-        if picks or shared or (step.is_common() and position + 1 < len(steps)):
+        if picks or (step.is_common() and position + 1 < len(steps)):
             name = f"{'parts' if picks else 'base'}_{len(made)}"
             printer.line(f"{name} = {result}")
             result = made[step.serial] = name

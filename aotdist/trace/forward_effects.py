@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,13 +20,13 @@ from aotdist.facts import (
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.sizes import NumberStep, numbers_of_data
 from aotdist.subclasses.protocol import leaves, recipe_of, refuse_unknown_subclass, same_layout
-from aotdist.torch_seam.autograd import is_leaf_with_grad, nodes_behind
+from aotdist.torch_seam.autograd import is_leaf_with_grad
 from aotdist.torch_seam.functional import data_writes, functional_value, metadata_written, storage_changes
 from aotdist.trace.backward import End, Result, requires_grad_by_itself, value_results
 from aotdist.trace.capture_mode import CaptureMode
 from aotdist.trace.context import TraceContext
 from aotdist.trace.data_writes import forward_writes
-from aotdist.trace.metadata import Metadata, final_actions, forgotten, refuse, released_results
+from aotdist.trace.metadata import Metadata, final_actions, refuse, released_results
 from aotdist.trace.outputs import NodeOutputs, classify
 from aotdist.trace.stand_ins import Inputs, StandIn
 
@@ -97,7 +97,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
         refuse_unknown_subclass(tensor, node_out.slot.path)
         if node_out.differentiable and tensor.is_leaf:
             raise requires_grad_by_itself(node_out.slot)
-    refuse_uses_of_own_leaves(outs, outputs, inputs, log)
+    _refuse_own_leaves(outs, outputs, inputs, log)
     is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
     outputs.order = (*outputs.order, *final_actions(outs, outputs.facts, spent, lifting.retained))
     results = value_results(recorder, node_outs, outputs.tensors)
@@ -155,45 +155,14 @@ def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
             raise refuse(stand_in, "in a way that is not repeated outside")
 
 
-# Leaves that a program makes itself: tensors that begin to require grad inside of it.
-#
-# `x.detach().requires_grad_()` is one, and so is what a class makes of data that requires grad. The autograd
-# node of the program is not their history: if the caller gets one, or a view of it, `requires_grad_` is
-# called outside, and gradients of views arrive at it as in eager. Gradients of other results would not.
+def _refuse_own_leaves(outs: Sequence[Any], outputs: NodeOutputs, inputs: Inputs, log: ViewLog) -> None:
+    """Refuse results that are leaves which begin to require grad in the program, or views of such.
 
-
-def refuse_uses_of_own_leaves(
-    outs: Sequence[Any], outputs: NodeOutputs, inputs: Inputs, log: ViewLog
-) -> None:
-    """Refuse results that are functions of such leaves, if these, or views of them, are returned, too.
-
-    Args:
-        outs: what the program returned.
-        outputs: the facts of `outs`.
-        inputs: the stand-ins.
-        log: the views.
-
-    Raises:
-        UnsupportedProgram: there is one; or a view of a leaf, itself a view, was made before a write.
+    The autograd node of the program is not their history: they would be leaves of the caller's.
     """
-    leaves = {id(leaf): slot for slot, leaf in _own_leaves(outs, outputs, inputs, log)}
-    used = nodes_behind(outputs.tensors[idx] for idx in outputs.with_history) if leaves else ()
-    for leaf in (node.variable for node in used if hasattr(node, "variable")):
-        if id(leaf) in leaves:
-            raise requires_grad_by_itself(leaves[id(leaf)])
-
-
-def _own_leaves(
-    outs: Sequence[Any], outputs: NodeOutputs, inputs: Inputs, log: ViewLog
-) -> Iterator[tuple[Slot, torch.Tensor]]:
-    """The leaves among results and among bases of results, with the slot of the result."""
     for position, (out, fact) in enumerate(zip(outs, outputs.facts, strict=True)):
-        if not isinstance(fact, (Fresh, ViewOfInput, ViewOfIntermediate, ViewOfOutput)):
-            continue
-        slot, is_outdated = Slot("output", f"out[{position}]"), False
-        for tensor in (out, *log.views.bases_by_operators(out)):
-            if is_leaf_with_grad(tensor) and inputs.index_of(tensor) is None:
-                if is_outdated and tensor._is_view():
-                    raise forgotten(slot)
-                yield slot, tensor
-            is_outdated = is_outdated or log.views.was_made_before_a_write(tensor)
+        made = isinstance(fact, (Fresh, ViewOfInput, ViewOfIntermediate, ViewOfOutput))
+        for tensor in (out, *log.views.bases_by_operators(out)) if made and out.requires_grad else ():
+            begins = any(change.op is torch.Tensor.requires_grad_ for change in log.changes_of(tensor))
+            if begins and is_leaf_with_grad(tensor) and inputs.index_of(tensor) is None:
+                raise requires_grad_by_itself(Slot("output", f"out[{position}]"))

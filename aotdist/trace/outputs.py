@@ -116,7 +116,6 @@ class _Classifier:
         for position, out in enumerate(outs):
             if isinstance(out, torch.Tensor):
                 self._first.setdefault(id(out), OutIdx(position))
-        self._own_leaves = self._find_own_leaves()
         self._replayed: set[int] = set()
         self._kept: list[tuple[int, Keep]] = []
         self._counted: dict[NodeOutIdx, torch.Tensor] = {}
@@ -168,33 +167,11 @@ class _Classifier:
         key = id(change.tensor)
         if self._inputs.index_of(change.tensor) is not None:
             return number in self._written
-        if change.op is torch.Tensor.requires_grad_ and key in self._own_leaves:
-            return True
         return key in self._replayed or (key in self._first and change.moves())
 
-    def _find_own_leaves(self) -> set[int]:
-        """The leaves that begin to require grad in the program, among results and what these are views of.
-
-        Each is made outside, once, and begins to require grad there; the autograd node knows nothing of it.
-        """
-        outs = [out for out in self._outs if isinstance(out, torch.Tensor)]
-        passed = {id(one): one for out in outs for one in (out, *self._log.views.bases(out))}
-        own = {key: one for key, one in passed.items() if self._begins_to_require_grad(one)}
-        for leaf in own.values():
-            self._log.views.share(leaf)
-        return set(own)
-
-    def _begins_to_require_grad(self, tensor: torch.Tensor) -> bool:
-        changes = self._log.changes_of(tensor) if self._inputs.index_of(tensor) is None else ()
-        return any(c.op is torch.Tensor.requires_grad_ for c in changes) and is_leaf_with_grad(tensor)
-
     def _has_history(self, out: torch.Tensor) -> bool:
-        """Whether gradients of an output may reach inputs.
-
-        They may end at a leaf of the program's own instead, or where autograd has freed what it saved.
-        """
-        ends = any(id(one) in self._own_leaves for one in (out, *self._log.views.bases(out)))
-        return out.requires_grad and not ends and id(out) not in self._spent
+        """Whether gradients of an output may reach inputs: not if autograd has freed what it saved."""
+        return out.requires_grad and id(out) not in self._spent
 
     def _target(self, number: int, change: Change) -> Place | None:
         if not self._is_done_outside(number, change):
@@ -204,8 +181,6 @@ class _Classifier:
             return IsInput(as_input)
         if id(change.tensor) in self._first:
             return ViewOfOutput(self._first[id(change.tensor)], ())
-        if id(change.tensor) in self._own_leaves and self._log.views.made(change.tensor) >= 0:
-            return self._made_again(Slot("output", f"leaf[{number}]"), change.tensor)
         return Fresh(self._value(Slot("output", "changed"), change.tensor, history=False))
 
     def _count_bumps(self, change: Change, target: Place) -> None:
