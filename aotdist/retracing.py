@@ -12,7 +12,7 @@ import torch
 
 from aotdist.assumptions import TracedCall, traced_by_itself
 from aotdist.capture.constants import is_constant
-from aotdist.equivalence import are_same, held_in, without_returned
+from aotdist.equivalence import are_same, without_returned
 from aotdist.errors import UnsupportedProgram
 from aotdist.job import Job
 from aotdist.subclasses.protocol import Plain, is_real, leaves, plain_tensors, rebuild, recipe_of
@@ -128,7 +128,7 @@ def _recorded(traced: Traced) -> tuple[Any, list[torch.Tensor]]:
     forward = (node for node in nodes if node.op == "call_function" and node.meta["phase"] == "forward")
     said = ((node.meta.get("serial"), node, node.target, node.args, node.kwargs) for node in forward)
     digest = sha256("\n".join(map(str, said)).encode()).hexdigest()
-    held = [each for each in held_in(traced.graph) if isinstance(each, torch.Tensor)]
+    held = [each for each in traced.graph.held() if isinstance(each, torch.Tensor)]
     return (traced.program.ins, without_returned(traced.facts), digest), held
 
 

@@ -37,7 +37,6 @@ from aotdist.runtime.ranks import (
 )
 from aotdist.sizes import concrete
 from aotdist.torch_seam.locks import process_lock
-from aotdist.torch_seam.packed_graphs import Places
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +155,6 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
     returned = Returned.of(compilation.traced.facts)
     print_call(printer, fit, run, compilation.plans, returned, hooks, enables_grad=enables_grad)
     call = printer.load("call", compilation.captured.name)
-    places = Places()
-    for graph in compilation.every_graph():
-        graph.pack(places)
     kept, watch = (without_tensors(compilation), fit.without_tensors()), watches["forward"]
     return Artifact(call, printer.source(), *kept, agreed, None if watch is None else watch.check)
 

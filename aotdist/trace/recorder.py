@@ -504,7 +504,6 @@ class Recorder:
         """
         for symbol in symbols:
             self.size(symbol)
-        self._proxy_mode.known_results.forget_fakes()
         self._proxy_mode.calling_functions = None  # which knows of nodes
         graph, now = self.tracer.graph, dict[torch.fx.Node, torch.fx.Node]()
         if self._goes_on:
