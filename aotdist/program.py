@@ -153,7 +153,6 @@ class Graph:
     - `grad`: whether grad mode was on; in the backward it is for what is computed again (a checkpoint);
     - `serial`: what a recorded node has in common with its copies, and with no other node of the recorder;
     - `on_host`: that it is computed on the CPU, in a program of a GPU's;
-    - `draws`: whether graphs that an operator is given draw random numbers;
     - `policy`: `"must_save"` or `"must_recompute"`, when the program asks for it;
     - `overwritten`: whether the program writes what an argument holds;
     - `reshaped`: that the program reshapes an argument in place, so that no view of it may be saved;

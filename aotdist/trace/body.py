@@ -7,7 +7,6 @@ whose tensors it treats as a program treats real ones. What it closes over becom
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -111,29 +110,6 @@ class Body:
         named = self.joint.named_results().items()
         return [node for slot, node in named if slot.role == "output" and node is not None]
 
-    def drawn(self) -> list[Node]:
-        """The random numbers that the gradients need; they are saved, since they must not be drawn again."""
-        needed = self.joint.ancestors(node for _, nodes in self.gradients().values() for node in nodes)
-        return [n for n in self.joint.gm.graph.nodes if n in needed and _is_drawn(n)]
-
-    def effects(self) -> list[Node]:
-        """Nodes of the forward that run whether or not their result is used: draws."""
-        return [n for n in self.joint.gm.graph.nodes if _is_random(n) and n.meta.get("phase") == "forward"]
-
-    def draws(self) -> bool:
-        """Whether it draws random numbers."""
-        return any(map(_is_random, self.joint.gm.graph.nodes))
-
-
-def _is_random(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
-def _is_drawn(node: Node) -> bool:
-    """Whether a node is a tensor that a random operator returns, by itself or among others."""
-    source = node.args[0] if node.target is operator.getitem else node
-    return isinstance(node.meta.get("val"), torch.Tensor) and isinstance(source, Node) and _is_random(source)
-
 
 def trace_body(
     name: str,
@@ -152,7 +128,7 @@ def trace_body(
         trace: `aotdist.trace.trace.trace`, which traces bodies too.
 
     Raises:
-        UnsupportedProgram: it writes what it is given, or communicates.
+        UnsupportedProgram: it writes what it is given, communicates, or draws random numbers.
     """
     recorder = around.recorder.nested()
     flat: list[Any] = []
@@ -237,7 +213,6 @@ def cut(
     whole: Graph,
     arguments: Sequence[CutArgument],
     results: Sequence[Node | torch.Tensor],
-    effects: Sequence[Node] = (),
     *,
     by_rows: Collection[int] = (),
 ) -> GraphModule:
@@ -247,7 +222,6 @@ def cut(
         whole: the graph.
         arguments: what the part takes.
         results: what it returns: nodes, or zeros like a fake.
-        effects: nodes that run in any case.
         by_rows: positions of results that are to be contiguous.
     """
     graph = torch.fx.Graph()
@@ -260,7 +234,7 @@ def cut(
         if stands_for is not None:
             env[stands_for] = new
     taken |= {storage_id(node.meta["val"]) for node in env}
-    wanted = whole.ancestors([*(r for r in results if isinstance(r, Node)), *effects], stop=env)
+    wanted = whole.ancestors([r for r in results if isinstance(r, Node)], stop=env)
     for node in whole.gm.graph.nodes:
         if node in wanted and node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)

@@ -1,7 +1,7 @@
 """`torch.cond`: data decide which of two graphs runs, and which of two graphs computes the gradients.
 
 Both branches take the same operands: the arguments, and all tensors that either closes over. The backward
-recomputes a branch from the operands; of the forward's intermediates, it gets only the random numbers.
+recomputes a branch from the operands.
 An operand that only the other branch uses gets zeros for its gradient, where eager leaves it without one.
 """
 
@@ -55,7 +55,7 @@ class Branches:
     def call(self) -> Any:
         """Record the call; returns what the program gets from `torch.cond`."""
         tensors = list(self.operands)
-        outs = Cond.apply(self, *tensors) if any(self.differentiable()) else self.forward(tensors)[0]
+        outs = Cond.apply(self, *tensors) if any(self.differentiable()) else self.forward(tensors)
         found = iter(outs)
         body = self.bodies[0]
         flat = [
@@ -67,30 +67,15 @@ class Branches:
         """Which results have a gradient, in one branch at least."""
         return [a or b for a, b in zip(*(body.differentiable() for body in self.bodies), strict=True)]
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[Node, ...]]:
-        """Record the branches on the operands' `tensors`.
-
-        Returns:
-            the results, and the nodes of the random numbers of both branches, zeros for the one that does not
-            run.
-        """
+    def forward(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Record the branches on the operands' `tensors`; returns the results."""
         plains = [plain for tensor in tensors for plain in plain_tensors(tensor)]
-        drawn = [body.drawn() for body in self.bodies]
         graphs = [
-            cut(
-                body.joint,
-                self._arguments(body, self.operands, _values(plains)),
-                [*body.results(), *_own_or_zeros(drawn, side)],
-                body.effects(),
-            )
-            for side, body in enumerate(self.bodies)
+            cut(body.joint, self._arguments(body, self.operands, _values(plains)), body.results())
+            for body in self.bodies
         ]
-        nodes = list(map(self.recorder.value, plains))
-        results = self._record("branch", graphs, nodes, draws=any(body.draws() for body in self.bodies))
-        recipes = self.bodies[0].recipes()
-        num_plains = sum(1 for recipe in recipes for _ in leaves(recipe))
-        kept = tuple(map(self.recorder.value, results[num_plains:]))
-        return rebuild_all(recipes, results[:num_plains]), kept
+        results = self._record("branch", graphs, list(map(self.recorder.value, plains)))
+        return rebuild_all(self.bodies[0].recipes(), results)
 
     def needed(self) -> list[torch.Tensor]:
         """The operands that gradients are computed from."""
@@ -101,13 +86,12 @@ class Branches:
         return [operand for operand in self.operands if id(operand) in found]
 
     def backward(
-        self, saved: Sequence[torch.Tensor], drawn: Sequence[Node], tangents: Sequence[torch.Tensor]
+        self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
         """Record the gradients of the branches.
 
         Args:
             saved: the operands that are `needed`.
-            drawn: the random numbers that `forward` returned.
             tangents: one for each result; those of results without gradient are not used.
 
         Returns:
@@ -124,7 +108,6 @@ class Branches:
                 body.joint,
                 [
                     *self._arguments(body, self.needed(), _values(given)),
-                    *_drawn_arguments([b.drawn() for b in self.bodies], side),
                     *self._tangent_arguments(body, _values(arriving)),
                 ],
                 results[side],
@@ -133,14 +116,14 @@ class Branches:
             for side, body in enumerate(self.bodies)
         ]
         value = self.recorder.value
-        nodes = [*map(value, given), *drawn, *map(value, arriving)]
+        nodes = [*map(value, given), *map(value, arriving)]
         recipes = [next(found[i][0] for found in gradients if i in found) for i in wanted]
-        recorded = self._record("gradients", graphs, nodes, draws=False)
+        recorded = self._record("gradients", graphs, nodes)
         built = dict(zip(wanted, rebuild_all(recipes, recorded), strict=True))
         return [built.get(id(operand)) for operand in self.operands]
 
     def _record(
-        self, name: str, graphs: Sequence[GraphModule], operands: Sequence[Node], *, draws: bool
+        self, name: str, graphs: Sequence[GraphModule], operands: Sequence[Node]
     ) -> list[FunctionalTensor]:
         ends: Any = graphs[0].graph.output_node().args[0]
         if not ends:
@@ -150,7 +133,7 @@ class Branches:
             for side, graph in zip(("if_true", "if_false"), graphs, strict=True)
         )
         args = (self.pred, if_so, if_not, tuple(operands))
-        return self.recorder.call(_COND, args, [end.meta["val"] for end in ends], draws=draws)
+        return self.recorder.call(_COND, args, [end.meta["val"] for end in ends])
 
     def _arguments(
         self, body: Body, operands: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
@@ -189,7 +172,7 @@ class Cond(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, branches: Branches, *tensors: torch.Tensor) -> Any:
         """Record both branches."""
-        outs, ctx.drawn = branches.forward(tensors)
+        outs = branches.forward(tensors)
         ctx.branches = branches
         needed = set(map(id, branches.needed()))
         pairs = zip(branches.operands, tensors, strict=True)
@@ -201,7 +184,7 @@ class Cond(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
         """Record the gradients of both."""
-        return (None, *ctx.branches.backward(ctx.saved_tensors, ctx.drawn, tangents))
+        return (None, *ctx.branches.backward(ctx.saved_tensors, tangents))
 
 
 def _values(plains: Sequence[Any]) -> list[torch.Tensor]:
@@ -212,16 +195,6 @@ def _laid_out(plain: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     if plain.stride() == stride:
         return plain
     return torch.empty_strided(plain.size(), stride, dtype=plain.dtype, device=plain.device).copy_(plain)
-
-
-def _own_or_zeros(drawn: Sequence[Sequence[Node]], side: int) -> list[Node | torch.Tensor]:
-    return [n if own == side else n.meta["val"] for own, nodes in enumerate(drawn) for n in nodes]
-
-
-def _drawn_arguments(drawn: Sequence[Sequence[Node]], side: int) -> list[CutArgument]:
-    return [
-        (node.meta["val"], node if own == side else None) for own, nodes in enumerate(drawn) for node in nodes
-    ]
 
 
 def _gradients(

@@ -61,10 +61,10 @@ def nested(x: torch.Tensor, cond: Cond) -> Any:
 
 
 def dropping(x: torch.Tensor, cond: Cond) -> Any:
-    """Each branch draws, its gradient needs what it drew, and more is drawn before and behind."""
-    x = F.dropout(x, 0.3)
-    y = cond(x.sum() > 0, lambda x: F.dropout(x, 0.5) * x, lambda x: x * torch.rand_like(x), (x,))
-    return F.dropout(y, 0.2)
+    """Random numbers are drawn before and behind."""
+    x = F.dropout(x, 0.5)
+    y = cond(x.sum() > 0, lambda x: x.sin() * x, lambda x: x * 2, (x,))
+    return y * torch.rand_like(y)
 
 
 def several_results(x: torch.Tensor, cond: Cond) -> Any:
@@ -117,9 +117,7 @@ def checkpointed(x: torch.Tensor, cond: Cond) -> Any:
 def checkpointed_draws(x: torch.Tensor, cond: Cond) -> Any:
     def region(x: torch.Tensor) -> torch.Tensor:
         x = F.dropout(x, 0.4)
-        return cond(
-            x.sum() > 0, lambda x: F.dropout(x, 0.5).sin(), lambda x: x * torch.rand_like(x), (x,)
-        ).exp()
+        return cond(x.sum() > 0, lambda x: x.sin(), lambda x: x * 2, (x,)).exp()
 
     return checkpoint(region, x.sin(), use_reentrant=False)
 
@@ -283,6 +281,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         branch(lambda x: torch.ops._c10d_functional.all_reduce(x.detach(), "sum", group) * x),
         "`cond.true_fn` communicates",
     ),
+    "random numbers": (branch(lambda x: F.dropout(x, 0.5)), "a branch of `cond`. draws random numbers"),
     "other sizes": (branch(lambda x: x.sum()), "result 0 of the branches of `cond` is"),
     "other strides": (branch(lambda x: x.t().contiguous().t()), "result 0 of the branches of `cond` is"),
     "another structure": (branch(lambda x: (x, x)), "the branches of `cond` return"),
