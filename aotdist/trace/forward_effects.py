@@ -27,7 +27,7 @@ from aotdist.trace.capture_mode import CaptureMode
 from aotdist.trace.context import TraceContext
 from aotdist.trace.data_writes import forward_writes
 from aotdist.trace.metadata import Metadata, final_actions, refuse, released_results
-from aotdist.trace.outputs import NodeOutputs, classify
+from aotdist.trace.outputs import NodeOutputs
 from aotdist.trace.stand_ins import Inputs, StandIn
 
 
@@ -77,7 +77,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
     metadata = Metadata.of(inputs, log)
     _mark_reshaped(context, metadata)
     spent = released_results(outs, inputs, log) if lifting.ran_backward else {}
-    outputs = classify(outs, inputs, log, metadata.written, spent)
+    outputs = NodeOutputs(outs, inputs, log, metadata.written, spent)
     numbers = _tell_numbers(context, outputs)
     row = inputs.row()
     context.refuse_accumulation()

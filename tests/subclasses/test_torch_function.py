@@ -38,7 +38,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "detached": lambda x, y: (x.detach(), x.data, (x * 2).detach()),
     "as plain": lambda x, y: (x.as_subclass(torch.Tensor), (x * 2).as_subclass(torch.Tensor) * y),
     "as another": lambda x, y: (x * 2).as_subclass(type(y)) + torch.Tensor(y),
-    "a parameter": lambda x, y: nn.Parameter(y * 2),
+    "a parameter": lambda x, y: nn.Parameter(y * 2, requires_grad=False),
     "no grad": lambda x, y: no_grad(lambda: (x * 2, x.t())),
     "functions": lambda x, y: nn.functional.layer_norm(x, (4,)) + torch.cat([x, y]).mean(),
     "the other way round": lambda x, y: y.matmul(x.t()),
@@ -162,7 +162,7 @@ def test_tensors_that_an_argument_holds_are_inputs() -> None:
 
 def test_attributes_of_results() -> None:
     def fn(x: torch.Tensor, y: torch.Tensor) -> Any:
-        z, parameter = x * 2, nn.Parameter(y * 2)
+        z, parameter = x * 2, nn.Parameter(y * 2, requires_grad=False)
         z.parent, z.many, z.words = x, [y * 2, {"y": y}], ("a", 1)  # type: ignore[attr-defined]
         parameter.is_shared = True  # type: ignore[attr-defined]
         return z, z + 1, parameter
