@@ -26,7 +26,6 @@ from aotdist.artifacts.kinds import CLASSES, NAMES_OF_FUNCTIONS
 from aotdist.capture.captured import Returned
 from aotdist.capture.checks import Check
 from aotdist.capture.effects import Print, TensorResult
-from aotdist.capture.results import Shown
 from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.triton import Packed
 from aotdist.errors import AotdistError, BadArtifact, InternalError
@@ -329,10 +328,6 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
     Wrapper: (
         (_NAMES, lambda it: _are_names(it.attributes)),
         ("a class of no wrapper", lambda it: issubclass(it.cls, torch.Tensor)),
-    ),
-    Shown: (
-        (_NAMES, lambda it: _are_names(it.attributes)),
-        ("a class of no tensor", lambda it: issubclass(it.cls, torch.Tensor)),
     ),
     Returned: ((_PATH, lambda it: all(is_attribute_path(path) for _, path in it.replaced)),),
     Check: (("an error that is none of Python's", lambda it: _is_exception(it.error)),),
