@@ -29,7 +29,7 @@ META: Mapping[str, Any] = {
     "phase": Literal["forward", "backward"],
     **dict.fromkeys(("source", "module", "function", "unit"), str),
     **dict.fromkeys(("seq_nr", "serial"), int),
-    **dict.fromkeys(("grad", "draws", "overwritten", "strides_asked"), bool),
+    **dict.fromkeys(("grad", "overwritten", "strides_asked"), bool),
     "policy": Literal["must_save", "must_recompute"],
 }
 """What nodes carry beside their values, see `aotdist.program.Graph`, and of which type."""

@@ -35,9 +35,8 @@ from aotdist.runtime.ranks import (
     watches_of,
 )
 from aotdist.torch_seam.ambient import any_autocast, autocast_off
+from aotdist.torch_seam.locks import process_lock
 from aotdist.torch_seam.modes import class_functions_off
-from aotdist.torch_seam.packed_graphs import Places
-from aotdist.torch_seam.undo import process_lock
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,9 +155,6 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
     returned = Returned.of(compilation.traced.facts)
     print_call(printer, fit, run, compilation.plans, returned, hooks, enables_grad=enables_grad)
     call = printer.load("call", compilation.captured.name)
-    places = Places()
-    for graph in compilation.every_graph():
-        graph.pack(places)
     kept, watch = (without_tensors(compilation), fit.without_tensors()), watches["forward"]
     return Artifact(call, printer.source(), *kept, agreed, None if watch is None else watch.check)
 

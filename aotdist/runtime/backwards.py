@@ -178,9 +178,7 @@ class Backwards:
         added = [guard for guard in self.symbols.sizes().guards if guard not in before]
         if added:
             call = _where(added, graph, call, self.emitter.reference_backward(graph).call)
-        called = self._called(call, graph)
-        graph.pack()
-        return called
+        return self._called(call, graph)
 
     def _called(self, call: BoxedCall, graph: Graph) -> BoxedCall:
         return self.guarded(pointing_at_the_forward(self._for_any_kind(graph, call), graph), graph)

@@ -48,7 +48,7 @@ LIMITS: Mapping[str, tuple[int, int]] = {
     "most parameters of a function": (8, 8),
     "most fields of a class": (14, 14),
     "functions over 60 lines": (1, 4),
-    "files over 400 lines": (7, 8),
+    "files over 400 lines": (6, 8),
     "modules in circles of imports": (0, 0),
 }
 """What there may be of each, and what there is to be."""
