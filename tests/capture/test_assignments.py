@@ -67,8 +67,6 @@ STEPS = {
     "every item of a list": lambda m, x: m.cache.__setitem__(slice(None), [c + x for c in m.cache]),
     "an item of a dictionary": lambda m, x: m.table.__setitem__("a", m.table["a"] + x),
     "an attribute of an object": lambda m, x: assign(m.state, "hidden", m.state.hidden + x),
-    "a parameter": lambda m, x: assign(m, "other", nn.Parameter(m.weight.detach() * x)),
-    "a parameter that did not exist": lambda m, x: assign(m, "shift", nn.Parameter(torch.zeros(3))),
     "a parameter that takes the place of another": lambda m, x: assign(m, "weight", m.other),
     "a buffer twice": lambda m, x: (assign(m, "steps", m.steps + 1), assign(m, "steps", m.steps * 2)),
     "an attribute, with a tensor from elsewhere": lambda m, x: assign(m, "last", m.cache[0]),
@@ -98,6 +96,15 @@ def test_each_kind_of_place_without_gradients(name):
         return Scene(model, (torch.randn(3),), held=held(model))
 
     same_as_eager(build, calls=3, compilations=None, around=torch.no_grad)
+
+
+@pytest.mark.parametrize("name", ["other", "shift"])
+def test_parameters_made_inside_are_refused(name: str) -> None:
+    model = Stateful(lambda m, x: assign(m, name, nn.Parameter(m.weight.detach() * x)))
+    before = list(model.parameters())
+    with pytest.raises(UnsupportedProgram, match="requires grad, and no input"):
+        aotdist.compile(model, backend="fx")(torch.randn(3))
+    assert [id(parameter) for parameter in model.parameters()] == [id(parameter) for parameter in before]
 
 
 def test_a_list_that_is_a_queue():
