@@ -364,6 +364,10 @@ def gradients_of(
     inner, consumers = consumers_within(ends, given.tensors, first)
     if consumers is None:
         raise Unfit("gradients go to a tensor that it closes over")
+    sources = {edge for node in inner for edge in node.next_functions}
+    if any((end.grad_fn, end.output_nr) in sources for end in ends):
+        # A copy has one autograd node: who asks for the gradient of the first would miss what passes the other.
+        raise Unfit("it returns a tensor, and what follows from it")
     if any(map(is_users_class, functions_of(inner))):
         raise Unfit("it calls an autograd function of the user's")
     if any(node.name() == REENTRANT_CHECKPOINT for node in inner):
