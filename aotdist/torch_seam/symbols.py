@@ -294,12 +294,13 @@ def symbols_in(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> list[st
 
 def quotient_of(number: torch.SymFloat) -> tuple[float | torch.SymInt, float | torch.SymInt] | None:
     """The operands of a number that Python's `/` computes, if each is a constant or an integer; else None."""
-    from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
+    from torch.utils._sympy.functions import FloatTrueDiv, Identity, IntTrueDiv, ToFloat
 
     env: Any = number.node.shape_env
-    if not isinstance(number.node.expr, FloatTrueDiv | IntTrueDiv):
+    expr = number.node.expr.args[0] if isinstance(number.node.expr, Identity) else number.node.expr
+    if not isinstance(expr, FloatTrueDiv | IntTrueDiv):
         return None
-    parts: list[Any] = [part.args[0] if isinstance(part, ToFloat) else part for part in number.node.expr.args]
+    parts: list[Any] = [part.args[0] if isinstance(part, ToFloat) else part for part in expr.args]
     if not all(part.is_number or part.is_integer for part in parts):
         return None
     left, right = (
@@ -308,37 +309,31 @@ def quotient_of(number: torch.SymFloat) -> tuple[float | torch.SymInt, float | t
     return left, right
 
 
+def as_computed(number: torch.SymFloat) -> torch.SymFloat:
+    """What Python computed by one operation, as a number whose expression sympy does not take apart.
+
+    It would make one sum of several, in its own order, and `t` of `1 - (1 - t)`.
+    """
+    from torch.utils._sympy.functions import Identity
+
+    node: Any = number.node
+    if node.expr.is_Symbol or node.expr.is_number:
+        return number
+    return node.shape_env.create_symfloatnode(Identity(node.expr), hint=node.hint)
+
+
 def computes_exactly(number: Any) -> bool:
     """Whether the expression of a symbolic number is computed as Python computed it, to the last bit.
 
-    Whole numbers are. Sums and products of fractions are not: sympy makes one of several, in its own order.
-    Where numbers depend on data, each float that Python computes has a symbol.
+    Whole numbers are, and floats that follow `as_computed` from others. Sums and products of fractions are
+    not. Where numbers depend on data, each float that Python computes has a symbol.
     """
     if isinstance(number, torch.SymInt) or depends_on_data(number):
         return True
     expr = number.node.expr
     if isinstance(number, torch.SymBool):  # of whole numbers
         return all(symbol.is_integer for symbol in expr.free_symbols)
-    return isinstance(number, torch.SymFloat) and (expr.is_Symbol or _is_exact(expr))
-
-
-def _is_exact(expr: Any) -> bool:
-    if expr.is_number or _is_whole(expr):
-        return True
-    if expr.is_Add:  # a bias correction, 1 - beta**steps
-        first, *rest = expr.args
-        is_one = first.is_number and abs(float(first)) == 1
-        return is_one and len(rest) == 1 and (_is_exact(rest[0]) or _is_exact(-rest[0]))
-    return not expr.is_Symbol and not expr.is_Mul and all(map(_is_exact, expr.args))
-
-
-def _is_whole(expr: Any) -> bool:
-    """Whether a number is whole, an `int` or not: sums and products of such are exact, up to 2**53."""
-    if expr.is_Add or expr.is_Mul:
-        return all(map(_is_whole, expr.args))
-    if expr.is_number:
-        return float(expr).is_integer()
-    return bool(expr.is_integer) or (type(expr).__name__ == "ToFloat" and bool(expr.args[0].is_integer))
+    return isinstance(number, torch.SymFloat) and (expr.is_Symbol or type(expr).__name__ == "Identity")
 
 
 def least_of(number: torch.SymInt) -> int | None:

@@ -30,6 +30,10 @@ def computes(x: torch.Tensor, number: float) -> torch.Tensor:
     return x * (number * 0.1 + 0.3)
 
 
+def mixes(x: torch.Tensor, number: float) -> torch.Tensor:
+    return x * (1 - (1 - number)) + (0.1 + number + 0.2) * x.sin() / (3 * number + number % 0.7 - 9)
+
+
 def takes_some(x: torch.Tensor, number: int) -> torch.Tensor:
     return x[:, :number].sum() + x.sum()
 
@@ -68,7 +72,9 @@ PROGRAMS: dict[tuple[Callable[..., Any], Sequence[float]], int] = {
     (divides, FLOATS): 2,
     (multiplies, FLOATS): 2,
     (multiplies, INTS): 2,
-    (computes, INTS): 6,
+    (computes, INTS): 2,
+    (computes, FLOATS): 2,
+    (mixes, FLOATS): 2,
     (takes_some, (1, 2, 3, 4, 2, 3)): 3,
     (chooses, INTS): 3,
     (chooses, FLOATS): 6,
