@@ -3,6 +3,7 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -320,6 +321,33 @@ def as_computed(number: torch.SymFloat) -> torch.SymFloat:
     if node.expr.is_Symbol or node.expr.is_number:
         return number
     return node.shape_env.create_symfloatnode(Identity(node.expr), hint=node.hint)
+
+
+def called(function: Callable[..., Any], numbers: Sequence[Any]) -> Any:
+    """What a function of `math`, `max`, `min` or `pow` computes of numbers; the expression calls it by name.
+
+    Where it returns no float it is called with the symbols, whose values it then asks for.
+    """
+    value = function(*map(hint, numbers))
+    if not isinstance(value, float):
+        return function(*numbers)
+    exprs = [one.node.expr if isinstance(one, SYMBOLIC) else one for one in numbers]
+    env = next(one.node.shape_env for one in numbers if isinstance(one, SYMBOLIC))
+    return as_computed(env.create_symfloatnode(_unevaluated(function)(*exprs), hint=value))
+
+
+@functools.cache
+def _unevaluated(function: Callable[..., Any]) -> Any:
+    """A function of sympy's that computes nothing but numbers of numbers, and is printed as it is called."""
+    import sympy
+
+    def of_numbers(cls: type, *args: Any) -> Any:
+        if all(arg.is_number for arg in args):
+            return sympy.Float(function(*(int(arg) if arg.is_Integer else float(arg) for arg in args)))
+        return None
+
+    name = f"math.{function.__name__}" if function.__module__ == "math" else function.__name__
+    return type(name, (sympy.Function,), {"eval": classmethod(of_numbers), "is_real": True})
 
 
 def computes_exactly(number: Any) -> bool:

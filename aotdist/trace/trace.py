@@ -120,6 +120,8 @@ def trace(
         for view, make in inputs.made_again():
             log.views.note_given(view, make)
         stack.enter_context(symbols.counting(options.counts))
+        if options.counts:
+            stack.enter_context(python_numbers.functions_recorded(python_numbers.FOUND))
         stack.enter_context(context.view_mode)
         stack.enter_context(intercept_swaps(_refuse_swap))
         outs, lifting, blocks = _run_forward(context, program, tensors)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,6 +33,11 @@ def computes(x: torch.Tensor, number: float) -> torch.Tensor:
 
 def mixes(x: torch.Tensor, number: float) -> torch.Tensor:
     return x * (1 - (1 - number)) + (0.1 + number + 0.2) * x.sin() / (3 * number + number % 0.7 - 9)
+
+
+def calls(x: torch.Tensor, number: float) -> torch.Tensor:
+    warm = min(1.0, 0.1 + number**2 / 7.0) * math.exp(-number / 3) + math.sqrt(math.cos(number) ** 2)
+    return x * warm + max(0.5, math.log1p(number + 4.0)) * (9 - number) ** 0.9
 
 
 def takes_some(x: torch.Tensor, number: int) -> torch.Tensor:
@@ -75,6 +81,8 @@ PROGRAMS: dict[tuple[Callable[..., Any], Sequence[float]], int] = {
     (computes, INTS): 2,
     (computes, FLOATS): 2,
     (mixes, FLOATS): 2,
+    (calls, FLOATS): 2,
+    (calls, INTS): 2,
     (takes_some, (1, 2, 3, 4, 2, 3)): 3,
     (chooses, INTS): 3,
     (chooses, FLOATS): 6,

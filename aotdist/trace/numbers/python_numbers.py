@@ -25,7 +25,7 @@ from aotdist.origins import is_called_by_the_user
 from aotdist.torch_seam.checks import intercept_checks_of_numbers
 from aotdist.torch_seam.groups import all_to_all_of_symbols
 from aotdist.torch_seam.patches import Patch
-from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, is_undecided
+from aotdist.torch_seam.symbols import SYMBOLIC, called, depends_on_data, is_undecided, number_kind
 from aotdist.trace.failures import refusal
 from aotdist.trace.numbers.unbacked import Unbacked
 from aotdist.trace.operators import collectives
@@ -55,6 +55,21 @@ def functions_recorded(numbers: Numbers) -> AbstractContextManager[None]:
     return _RECORDED.applied((numbers, *(_RECORDED.value or ())))
 
 
+class _Found:
+    """Numbers that a program finds, or is given, and that change from call to call."""
+
+    def is_traced(self, number: Any) -> bool:
+        return type(number) in SYMBOLIC and not depends_on_data(number)
+
+    def apply(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        is_choice = function in (max, min) and not all(number_kind(one) is float for one in arguments)
+        return function(*arguments) if is_choice else called(function, arguments)
+
+
+FOUND: Numbers = _Found()
+"""Functions of `math`, and `max` and `min` of floats, need no values of them."""
+
+
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -67,12 +82,22 @@ def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     return recorded
 
 
+def _power(base: Any, exponent: Any) -> Any:
+    """`base ** exponent`: PyTorch's would require that the base is not negative."""
+    of = next((of for of in _RECORDED.value or () if of.is_traced(base) or of.is_traced(exponent)), None)
+    return _POWER(base, exponent) if of is None else of.apply(operator.pow, (base, exponent))
+
+
+_POWER = torch.SymFloat.__pow__
 _RECORDED = Patch[tuple[Numbers, ...]](
     "functions_of_numbers",
     lambda: [
-        (module, name, _recorded(getattr(module, name)))
-        for module, names in ((builtins, ("max", "min")), (math, _MATH))
-        for name in names
+        (torch.SymFloat, "__pow__", _power),
+        *(
+            (module, name, _recorded(getattr(module, name)))
+            for module, names in ((builtins, ("max", "min")), (math, _MATH))
+            for name in names
+        ),
     ],
 )
 
@@ -84,10 +109,6 @@ _TEXTS = ("__str__", "__repr__", "__format__")
 
 def _is_unbacked(number: Any) -> bool:
     return isinstance(number, torch.SymInt) and depends_on_data(number)
-
-
-def _is_of_data(number: Any) -> bool:
-    return isinstance(number, SYMBOLIC) and depends_on_data(number)
 
 
 def _needs_value(what: str) -> UnsupportedProgram:
@@ -185,24 +206,12 @@ def _text(cls: type, name: str) -> Callable[..., str]:
     return text
 
 
-def _power(base: Any, exponent: Any) -> Any:
-    """`base ** exponent`: PyTorch's would require that the base is not negative."""
-    unbacked = _FOLLOWED.value
-    if unbacked is None or not (_is_of_data(base) or _is_of_data(exponent)):
-        return _POWER(base, exponent)
-    return unbacked.apply(operator.pow, (base, exponent))
-
-
-_POWER = torch.SymFloat.__pow__
 _FOLLOWED = Patch[Unbacked](
     "numbers_of_data_followed",
     lambda: [
-        (torch.SymFloat, "__pow__", _power),
-        *(
-            (cls, name, _text(cls, name))
-            for cls in (torch.SymInt, torch.SymFloat, torch.SymBool)
-            for name in _TEXTS
-        ),
+        (cls, name, _text(cls, name))
+        for cls in (torch.SymInt, torch.SymFloat, torch.SymBool)
+        for name in _TEXTS
     ],
 )
 
