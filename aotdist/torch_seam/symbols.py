@@ -248,8 +248,16 @@ def spell(expr: Any, symbols: Mapping[str, torch.fx.Node], graph: torch.fx.Graph
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
     tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+
+    def recorded(function: Callable[..., Any]) -> Any:
+        """Beneath autograd these do not ask a proxy: they take it for a number."""
+        return staticmethod(lambda *args: tracer.create_proxy("call_function", function, args, {}))
+
+    class Analysis(PythonReferenceAnalysis):
+        maximum, minimum, not_ = map(recorded, (torch.sym_max, torch.sym_min, torch.sym_not))
+
     env: Any = {symbol: torch.fx.Proxy(symbols[str(symbol)], tracer) for symbol in expr.free_symbols}
-    node = sympy_interp(PythonReferenceAnalysis, env, expr).node
+    node = sympy_interp(Analysis, env, expr).node
     for made in graph.nodes:
         if "val" not in made.meta and made.op == "call_function":
             made.meta["val"] = made.target(*torch.fx.node.map_arg(made.args, lambda n: n.meta["val"]))
