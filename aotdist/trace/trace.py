@@ -114,6 +114,8 @@ def trace(
     with ExitStack() as stack:
         stack.enter_context(class_functions_off())
         stack.enter_context(recorder)
+        if recorder.shape_env is not None:
+            stack.enter_context(python_numbers.lengths_are_sizes())
         if recorder.unbacked is not None:
             stack.enter_context(python_numbers.followed(recorder.unbacked))
         tensors = list(map(inputs.add, program.ins, program.examples))

@@ -102,6 +102,22 @@ _RECORDED = Patch[tuple[Numbers, ...]](
 )
 
 
+def _length(of: Any) -> Any:
+    """`len(x)`, which would need the value of a tensor's size."""
+    if _LENGTHS.value is None or not isinstance(of, torch.Tensor) or of.dim() == 0:
+        return _LENGTH(of)
+    return of.shape[0]
+
+
+_LENGTH = len
+_LENGTHS = Patch[bool]("lengths_open", lambda: [(builtins, "len", _length)])
+
+
+def lengths_are_sizes() -> AbstractContextManager[None]:
+    """The length of a tensor is its first size inside, symbolic or not."""
+    return _LENGTHS.applied(True)
+
+
 _GET_ITEM: Any = torch.Tensor.__getitem__
 _SET_ITEM: Any = torch.Tensor.__setitem__
 _TEXTS = ("__str__", "__repr__", "__format__")
