@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -234,34 +234,6 @@ def are_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
         if depends_on_data(x) or depends_on_data(y):
             torch._check(x == y)
     return tuple(a) == tuple(b)
-
-
-def spell_number(number: Any, symbols: Mapping[str, torch.fx.Node], graph: torch.fx.Graph) -> Any:
-    """Nodes at the graph's insertion point that compute a symbolic number from nodes of the symbols."""
-    expr = number.node.expr
-    return number.node.hint if expr.is_number else spell(expr, symbols, graph)
-
-
-def spell(expr: Any, symbols: Mapping[str, torch.fx.Node], graph: torch.fx.Graph) -> torch.fx.Node:
-    """Nodes at the graph's insertion point that compute an expression from nodes of its symbols."""
-    from torch.utils._sympy.interp import sympy_interp
-    from torch.utils._sympy.reference import PythonReferenceAnalysis
-
-    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
-
-    def recorded(function: Callable[..., Any]) -> Any:
-        """Beneath autograd these do not ask a proxy: they take it for a number."""
-        return staticmethod(lambda *args: tracer.create_proxy("call_function", function, args, {}))
-
-    class Analysis(PythonReferenceAnalysis):
-        maximum, minimum, not_ = map(recorded, (torch.sym_max, torch.sym_min, torch.sym_not))
-
-    env: Any = {symbol: torch.fx.Proxy(symbols[str(symbol)], tracer) for symbol in expr.free_symbols}
-    node = sympy_interp(Analysis, env, expr).node
-    for made in graph.nodes:
-        if "val" not in made.meta and made.op == "call_function":
-            made.meta["val"] = made.target(*torch.fx.node.map_arg(made.args, lambda n: n.meta["val"]))
-    return node
 
 
 def symbols_of(expr: Any, env: ShapeEnv) -> dict[str, torch.SymInt]:

@@ -302,8 +302,8 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
         result = func(*args, **kwargs)
         if not isinstance(result, torch.SymFloat):
             return result
-        is_ours = self._unbacked is not None and (depends_on_data(result) or any(map(has_floats, args)))
-        return self._unbacked.apply(func, args) if is_ours else as_computed(result)
+        numbers = self._unbacked if depends_on_data(result) or any(map(has_floats, args)) else None
+        return as_computed(result) if numbers is None else numbers.apply(func, args)
 
     def _is_recorded_directly(self, func: OpOverload) -> bool:
         if func not in self._is_direct:

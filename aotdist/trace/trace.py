@@ -114,16 +114,12 @@ def trace(
     with ExitStack() as stack:
         stack.enter_context(class_functions_off())
         stack.enter_context(recorder)
-        if recorder.shape_env is not None:
-            stack.enter_context(python_numbers.lengths_are_sizes())
-        if recorder.unbacked is not None:
-            stack.enter_context(python_numbers.followed(recorder.unbacked))
+        sizes, numbers = recorder.shape_env is not None, bool(options.counts)
+        stack.enter_context(python_numbers.followed(recorder.unbacked, sizes=sizes, numbers=numbers))
         tensors = list(map(inputs.add, program.ins, program.examples))
         for view, make in inputs.made_again():
             log.views.note_given(view, make)
         stack.enter_context(symbols.counting(options.counts))
-        if options.counts:
-            stack.enter_context(python_numbers.functions_recorded(python_numbers.FOUND))
         stack.enter_context(context.view_mode)
         stack.enter_context(intercept_swaps(_refuse_swap))
         outs, lifting, blocks = _run_forward(context, program, tensors)

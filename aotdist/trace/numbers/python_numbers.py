@@ -15,7 +15,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -66,10 +66,6 @@ class _Found:
         return function(*arguments) if is_choice else called(function, arguments)
 
 
-FOUND: Numbers = _Found()
-"""Functions of `math`, and `max` and `min` of floats, need no values of them."""
-
-
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -111,11 +107,6 @@ def _length(of: Any) -> Any:
 
 _LENGTH = len
 _LENGTHS = Patch[bool]("lengths_open", lambda: [(builtins, "len", _length)])
-
-
-def lengths_are_sizes() -> AbstractContextManager[None]:
-    """The length of a tensor is its first size inside, symbolic or not."""
-    return _LENGTHS.applied(True)
 
 
 _GET_ITEM: Any = torch.Tensor.__getitem__
@@ -233,12 +224,22 @@ _FOLLOWED = Patch[Unbacked](
 
 
 @contextmanager
-def followed(unbacked: Unbacked) -> Generator[None]:
-    """Record what the program does inside with numbers that depend on data."""
-    with (
-        _FOLLOWED.applied(unbacked),
-        functions_recorded(unbacked),
-        intercept_checks_of_numbers(unbacked.require),
-        all_to_all_of_symbols(collectives.all_to_all_single),
-    ):
+def followed(unbacked: Unbacked | None, *, sizes: bool, numbers: bool) -> Generator[None]:
+    """Record what the program does inside with numbers that are symbols.
+
+    Args:
+        unbacked: those that depend on data; None if none may.
+        sizes: whether sizes may be symbols: the length of a tensor is its first one.
+        numbers: whether numbers that the program finds may be.
+    """
+    with ExitStack() as stack:
+        if sizes:
+            stack.enter_context(_LENGTHS.applied(True))
+        if numbers:
+            stack.enter_context(functions_recorded(_Found()))
+        if unbacked is not None:
+            stack.enter_context(_FOLLOWED.applied(unbacked))
+            stack.enter_context(functions_recorded(unbacked))
+            stack.enter_context(intercept_checks_of_numbers(unbacked.require))
+            stack.enter_context(all_to_all_of_symbols(collectives.all_to_all_single))
         yield
