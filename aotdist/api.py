@@ -12,7 +12,7 @@ from typing import Any, TypeVar, overload
 import torch
 from torch import nn
 
-from aotdist.artifacts.load import Stored
+from aotdist.artifacts.load import loading
 from aotdist.capture.modules import refuse_script
 from aotdist.codegen.backend import Compiler, is_eager
 from aotdist.codegen.contract import Backend
@@ -171,7 +171,7 @@ def load(path: str | Path, target: Any) -> Any:
         SignatureMismatch: at a call: the artifact was built for other calls.
     """
     _require_target(target, "run")
-    return _calling(target, Stored.open(path_of(path)).artifact_for)
+    return _calling(target, loading(path_of(path)))
 
 
 def _calling(target: Any, make: Maker) -> Any:

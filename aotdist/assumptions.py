@@ -35,7 +35,6 @@ from aotdist.torch_seam.functional import UnsupportedOperatorException
 from aotdist.torch_seam.modes import class_functions_off, users_modes_off
 from aotdist.torch_seam.own_attributes import own_attributes
 from aotdist.torch_seam.symbols import hint, symbols_in
-from aotdist.torch_seam.undo import raise_interrupt
 from aotdist.trace.context import TraceOptions
 from aotdist.trace.failures import asks_for_data, is_of_the_program
 from aotdist.trace.recorder import Recorder
@@ -276,9 +275,8 @@ def _trace(job: Job, times: StageTimes) -> TracedCall:
     while True:
         try:
             traced_call = _trace_once(job, times, assumed)
-        except Exception as error:
-            raise_interrupt(error)
-            if not isinstance(error, _Contradicted) or (job.needs_symbols() and error.instead.failure):
+        except _Contradicted as error:
+            if job.needs_symbols() and error.instead.failure:
                 raise
             assumed = error.instead
             continue

@@ -71,6 +71,7 @@ class Compiled(Explained):
 
     Attributes:
         artifacts: what was made so far, the one used last first.
+        in_container: whether what is around it is to run as it was written where a call is.
     """
 
     def __init__(self, target: Any, run: Callable[..., Any], make: Maker) -> None:
@@ -79,6 +80,7 @@ class Compiled(Explained):
         self._make = make
         self._number = 0
         self.artifacts = Artifacts()
+        self.in_container = False
         EVERY_COMPILED.add(self)
         present()
 
@@ -104,6 +106,8 @@ class Compiled(Explained):
         return bool(kinds.refused) and kinds.is_refused(Kind.of(self._call(args, kwargs)))
 
     def _as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        if self.in_container:
+            raise AsWritten
         return self._run(*args, **kwargs)
 
     def _called_anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -239,18 +243,12 @@ class CompiledModule(Compiled):
         super().__init__(target, run, make)
         self._number = number_of_its_kind(module)
         self._shown_on = weakref.WeakSet([module])
-        self.in_container = False
         self._attach()
 
     def show_on(self, module: nn.Module) -> None:
         """Hang `source`, `graphs` and `explain` on another module too."""
         self._shown_on.add(module)
         self._attach()
-
-    def _as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        if self.in_container:
-            raise AsWritten
-        return super()._as_written(args, kwargs)
 
     def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact | None:
         artifact = super()._made(args, kwargs)

@@ -160,7 +160,7 @@ def is_same_program(one: Traced, other: Traced) -> bool:
     same_facts = without_returned(one.facts) == without_returned(other.facts)
     same_facts &= Returned.of(one.facts).log.prints() == Returned.of(other.facts).log.prints()
     graphs = [print_graph(traced.graph).source for traced in (one, other)]
-    same_graphs = graphs[0] == graphs[1] and are_same(held_in(one.graph), held_in(other.graph))
+    same_graphs = graphs[0] == graphs[1] and are_same(one.graph.held(), other.graph.held())
     return same_inputs and same_facts and same_graphs
 
 
@@ -168,11 +168,6 @@ def without_returned(facts: Facts) -> Facts:
     """`facts` without the output that says what is assigned."""
     outputs = (f for f in facts.outputs if not (isinstance(f, NotATensor) and isinstance(f.value, Returned)))
     return replace(facts, outputs=Row(outputs))
-
-
-def held_in(graph: Graph) -> list[Any]:
-    """The tensors and graphs that a graph holds."""
-    return [getattr(graph.gm, node.target) for node in graph.gm.graph.find_nodes(op="get_attr")]
 
 
 def are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:

@@ -55,6 +55,10 @@ class AotdistError(RuntimeError):
         return "\n".join(lines)
 
 
+class PassesPrograms(BaseException):
+    """What a trace raises through programs that catch every `Exception`; it is no interrupt."""
+
+
 class UnsupportedProgram(AotdistError):
     """The user's program does something that cannot be compiled ahead of time."""
 

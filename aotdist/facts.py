@@ -74,8 +74,6 @@ class ViewStep:
         grad: whether grad mode was on when the view was made; a view made under `no_grad` stays
             without gradient.
         serial: number of the operation in the trace; views of one `x.detach()` have that step in common.
-        shared: whether the result is used by itself (it is returned, or written), so that all views which
-            have this step must be made from one result.
     """
 
     op: Callable[..., Any]
@@ -84,7 +82,6 @@ class ViewStep:
     pick: int | None = None
     grad: bool = True
     serial: int = 0
-    shared: bool = False
 
     def of(self, base: torch.Tensor) -> Any:
         """Run the operation, in the grad mode that it was recorded in; several views, if it has a `pick`."""
@@ -93,7 +90,7 @@ class ViewStep:
 
     def is_common(self) -> bool:
         """Whether views that have this step in common are made from one result of it."""
-        return self.pick is not None or self.shared or self.ends_views()
+        return self.pick is not None or self.ends_views()
 
     def ends_views(self) -> bool:
         """Whether autograd does not take the result for a view, so that it is the base of its own views."""

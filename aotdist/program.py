@@ -12,7 +12,6 @@ from typing import Any, Generic, Literal, NewType, TypeAlias, TypeVar, cast
 import torch
 
 from aotdist.torch_seam.nodes import calls_of, copied_graph, inputs_of
-from aotdist.torch_seam.packed_graphs import HeldGraph, Places
 from aotdist.torch_seam.proxies import graph_module
 
 ArgIdx = NewType("ArgIdx", int)
@@ -139,7 +138,7 @@ class Program(Generic[I]):
     examples: Row[I, torch.Tensor]
 
 
-@dataclass(frozen=True, slots=True, init=False)
+@dataclass(frozen=True, slots=True)
 class Graph:
     """A flat functional FX graph with a name for every argument and result.
 
@@ -154,26 +153,15 @@ class Graph:
     - `grad`: whether grad mode was on; in the backward it is for what is computed again (a checkpoint);
     - `serial`: what a recorded node has in common with its copies, and with no other node of the recorder;
     - `on_host`: that it is computed on the CPU, in a program of a GPU's;
-    - `draws`: whether graphs that an operator is given draw random numbers;
     - `policy`: `"must_save"` or `"must_recompute"`, when the program asks for it;
     - `overwritten`: whether the program writes what an argument holds;
     - `reshaped`: that the program reshapes an argument in place, so that no view of it may be saved;
     - `strides_asked`: that a backward of the user's looks at the strides.
     """
 
-    held: HeldGraph
+    gm: torch.fx.GraphModule
     ins: tuple[Slot, ...]
     outs: tuple[Slot, ...]
-
-    def __init__(self, gm: torch.fx.GraphModule, ins: tuple[Slot, ...], outs: tuple[Slot, ...]) -> None:
-        object.__setattr__(self, "held", HeldGraph(gm))
-        object.__setattr__(self, "ins", ins)
-        object.__setattr__(self, "outs", outs)
-
-    @property
-    def gm(self) -> torch.fx.GraphModule:
-        """The module; the same for as long as anybody holds it, or its nodes."""
-        return self.held.module()
 
     def copied(self) -> Graph:
         """The same graph in nodes of its own, for whoever rewires them or changes their `meta`.
@@ -182,13 +170,9 @@ class Graph:
         """
         return Graph(graph_module(self.gm, copied_graph(self.gm.graph)), self.ins, self.outs)
 
-    def pack(self, places: Places | None = None) -> None:
-        """Hold `gm` in a twentieth of its memory; it is made anew when it is asked for.
-
-        Args:
-            places: the same for graphs that have values in common.
-        """
-        self.held.pack(places)
+    def held(self) -> list[Any]:
+        """The tensors and graphs that its nodes name."""
+        return [getattr(self.gm, str(node.target)) for node in self.gm.graph.find_nodes(op="get_attr")]
 
     def placeholders(self) -> list[torch.fx.Node]:
         """The argument nodes, in the order of `ins`."""

@@ -12,14 +12,13 @@ import torch
 
 from aotdist.assumptions import TracedCall, traced_by_itself
 from aotdist.capture.constants import is_constant
-from aotdist.equivalence import are_same, held_in, without_returned
+from aotdist.equivalence import are_same, without_returned
 from aotdist.errors import UnsupportedProgram
 from aotdist.job import Job
 from aotdist.subclasses.protocol import Plain, is_real, leaves, plain_tensors, rebuild, recipe_of
 from aotdist.torch_seam.ambient import AutocastState, autocast_state, put_autocast
 from aotdist.torch_seam.functional import memory_of
 from aotdist.torch_seam.trees import pytree
-from aotdist.torch_seam.undo import raise_interrupt
 from aotdist.trace.later_backwards import LaterBackwards
 from aotdist.trace.trace import Traced, Traces
 
@@ -98,7 +97,6 @@ def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards
         try:
             another = _in_a_thread(lambda: _traced_under(autocast, asked))
         except Exception as error:
-            raise_interrupt(error)
             raise _changed(name, str(error).partition("\n")[0]) from error
         later = another.traced.later_backwards
         recorded_anew, held_anew = _recorded(another.traced)
@@ -130,7 +128,7 @@ def _recorded(traced: Traced) -> tuple[Any, list[torch.Tensor]]:
     forward = (node for node in nodes if node.op == "call_function" and node.meta["phase"] == "forward")
     said = ((node.meta.get("serial"), node, node.target, node.args, node.kwargs) for node in forward)
     digest = sha256("\n".join(map(str, said)).encode()).hexdigest()
-    held = [each for each in held_in(traced.graph) if isinstance(each, torch.Tensor)]
+    held = [each for each in traced.graph.held() if isinstance(each, torch.Tensor)]
     return (traced.program.ins, without_returned(traced.facts), digest), held
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ec"
 _RAW, _SMOOTH, _HELD_OUT = "#a9c4ea", "#2458a6", "#d1495b"
-_SMOOTHING_STEPS = 5.0
+_SMOOTHING_STEPS = 5
 """Standard deviation, in steps, of the Gaussian mean drawn over the raw loss."""
 
 STYLE: dict[Any, Any] = {
@@ -43,10 +43,11 @@ STYLE: dict[Any, Any] = {
 def smoothed(values: Sequence[float]) -> list[float]:
     """Gaussian mean around each value, cut off at the ends; unlike a running mean, it does not lag."""
     import numpy as np
-    from scipy.ndimage import gaussian_filter1d
 
+    reach = 3 * _SMOOTHING_STEPS
+    kernel = np.exp(-0.5 * (np.arange(-reach, reach + 1) / _SMOOTHING_STEPS) ** 2)
     sums, weights = (
-        gaussian_filter1d(np.asarray(each, float), _SMOOTHING_STEPS, mode="constant", truncate=3)
+        np.convolve(np.asarray(each, float), kernel)[reach : reach + len(values)]
         for each in (values, np.ones(len(values)))
     )
     return (sums / weights).tolist()

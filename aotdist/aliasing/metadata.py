@@ -1,7 +1,7 @@
 """In-place changes that a traced program makes to a tensor's metadata, rather than to its data.
 
-To its sizes and strides (`t_`, `resize_`), to its storage (`set_`, `.data =`, `out=` of another size), or to
-its history (`detach_`, `requires_grad_`).
+To its sizes and strides (`t_`, `resize_`), to its storage (`set_`, `.data =`), or to its history (`detach_`,
+`requires_grad_`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from aotdist.aliasing.overwrite import put
 from aotdist.facts import ViewStep
 from aotdist.subclasses.protocol import plain_tensors, rebuild, recipe_of
 from aotdist.torch_seam.autograd import (
-    beneath_autograd,
     creation_meta,
     failing_in_backward,
     history_of,
@@ -98,15 +97,6 @@ class Change:
         if not tensor.requires_grad or tensor._is_view() or not self.is_unseen(tensor.size()):
             return self.before(tensor)
         return with_history_of(tensor, lambda: another_name(self.before(tensor.detach())))
-
-
-def resize_as_out(tensor: torch.Tensor, size: tuple[int, ...], stride: tuple[int, ...]) -> None:
-    """Resize a tensor as an operator resizes an `out=` of another size."""
-    with beneath_autograd():  # which refuses to resize a leaf: operators do it further down
-        tensor.resize_(size)
-    if tensor.stride() != stride:
-        # `as_strided_` would count as another write.
-        tensor.data = tensor.detach().as_strided(size, stride)
 
 
 def assign_data(tensor: torch.Tensor, source: torch.Tensor) -> None:

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
-from aotdist.aliasing.metadata import INVERSES, Change, another_name, make_again, resize_as_out
+from aotdist.aliasing.metadata import INVERSES, Change, another_name, make_again
 from aotdist.aliasing.overwrite import all_uncounted, bump, rewind, written_uncounted
 from aotdist.aliasing.view_log import ViewLog, is_recorded
 from aotdist.aliasing.view_refusals import (
     from_storage,
     refuse_overlapping_write,
-    refuse_resized_inside,
     strided_in_place,
     uncounted_with_history,
 )
@@ -38,7 +37,6 @@ from aotdist.torch_seam.operators import (
     is_left_whole_in_inference,
     is_operator,
     makes_views,
-    out_names,
     out_of_place,
     written_by,
 )
@@ -118,9 +116,6 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         # `detach_` gets here in inference mode only, where nothing has a history.
         if torch.Tag.inplace_view in getattr(func, "tags", ()) and func is not _DETACH_:
             return self._log_in_place(func, args, kwargs)
-        results = out_names(func) if is_operator(func) else ()
-        if results:
-            return self._log_outs(func, args, kwargs, results)
         uncounted = written_uncounted(args)
         if uncounted and targets and is_recorded((*args, *kwargs.values())):
             raise uncounted_with_history(func)
@@ -166,12 +161,8 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
                 return result
             op, rest, kwargs = _RESIZE, [tuple(changed.size())], _format_of(changed)
         change = self.log.note_change(changed, size, op, rest, kwargs, bumps=1, former=former)
-        if not change.moves():
-            self._make_views_again(changed)
         twin = out_of_place(func)
         entry = self.log.views.get(changed)
-        if entry is not None:
-            self.log.rebase_views_of(entry)
         if twin is not None and (entry is not None or self.log.views.was_given(changed)):
             # Autograd rebuilds a view's history after a write, in the grad mode in which the view was made.
             grad = (entry is None or entry.steps[-1].grad) if changed._is_view() else change.grad
@@ -189,55 +180,20 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         # `x.detach().t_()` is no view to autograd, `x.detach().t()` is one.
         return (step, ViewStep(DETACH, (), (), None, change.grad, self.log.views.next_serial()))
 
-    def _log_outs(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any], names: Sequence[str]
-    ) -> Any:
-        """Call an operator with `out=`, and log if it gives one of these another size."""
-        outs = [kwargs[name] for name in names if isinstance(kwargs.get(name), torch.Tensor)]
-        before = [(out.size(), another_name(out)) for out in outs]
-        result = func(*args, **kwargs)
-        for out, (size, former) in zip(outs, before, strict=True):
-            refuse_resized_inside(out, former)
-            if out.size() != size:
-                shape = [tuple(out.size()), out.stride()]
-                self.log.note_change(out, size, resize_as_out, shape, {}, bumps=1, former=former)
-        return result
-
     def settle(self) -> None:
         """Make views that the last call reshaped in place again, so that autograd knows them as they are."""
         views = self.log.views
         while self._reshaped:
             view, last = self._reshaped.pop()
+            if views.was_given(view):
+                views.reshape_given(view, last)
             base = view._base
-            if base is not None:
-                known = views.first_steps(view)
-                steps = (*known, last) if known else views.steps_from(base, view)
+            # The history of a wrapper follows from its layout.
+            if base is not None and isinstance(view, FunctionalTensor) and not view.is_inference():
                 rewind(base, 1)  # so that autograd takes the view for outdated, and rebuilds its history
-                self._make_again(view, base, steps)
+                with replaced(self, "_is_off", True):
+                    make_again(view, base, views.steps_from(base, view))
                 bump(base, 1)
-
-    def _make_views_again(self, base: torch.Tensor) -> None:
-        """Make the views of `base`, which was reshaped in place, again from what it is now.
-
-        Autograd rebuilds their history by the operators that made them, which fit what the base was before.
-        """
-        views = self.log.views
-        for view in views.of(base):
-            with enable_reentrant_dispatch():
-                self._make_again(view, base, views.first_steps(view) or views.steps_from(base, view))
-
-    def _make_again(self, view: torch.Tensor, base: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
-        if not isinstance(view, FunctionalTensor) or view.is_inference():
-            return  # the history of a wrapper follows from its layout
-        self.log.views.keep_first_steps(view, steps)
-        with replaced(self, "_is_off", True):
-            make_again(view, self._as_at(base, steps[0].serial), steps)
-
-    def _as_at(self, base: torch.Tensor, serial: int) -> torch.Tensor:
-        """A tensor as it was at a point of the trace, made by views of what it is now."""
-        for change in reversed(self.log.changes_of(base)):
-            base = change.before(base) if change.serial > serial else base
-        return base
 
 
 def another_name_from_below(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,7 +8,6 @@ from aotdist.aliasing.memory import may_repeat
 from aotdist.aliasing.views import Views
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import Origins
-from aotdist.subclasses.protocol import is_wrapper, plain_tensors
 from aotdist.torch_seam.operators import OpOverload
 
 _STRIDED = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.unfold.default})
@@ -34,16 +33,6 @@ def refuse_overlapping_write(views: Views, func: OpOverload, target: torch.Tenso
                 fix="write the tensor before it is expanded, or `clone` the expanded one first",
             )
         shown = None if entry is None else entry.base
-
-
-def refuse_resized_inside(out: torch.Tensor, former: torch.Tensor) -> None:
-    """Refuse a wrapper whose inner tensors were resized as `out=`: in eager it keeps its former sizes."""
-    inside = zip(plain_tensors(out), plain_tensors(former), strict=True)
-    if is_wrapper(out) and any(plain.size() != before.size() for plain, before in inside):
-        raise _refusal(
-            f"a {type(out).__name__} is given as `out=` of an operator whose result has another size",
-            fix="give it the size of the result before",
-        )
 
 
 def detached_since(where: str | None = None) -> UnsupportedProgram:

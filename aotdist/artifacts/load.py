@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -20,67 +19,49 @@ from aotdist.runtime.artifact import Artifact, Artifacts
 from aotdist.torch_seam.modes import class_functions_off
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """An artifact that fits this process: its versions, its GPU, its ranks.
+def loading(path: str | Path) -> Callable[[UserCall, Artifacts], Artifact]:
+    """What loads the artifact in a file for a call.
 
-    Args:
-        archive: what was in the file.
+    It is given the call, and what was loaded for other calls. It raises `SignatureMismatch` for a call that
+    nothing was built for, with what differs; `BadArtifact` if the file holds what this aotdist does not know;
+    `RankDivergence` and `RankLost` where other ranks loaded other sequences of collectives, or failed to.
+
+    Raises:
+        BadArtifact: the file is damaged, or was built by other versions, for another target, or for another
+            number of ranks.
     """
+    archive = open_archive(Path(path))
+    _check_process(Path(path), archive)
+    manifest = archive.manifest
 
-    archive: Archive
-
-    @classmethod
-    def open(cls, path: str | Path) -> Stored:
-        """The artifact in a file.
-
-        Raises:
-            BadArtifact: the file is damaged, or was built by other versions, for another target, or for
-                another number of ranks.
-        """
-        archive = open_archive(Path(path))
-        _check_process(Path(path), archive)
-        return cls(archive)
-
-    def artifact_for(self, call: UserCall, artifacts: Artifacts) -> Artifact:
-        """The artifact, loaded for a call.
-
-        Args:
-            call: the call.
-            artifacts: what was loaded for other calls.
-
-        Raises:
-            SignatureMismatch: it was built for other calls; with what differs.
-            BadArtifact: it holds what this aotdist does not know.
-            RankDivergence: the ranks loaded different sequences of collectives.
-            RankLost: another rank failed to load it.
-        """
-        manifest = self.archive.manifest
+    def artifact_for(call: UserCall, artifacts: Artifacts) -> Artifact:
         with only_ours():
-            built: list[Json] = self.archive.record_of(dist.get_rank() if manifest.world_size > 1 else 0)[
-                "calls"
-            ]
+            rank = dist.get_rank() if manifest.world_size > 1 else 0
+            built: list[Json] = archive.record_of(rank)["calls"]
             settings = settings_of(built[0])
         with class_functions_off():
-            return loaded_together(manifest.name, settings, lambda: self._fitting(built, call), artifacts)
+            return loaded_together(manifest.name, settings, lambda: _fitting(archive, built, call), artifacts)
 
-    def _fitting(self, built: Sequence[Json], call: UserCall) -> Artifact:
-        """What was built for this call, among all."""
-        device_type, binaries = self.archive.manifest.device_type, dict(self.archive.binaries)
-        mismatches: list[SignatureMismatch] = []
-        for record in built:
-            try:
-                compilation = read(record, call, settings_of(record), device_type, binaries)
-                with only_ours():
-                    return printed(compilation)
-            except SignatureMismatch as mismatch:
-                mismatches.append(mismatch)
-        first, *others = mismatches
-        if not others:
-            raise first
-        reasons = "\n".join(f"  {number}. {each.what}" for number, each in enumerate(mismatches, 1))
-        what = f"the artifact was built for {len(built)} calls, and this is none of them:\n{reasons}"
-        raise SignatureMismatch(what, stage="store", fix=first.fix)
+    return artifact_for
+
+
+def _fitting(archive: Archive, built: Sequence[Json], call: UserCall) -> Artifact:
+    """What was built for this call, among all."""
+    device_type, binaries = archive.manifest.device_type, dict(archive.binaries)
+    mismatches: list[SignatureMismatch] = []
+    for record in built:
+        try:
+            compilation = read(record, call, settings_of(record), device_type, binaries)
+            with only_ours():
+                return printed(compilation)
+        except SignatureMismatch as mismatch:
+            mismatches.append(mismatch)
+    first, *others = mismatches
+    if not others:
+        raise first
+    reasons = "\n".join(f"  {number}. {each.what}" for number, each in enumerate(mismatches, 1))
+    what = f"the artifact was built for {len(built)} calls, and this is none of them:\n{reasons}"
+    raise SignatureMismatch(what, stage="store", fix=first.fix)
 
 
 def gpu_here() -> str | None:

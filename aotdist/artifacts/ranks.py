@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
-from aotdist.artifacts.typed import damaged, require
 from aotdist.artifacts.values import Json
 
 _Path: TypeAlias = Sequence["str | int"]
@@ -30,21 +29,6 @@ class Variant:
     record: Json
     ranks: Sequence[int]
     tables: Sequence[tuple[_Path, Sequence[Json]]]
-
-    @classmethod
-    def read(cls, json: Json) -> Variant:
-        """The variant that a file holds.
-
-        Raises:
-            BadArtifact: it holds something else.
-        """
-        ranks = require(json["ranks"], list[int], "the ranks of a record")
-        tables = require(json["tables"], list[list[Any]], "the tables of a record")
-        for path, parts in tables:
-            require(path, list[str | int], "where ranks differ")
-            if len(require(parts, list[Any], "how ranks differ")) != len(ranks):
-                raise damaged("a table is not of the ranks of its record")
-        return cls(json["record"], ranks, [(path, parts) for path, parts in tables])
 
     def of(self, rank: int) -> Json:
         """The record of one rank."""

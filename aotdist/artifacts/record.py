@@ -18,7 +18,6 @@ import torch
 from aotdist.artifacts.graphs import Graphs, without_folder
 from aotdist.artifacts.kinds import Shape
 from aotdist.artifacts.live import NOTHING_LIVE, Live
-from aotdist.artifacts.rerun import Rerun, check_results, check_views
 from aotdist.artifacts.signature import check_same, signature_of, steady_path, storages_of
 from aotdist.artifacts.typed import damaged, only_ours, require
 from aotdist.artifacts.values import Json, Values
@@ -35,7 +34,7 @@ from aotdist.convention.stack import Plans
 from aotdist.errors import InternalError, SignatureMismatch, UnsupportedProgram
 from aotdist.facts import Facts
 from aotdist.partition.gates import linked
-from aotdist.passes.verify import verify_split
+from aotdist.passes.verify import verify, verify_split
 from aotdist.pipeline import drawn_on
 from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, PrimalIdx, Program, Row, Slot, Split
 from aotdist.runtime.compilation import Compilation, Inference, Training
@@ -249,16 +248,10 @@ class _Reading:
         graphs = Graphs(self.values, fake_mode, shapes)
         symbols = Symbols(None, {})
         graph = graphs.read(region["graph"] if "graph" in region else region["cut"])
-        rerun = Rerun(fake_mode)
-        rerun.check(graph)
-        check_results(graph, self.facts, self.program.ins)
-        check_views(self.facts, self.program, fake_mode)
+        verify(graph, "reading a file")
         traced = Traced(self.program, graph, self.facts, fake_mode, symbols)
         plans = Plans.of(self.program, self.facts, drawn_on(graph))
         split = None if "graph" in region else self._split(region, graphs)
-        for half in () if split is None else (split.forward, split.backward):
-            rerun.check(half)
-            check_results(half, self.facts, self.program.ins)
         of = {"inference": graph} if split is None else {"forward": split.forward, "backward": split.backward}
         emitted = {
             name: self._emitted(name, each, graphs, of[name]) for name, each in json["emitted"].items()

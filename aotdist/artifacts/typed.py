@@ -14,7 +14,7 @@ import math
 import re
 import types
 import typing
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, NewType, TypeAlias, Union
 
@@ -22,16 +22,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from aotdist import facts
-from aotdist.artifacts.kinds import CLASSES, NAMES_OF_FUNCTIONS
+from aotdist.artifacts.kinds import NAMES_OF_FUNCTIONS
 from aotdist.capture.captured import Returned
 from aotdist.capture.checks import Check
 from aotdist.capture.effects import Print, TensorResult
-from aotdist.capture.results import Shown
 from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.triton import Packed
 from aotdist.errors import AotdistError, BadArtifact, InternalError
-from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
-from aotdist.runtime.derive import BackwardRequest
+from aotdist.program import Row, Slot
 from aotdist.subclasses.protocol import SPARSE_PARTS, Wrapper
 from aotdist.torch_seam.autograd import CreationMeta
 from aotdist.torch_seam.dtensor import layout_kinds
@@ -66,7 +64,9 @@ def only_ours() -> Generator[None]:
     except AotdistError:
         raise
     except NOT_OURS as error:
-        raise damaged(f"the artifact contradicts itself ({type(error).__name__}: {error})") from error
+        what = f"the artifact contradicts itself ({type(error).__name__}: {error})"
+        # Of a `StopIteration` contextlib would raise the cause, and not what it is the cause of.
+        raise damaged(what) from None
 
 
 def damaged(what: str) -> BadArtifact:
@@ -247,43 +247,6 @@ def _is_exception(name: str) -> bool:
     return isinstance(found, type) and issubclass(found, Exception)
 
 
-def _indices(value: Any, hint: Any) -> Iterator[tuple[Any, int]]:
-    """The indices in a value of a type, each with the convention that it belongs to."""
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if isinstance(hint, NewType):
-        yield hint, value
-    elif origin in (Union, types.UnionType):
-        fitting = next(arg for arg in args if test_of(arg)(value))
-        yield from _indices(value, fitting)
-    elif origin is tuple and args[-1:] != (...,):
-        for part, arg in zip(value, args, strict=True):
-            yield from _indices(part, arg)
-    elif origin in (tuple, frozenset, Row):
-        for part in value:
-            yield from _indices(part, args[1] if origin is Row else args[0])
-    elif origin in (dict, Mapping):
-        yield from _indices(frozenset(value), frozenset[args[0]])
-        yield from _indices(tuple(value.values()), tuple[args[1], ...])
-    elif CLASSES.get(getattr(hint, "__name__", "")) is hint:
-        for name, part in _hints(hint).items():
-            yield from _indices(getattr(value, name), part)
-
-
-def _indices_exist(it: facts.Facts) -> bool:
-    ends = {PrimalIdx: len(it.inputs), OutIdx: len(it.outputs), NodeOutIdx: len(it.node_outs)}
-    return all(index < ends[kind] for kind, index in _indices(it, facts.Facts))
-
-
-def _levels_exist(it: facts.Facts) -> bool:
-    levels = it.backward.levels
-    num_levels = len(it.backward.waypoints) + 1
-    return len(levels) in (0, len(it.node_outs)) and all(0 <= level < num_levels for level in levels)
-
-
-def _are_all_made(it: facts.Facts) -> bool:
-    return {*it.outputs.indices()} <= {one for one in it.order if isinstance(one, int)}
-
-
 _POINTER = re.compile(r"\*[a-z0-9]+")
 
 
@@ -304,10 +267,6 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
         (_PATH, lambda it: it.inner == "" or is_attribute_path(it.inner)),
         ("the role of a symbolic size, which no file holds", lambda it: it.role != "size"),
     ),
-    BackwardRequest: (
-        ("gates, which no backward that is stored has", lambda it: it.gate is None and not it.watched),
-        ("no results", lambda it: bool(it.results)),
-    ),
     facts.Inside: ((_PATH, lambda it: is_attribute_path(it.path)),),
     facts.ViewStep: ((_NAMES, lambda it: _are_names(it.kwargs)),),
     facts.MetadataWrite: ((_NAMES, lambda it: _are_names(it.kwargs)),),
@@ -321,19 +280,8 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
             "numbers that depend on data, which no file holds",
             lambda it: not it.numbers and not it.data_guards,
         ),
-        ("inputs of several numbers", lambda it: len(it.inputs) == len(it.recipes) == len(it.backward.grads)),
-        ("an index of nothing", lambda it: _indices_exist(it)),
-        ("an output that is never made", _are_all_made),
-        ("a level without a waypoint", _levels_exist),
     ),
-    Wrapper: (
-        (_NAMES, lambda it: _are_names(it.attributes)),
-        ("a class of no wrapper", lambda it: issubclass(it.cls, torch.Tensor)),
-    ),
-    Shown: (
-        (_NAMES, lambda it: _are_names(it.attributes)),
-        ("a class of no tensor", lambda it: issubclass(it.cls, torch.Tensor)),
-    ),
+    Wrapper: ((_NAMES, lambda it: _are_names(it.attributes)),),
     Returned: ((_PATH, lambda it: all(is_attribute_path(path) for _, path in it.replaced)),),
     Check: (("an error that is none of Python's", lambda it: _is_exception(it.error)),),
     Print: (("something to call", lambda it: it.call is None and it.file is None),),

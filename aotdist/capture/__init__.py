@@ -27,16 +27,10 @@ backward it runs, which it knows by the modes that the engine hands on. Of the a
 module tree would lose what is known by identity (closures, hooks, tied modules, FSDP2's records), and leaving
 parameters in place for `CaptureMode` to replace would show real tensors to the methods of wrappers.
 
-**Interrupts and forks.** A `KeyboardInterrupt` may arrive between the methods of a context manager and its
-block, or while it is left, so no context is relied on. A compilation begins at one door
-(`capture/compile_lock.py`), where the state of thread and process is read; whatever interrupts it, that is
-set again, and twice, since the first time may be interrupted as well (`torch_seam/interrupts.py`). What it
-changes in objects of the program's says before how it is undone (`torch_seam/undo.py`), and each such thing
-is undone once: an interrupt in the middle of that is raised when the rest is done, too. What Dynamo changes
-before it calls the backend is its own to undo: it left something behind after 2 of 118 interrupts of a
-`torch.compile`. An error that follows an interrupt, because contexts were left open, counts as the interrupt:
-nothing goes on as after an error. In a process that is forked while another thread compiles, locks are free,
-and what belongs to all threads is as it was before that compilation.
+**Interrupts and forks.** What a compilation changes is changed in contexts, which put it back whatever leaves
+them, a `KeyboardInterrupt` too. One that arrives in the microseconds between the methods of a context manager
+and its block finds a context open, as anywhere in Python. In a process that is forked while another thread
+compiles, locks are free, and PyTorch's functions are its own (`capture/compile_lock.py`).
 
 **Reads of data.** A program that reads a tensor's data (`if mask.all()`) is rejected, unless the value is the
 same at every call: computed from no argument and no random number, for example positions and masks derived

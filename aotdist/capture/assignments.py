@@ -28,7 +28,6 @@ from aotdist.sizes import numbers_of_data
 from aotdist.torch_seam.own_attributes import own, shared, with_shared
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
-from aotdist.torch_seam.undo import to_undo
 
 _Place: TypeAlias = tuple[Source, list[Any] | dict[Any, Any]]
 """A container, and where to find it."""
@@ -60,7 +59,6 @@ class Assignments:
         self._existing = [*entered, *self._before()]
         self.existing = frozenset(map(id, self._existing))
         """Identities of the objects that were there before the trace."""
-        to_undo(self.roll_back)
 
     def collect(self, given: Mapping[int, int]) -> list[tuple[Source, Any]]:
         """Places that were assigned traced tensors, or containers of some; each is put back as it was.

@@ -60,7 +60,6 @@ from aotdist.torch_seam.inductor import (
     tracing_context,
 )
 from aotdist.torch_seam.symbols import depends_on_data
-from aotdist.torch_seam.undo import raise_interrupt
 from aotdist.trace.operators import functionalised as operators
 from aotdist.trace.operators.fakes import norms_laid_out
 
@@ -265,7 +264,6 @@ def _failing_by_name(gm: torch.fx.GraphModule, what: str) -> Generator[None]:
     except UnsupportedProgram:
         raise
     except Exception as error:
-        raise_interrupt(error)
         reason, found = str(error).partition("\n")[0] or type(error).__name__, _EXECUTED.search(str(error))
         name, target = (None, None) if found is None else found.groups()
         at = [node for node in gm.graph.nodes if node.name == name or str(node.target) == target]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import torch
@@ -148,14 +147,6 @@ def _checked(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
             "the option `dynamic` cannot be honoured: Dynamo decides which sizes are open",
             fix="call `torch.compile(..., dynamic=True)`",
         )
-    known = ["backend", *(field.name for field in fields(Settings) if field.name != "dynamic")]
-    for name in options:
-        if name not in (*known, "dynamic"):
-            near = difflib.get_close_matches(name, known, n=1)
-            raise BadSettings(
-                f"`{name}` is not an option",
-                fix=f"did you mean `{near[0]}`?" if near else f"options are {', '.join(known)}",
-            )
     match mode:
         case None | "default":
             return options

@@ -8,9 +8,9 @@ tensor. Floats that it left open come as tensors, and are numbers again: eager c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
@@ -25,18 +25,13 @@ from aotdist.torch_seam.dynamo import (
     is_wrapped_number,
 )
 from aotdist.torch_seam.operators import HigherOrderOperator
-from aotdist.torch_seam.symbols import expression, is_open
+from aotdist.torch_seam.symbols import expression, open_sizes
 
 Kind = Literal["tensors", "size", "integer", "float", "other"]
 
 
-@dataclass(frozen=True, slots=True)
-class SizePlace:
-    """Where a size is read: which input, which of the tensors in it, and which dimension."""
-
-    input: int
-    tensor: int
-    dim: int
+SizePlace: TypeAlias = tuple[int, int, int]
+"""Where a size is read: which input, which of the tensors in it, and which dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +122,8 @@ class DynamoGraph:
     def _value(self, each: Input, named: Mapping[str, Any]) -> Any:
         """What the graph takes for an argument."""
         if each.place is not None:
-            owner = self.inputs[each.place.input].name
-            return _tensors(named[owner])[each.place.tensor].size(each.place.dim)
+            owner, number, dim = each.place
+            return _tensors(named[self.inputs[owner].name])[number].size(dim)
         value = named[each.name]
         match each.kind:
             case "integer" if isinstance(value, torch.Tensor):
@@ -144,17 +139,13 @@ def _tensors(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-def _open_sizes(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
-    return ((dim, size) for dim, size in enumerate(tensor.shape) if is_open(size))
-
-
 def _first_places(examples: Sequence[Any]) -> dict[str, SizePlace]:
     """The first tensor, and its dimension, that has each symbol for a size."""
     found: dict[str, SizePlace] = {}
     for position, example in enumerate(examples):
         for number, tensor in enumerate(_tensors(example) if _is_of_tensors(example) else ()):
-            for dim, size in _open_sizes(tensor):
-                found.setdefault(expression(size), SizePlace(position, number, dim))
+            for dim, size in open_sizes(tensor):
+                found.setdefault(expression(size), (position, number, dim))
     return found
 
 
@@ -177,7 +168,7 @@ def _input(name: str, node: Node, places: Mapping[str, SizePlace]) -> Input:
         return Input(name, "other")
     if is_wrapped_number(node) and all(_reads_number(user) for user in node.users):
         return Input(name, "float")
-    dims = tuple(frozenset(dim for dim, _ in _open_sizes(tensor)) for tensor in _tensors(example))
+    dims = tuple(frozenset(dim for dim, _ in open_sizes(tensor)) for tensor in _tensors(example))
     return Input(name, "tensors", dims)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import GraphModule
+from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from aotdist.artifacts.archive import FORMAT, Manifest, check_versions, open_archive, version_of
@@ -21,17 +21,18 @@ from aotdist.artifacts.graphs import Graphs
 from aotdist.artifacts.kinds import Shape
 from aotdist.artifacts.live import GroupName, Live
 from aotdist.artifacts.ranks import merged
-from aotdist.artifacts.rerun import Rerun, has_symbols
 from aotdist.artifacts.typed import damaged, made, only_ours, require
 from aotdist.artifacts.values import Json, Values
+from aotdist.codegen.fx import attribute_of
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export.signature import BackwardSignature, GraphSignature
 from aotdist.files import refuse_unwritable
 from aotdist.partition.builder import GraphBuilder
 from aotdist.program import Graph, Slot
 from aotdist.sizes import is_symbolic
-from aotdist.torch_seam.functional import FakeTensorMode
+from aotdist.torch_seam.functional import FakeTensorMode, quiet_fakes
 from aotdist.torch_seam.groups import world_group_name
+from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.proxies import call_with_primals_and_tangents, primals_and_values
 from aotdist.torch_seam.symbols import expression, hint, is_open, new_symbol, shape_env
 from aotdist.trace.numbers.symbols import symbolic_strides
@@ -149,7 +150,7 @@ def _without_symbols(gm: GraphModule) -> Graph:
             break
         new = builder.placeholder(node) if node.op == "placeholder" else builder.copy(node)
         val = node.meta.get("val")
-        if is_symbolic(val) or has_symbols(val):
+        if is_symbolic(val) or _has_symbols(val):
             new.meta["val"] = None
     ins = [Slot("primal", node.name) for node in builder.graph.find_nodes(op="placeholder")]
     results: Any = map_arg(gm.graph.output_node().args[0], builder.env.__getitem__)
@@ -165,7 +166,7 @@ def _symbolic_inputs(gm: GraphModule) -> dict[str, Json]:
     found: dict[str, Json] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
         val = node.meta.get("val")
-        if has_symbols(val):
+        if _has_symbols(val):
             found[node.name] = {
                 "names": [_name(size) for size in val.shape],
                 "size": [hint(size) for size in val.shape],
@@ -175,6 +176,13 @@ def _symbolic_inputs(gm: GraphModule) -> dict[str, Json]:
                 "device": str(val.device),
             }
     return found
+
+
+def _has_symbols(val: Any) -> bool:
+    """Whether a value is, or has sizes, that differ from call to call."""
+    if isinstance(val, (tuple, list)):
+        return any(map(_has_symbols, val))
+    return any(map(is_open, (*val.shape, *val.stride()) if isinstance(val, torch.Tensor) else (val,)))
 
 
 def _name(size: int | torch.SymInt) -> str | None:
@@ -202,10 +210,24 @@ def _read(record: Mapping[str, Json]) -> Exported:
         for node in gm.graph.find_nodes(op="placeholder"):
             if node.name in sizes:
                 node.meta["val"] = _symbolic(sizes[node.name], env, symbols, fake_mode, node.name)
-    Rerun(fake_mode).check_operators(gm)
+    _tell_values(gm, fake_mode)
     _call_as_joint(gm, record["joint"])
     signature = record["signature"]
     return Exported(gm, None if signature is None else _read_signature(signature, values, gm))
+
+
+def _tell_values(gm: GraphModule, fake_mode: FakeTensorMode) -> None:
+    """Let nodes that say nothing of their values, as those are of symbolic sizes, say what they compute."""
+
+    def val_of(source: Node) -> Any:
+        val = attribute_of(gm, source) if source.op == "get_attr" else source.meta["val"]
+        return fake_mode.from_tensor(val) if type(val) is torch.Tensor else val
+
+    with no_modes(), fake_mode, torch.no_grad(), quiet_fakes():
+        for node in gm.graph.nodes:
+            if node.op == "call_function" and node.meta["val"] is None:
+                args, kwargs = map_arg((node.args, dict(node.kwargs)), val_of)
+                node.meta["val"] = node.target(*args, **kwargs)
 
 
 def _call_as_joint(gm: GraphModule, counts: Json) -> None:

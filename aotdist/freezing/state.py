@@ -7,6 +7,7 @@ the module's state are noticed, by version counters.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Generator, Mapping
 from typing import Any, NoReturn
 
@@ -116,7 +117,9 @@ class FrozenState:
                 if is_real(one.value):
                     one.value.data = torch.empty(0, dtype=one.value.dtype, device=one.value.device)
         for path, module in self._modules.items():
-            refusal = _Refusal(type(module).__name__, path)
+            kind = type(module).__name__
+            name = f"`{path}` ({kind})" if path else f"this {kind}"
+            refusal = functools.partial(_refuse_without_parameters, name)
             self._calls[module] = compiled_call_of(module)
             set_compiled_call(module, refusal)
             module.register_state_dict_pre_hook(refusal)
@@ -136,18 +139,13 @@ class FrozenState:
                 set_compiled_call(module, refusal)
 
 
-class _Refusal:
+def _refuse_without_parameters(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     """What runs instead when a module is called, or asked for its state, without its parameters."""
-
-    def __init__(self, kind: str, path: str) -> None:
-        self._name = f"`{path}` ({kind})" if path else f"this {kind}"
-
-    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedProgram(
-            f"the parameters of {self._name} are gone: it was frozen with `discard_parameters`",
-            stage="freeze",
-            fix="call what `aotdist.freeze` returned, or make the module again",
-        )
+    raise UnsupportedProgram(
+        f"the parameters of {name} are gone: it was frozen with `discard_parameters`",
+        stage="freeze",
+        fix="call what `aotdist.freeze` returned, or make the module again",
+    )
 
 
 def _shell(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ size like any other; a number that is the size of none is a constant of each cal
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch.utils.checkpoint import CheckpointPolicy
 from aotdist.partition.builder import GraphBuilder
 from aotdist.program import BACKWARD_ROLES, LATE_ROLES, Graph, Slot
 from aotdist.torch_seam.proxies import call_with_primals_and_tangents
-from aotdist.torch_seam.symbols import expression, is_open
+from aotdist.torch_seam.symbols import expression, open_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +120,10 @@ class OpenSizes:
         shown = _examples(mod, args)
         found: dict[str, tuple[int, int]] = {}
         dims: dict[int, set[int]] = {}
-        for position, dim, size in _open_dims(shown):
-            found.setdefault(expression(size), (position, dim))
-            dims.setdefault(position, set()).add(dim)
+        for position, example in enumerate(shown):
+            for dim, size in open_sizes(example) if isinstance(example, torch.Tensor) else ():
+                found.setdefault(expression(size), (position, dim))
+                dims.setdefault(position, set()).add(dim)
         numbers = ((k, value) for k, value in enumerate(shown) if isinstance(value, torch.SymInt))
         places = {k: found[name] for k, value in numbers if (name := expression(value)) in found}
         return cls({position: frozenset(some) for position, some in dims.items()}, places)
@@ -155,11 +156,3 @@ def _examples(mod: nn.Module, args: Sequence[Any]) -> list[Any]:
     if len(nodes) != len(args):
         return list(args)
     return [node.meta.get("example_value", value) for node, value in zip(nodes, args, strict=True)]
-
-
-def _open_dims(examples: Sequence[Any]) -> Iterator[tuple[int, int, Any]]:
-    for position, example in enumerate(examples):
-        if isinstance(example, torch.Tensor):
-            for dim, size in enumerate(example.shape):
-                if is_open(size):
-                    yield position, dim, size

@@ -65,7 +65,7 @@ def _choose(halves: Halves, policy: Policy) -> set[Node]:
         case "default":
             return default_saved(halves)
         case "min_cut":
-            from aotdist.partition.min_cut import min_cut_saved  # scipy: 0.2 s to import, on demand
+            from aotdist.partition.min_cut import min_cut_saved  # which reads this module
 
             return min_cut_saved(halves)
         case _:

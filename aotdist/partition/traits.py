@@ -97,10 +97,8 @@ def phase_of(node: Node) -> str | None:
 
 
 def is_random(node: Node) -> bool:
-    """Whether the node draws from a random generator, or a graph does that it is given."""
-    if not isinstance(node.target, OpOverload):
-        return bool(node.meta.get("draws"))
-    return _op_is_random(node.target)
+    """Whether the node draws from a random generator."""
+    return isinstance(node.target, OpOverload) and _op_is_random(node.target)
 
 
 @functools.cache

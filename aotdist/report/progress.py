@@ -24,7 +24,6 @@ from aotdist.report.details import Details, details_of
 from aotdist.report.summary import report_of
 from aotdist.runtime.artifact import Artifact
 from aotdist.torch_seam.dynamo import is_tracing, trace_artifacts
-from aotdist.torch_seam.undo import to_undo
 
 log = logging.getLogger(__name__)
 
@@ -79,11 +78,6 @@ def showing(name: str, stream: TextIO | None = None, patience_s: float = _PATIEN
     done = threading.Event()
     thread = threading.Thread(target=_show, args=(progress, stream, patience_s, done), daemon=True)
 
-    def stop() -> None:
-        done.set()
-        _shown.clear()
-
-    to_undo(stop)
     _shown.append(progress)
     thread.start()
     try:

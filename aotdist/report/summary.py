@@ -9,6 +9,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType
 
+import torch
+
 from aotdist.codegen.contract import Emitted, Fusion, Recordings
 from aotdist.facts import DataWritten
 from aotdist.passes.collectives import Collective, collectives
@@ -49,19 +51,19 @@ class GraphSummary:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What an artifact keeps on the host, in bytes.
+    """What an artifact keeps on the host; in bytes, where nothing else is said.
 
     Machine code that a compiler loaded, and what the artifact shares with the module, are not counted.
 
     Args:
-        graphs: its graphs, packed.
+        nodes: how many nodes its graphs have, of about two kilobytes each.
         code: printed code: its text, and what Python made of it.
         constants: tensors that its graphs hold.
         trace: whether autograd's graph of the trace is kept, for `create_graph=True`: two kilobytes for each
             operation of the joint graph.
     """
 
-    graphs: int
+    nodes: int
     code: int
     constants: int
     trace: bool
@@ -150,14 +152,16 @@ def summary_of(artifact: Artifact) -> ArtifactSummary:
 
 
 def _memory(artifact: Artifact) -> Memory:
-    held = {graph.held for graph in artifact.compilation.every_graph()}
-    constants = {id(tensor): tensor.nbytes for one in held for tensor in one.constants()}
+    graphs = {graph.gm: graph for graph in artifact.compilation.every_graph()}.values()
+    constants = {
+        id(held): held.nbytes for graph in graphs for held in graph.held() if isinstance(held, torch.Tensor)
+    }
     region, emitted = artifact.compilation.region, artifact.compilation.emitted().values()
     code = {id(one): sys.getsizeof(one) for one in (artifact.source, *(each.source for each in emitted))}
     for call in (artifact.call, *(inspect.unwrap(each.call) for each in emitted)):
         code[id(call)] = _bytes_of_code(getattr(call, "__code__", None))
     return Memory(
-        graphs=sum(one.num_bytes() for one in held),
+        nodes=sum(len(graph.gm.graph.nodes) for graph in graphs),
         code=sum(code.values()),
         constants=sum(constants.values()),
         trace=isinstance(region, Training) and region.backwards.has_trace(),
@@ -225,9 +229,10 @@ def named_facts(summary: ArtifactSummary) -> Iterator[tuple[str, str]]:
 
 
 def _memory_text(memory: Memory) -> str:
-    """What an artifact keeps on the host: `48.1 KiB of graphs, 90.2 KiB of code`."""
-    parts = {"graphs": memory.graphs, "code": memory.code, "constants": memory.constants}
-    text = ", ".join(f"{format_bytes(count)} of {name}" for name, count in parts.items() if count)
+    """What an artifact keeps on the host: `1,204 nodes, 90.2 KiB of code`."""
+    parts = {"code": memory.code, "constants": memory.constants}
+    held = [f"{format_bytes(count)} of {name}" for name, count in parts.items() if count]
+    text = ", ".join([f"{memory.nodes:,} nodes", *held])
     return f"{text}, and the trace" if memory.trace else text
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
 from aotdist.capture.captured import Returned
+from aotdist.capture.effects import NOTHING
 from aotdist.capture.in_backward import InBackward
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.facts import Facts
@@ -20,9 +21,7 @@ from aotdist.runtime.compilation import Compilation, Inference, Training, withou
 from aotdist.runtime.double_backward import Nodes
 from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.guards import MISS, Guards
-from aotdist.runtime.held import read_by
 from aotdist.runtime.kinds import Kinds
-from aotdist.runtime.node import make_node, without_autocast
 from aotdist.runtime.plan import NodePlan, result_views
 from aotdist.runtime.print_call import HookPlan, print_call
 from aotdist.runtime.print_node import ForwardPrinter, print_inference, print_node
@@ -35,9 +34,9 @@ from aotdist.runtime.ranks import (
     fingerprint_of,
     watches_of,
 )
-from aotdist.sizes import concrete
-from aotdist.torch_seam.packed_graphs import Places
-from aotdist.torch_seam.undo import process_lock
+from aotdist.torch_seam.ambient import any_autocast, autocast_off
+from aotdist.torch_seam.locks import process_lock
+from aotdist.torch_seam.modes import class_functions_off
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,11 +155,20 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
     returned = Returned.of(compilation.traced.facts)
     print_call(printer, fit, run, compilation.plans, returned, hooks, enables_grad=enables_grad)
     call = printer.load("call", compilation.captured.name)
-    places = Places()
-    for graph in compilation.every_graph():
-        graph.pack(places)
     kept, watch = (without_tensors(compilation), fit.without_tensors()), watches["forward"]
     return Artifact(call, printer.source(), *kept, agreed, None if watch is None else watch.check)
+
+
+def without_autocast(call: BoxedCall) -> BoxedCall:
+    """`call` with autocast off: a traced graph already holds its casts."""
+
+    def quiet(args: list[Any]) -> Sequence[Any]:
+        if not any_autocast():
+            return call(args)
+        with autocast_off():
+            return call(args)
+
+    return quiet
 
 
 def _forward(compilation: Compilation, emitted: Emitted) -> BoxedCall:
@@ -199,29 +207,32 @@ def backward_of(
         after: called once the gradients are computed, if anything is.
         in_python: what backwards change in Python.
     """
-    backwards, node = replace(region.backwards, guarded=guarded), region.node
-    pairs = zip(node.differentiable(), node.tangents, strict=True)
-    tangents = {idx: tangent.slots() for idx, tangent in pairs}
-    return Backward(
-        plan=node,
-        backwards=backwards,
-        after=after,
-        read=functools.cache(lambda: read_by(tangents, region.graphs.whole, len(node.saved.slots))),
-        in_python=in_python,
-    )
+    return Backward(region.node, replace(region.backwards, guarded=guarded), after, in_python)
 
 
 def nodes_of(region: Training) -> Nodes:
     """The node of the backward of a program, which is a program itself, for the sizes of a call."""
     forward = without_autocast(region.halves.forward.call)
     backward = backward_of(region, lambda call, _: without_autocast(call), None)
-    node = region.node
+    primals = [f"primal_{number}" for number in range(len(region.node.grads))]
+
+    @functools.cache
+    def printed(symbols: tuple[str, ...]) -> Any:
+        printer = Printer((*primals, *symbols))
+        printing = ForwardPrinter(printer, primals, symbols, {}, forward)
+        print_node(printing, region.node, backward, NOTHING, has_classes=False)
+        return printer.load("Node", "backward of a backward")
 
     def of_sizes(symbols: Mapping[str, int]) -> Call:
-        return make_node(concrete(node, symbols) if symbols else node, forward, backward, symbols)
+        run, more = printed(tuple(symbols)).apply, [symbols] if symbols else []
 
-    once = of_sizes({})
-    return lambda symbols: of_sizes(symbols) if node.sizes else once
+        def call(given: Sequence[Any]) -> list[Any]:
+            with class_functions_off():
+                return list(run(*given, *more))
+
+        return call
+
+    return of_sizes
 
 
 def _hooks(compilation: Compilation, region: Training, backward: Backward) -> HookPlan:

@@ -24,7 +24,7 @@ from aotdist.runtime.backwards import Arrived, Backwards, Compiled
 from aotdist.runtime.derive import BackwardRequest
 from aotdist.runtime.double_backward import failing_later, laid_out_with_history
 from aotdist.runtime.gate import is_watched
-from aotdist.runtime.held import Read, keep_for_others, let_go, saved_by, saved_for
+from aotdist.runtime.held import keep_for_others, let_go, saved_by, saved_for
 from aotdist.runtime.plan import Grads, NodePlan
 from aotdist.runtime.tangent import is_laid_out_as
 from aotdist.sizes import concrete
@@ -119,14 +119,12 @@ class Backward:
         plan: how tensors pass through the node.
         backwards: the backwards, each compiled under its request.
         after: called once the gradients are computed, if anything is.
-        read: which saved values the backward of each result reads.
         in_python: what backwards change in Python.
     """
 
     plan: NodePlan
     backwards: Backwards
     after: Callable[[], None] | None
-    read: Read
     in_python: InBackward | None = None
 
     @short_tracebacks
@@ -174,9 +172,7 @@ class Backward:
         plan = self._plan(ctx)
         request = self._request(ctx, plan, there)
         ordinary = not (request.watched or request.kinds)
-        saved = self._saved(ctx, there) if ordinary else saved_by(ctx, plan)
-        compiled, args, put = self._prepared(ctx, plan, request, there, saved)
-        del saved
+        compiled, args, put = self._prepared(ctx, plan, request, there)
         if plan.saved.frees:
             let_go(ctx)
         with class_functions_off():  # wrappers may come for plain tensors
@@ -198,12 +194,7 @@ class Backward:
         return BackwardRequest(results)
 
     def _prepared(
-        self,
-        ctx: Any,
-        plan: NodePlan,
-        request: BackwardRequest,
-        there: Arrived,
-        saved: Sequence[torch.Tensor],
+        self, ctx: Any, plan: NodePlan, request: BackwardRequest, there: Arrived
     ) -> tuple[Compiled, list[Any], GradRebuilder]:
         """The backward for a request, its arguments, and what puts gradients together.
 
@@ -222,16 +213,18 @@ class Backward:
         tangents = specialize_sizes(ctx, compiled.tangents)
         converted = {idx: tangent.converted(there[idx]) for idx, tangent in tangents.items()}
         given = [plain for idx, tangent in tangents.items() for plain in tangent.laid_out(converted[idx])]
+        ordinary = not (request.watched or request.kinds)
+        saved = self._saved(ctx, there, compiled) if ordinary else saved_by(ctx, plan)
         return compiled, compiled.arguments.read(ctx, plan, saved, given), GradRebuilder(converted.values())
 
-    def _saved(self, ctx: Any, there: Grads) -> list[torch.Tensor]:
+    def _saved(self, ctx: Any, there: Grads, compiled: Compiled) -> Sequence[torch.Tensor]:
         """The saved values; those that a later backward, of other results, needs are kept for it."""
         if not self.plan.saved.frees:
-            return []
+            return ()
         writes = bool(self.plan.backward_writes.plains) and tuple(there) not in self.plan.variants.of_results
         if len(there) == len(self.plan.tangents) or writes:
             return list(ctx.saved_tensors)
-        saved = saved_for(ctx, self.plan, there, self.read)
+        saved = saved_for(ctx, self.plan, there, compiled.reads)
         keep_for_others(ctx, self.plan, there, saved)
         return saved
 
@@ -273,7 +266,7 @@ class Backward:
 
     def _pieces(self, ctx: Any, gate: Gate, there: Arrived) -> Gradients:
         plan, request = self._plan(ctx), BackwardRequest(tuple(there), watched=True, gate=gate)
-        compiled, args, put = self._prepared(ctx, plan, request, there, saved_by(ctx, plan))
+        compiled, args, put = self._prepared(ctx, plan, request, there)
         with class_functions_off():
             results = iter(compiled.call(args))
         return rebuild_in_order(specialize_sizes(ctx, compiled.returned), results, put), []

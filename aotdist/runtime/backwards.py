@@ -53,6 +53,7 @@ class Compiled:
         tangents: how each gradient is given to it.
         returned: see `Derived`.
         kept: likewise.
+        reads: positions of the saved values that it computes with.
     """
 
     call: BoxedCall
@@ -60,6 +61,7 @@ class Compiled:
     tangents: Mapping[NodeOutIdx, Tangent]
     returned: Row[PrimalIdx, Recipe | None] | tuple[Recipe, ...]
     kept: tuple[Recipe, ...] | None
+    reads: tuple[int, ...]
 
 
 DoubleBackwards: TypeAlias = Callable[[TracedDoubleBackward, NodePlan], DoubleBackward]
@@ -142,11 +144,13 @@ class Backwards:
                 call = self._called(self.halves.backward.call, graph)
             else:
                 derived = derive(self.joint, request)
-                call = self._compiled(derived.graph)
+                graph = derived.graph
+                call = self._compiled(graph)
         tangents = self._tangents(request, derived)
         names = [slot for tangent in tangents.values() for slot in tangent.slots()]
-        arguments = Arguments.of(self.node, derived.graph.ins, names)
-        return Compiled(call, arguments, tangents, derived.returned, derived.kept)
+        arguments, used = Arguments.of(self.node, graph.ins, names), graph.named_placeholders()
+        reads = (at for at, slot in enumerate(self.node.saved.slots) if slot in used and used[slot].users)
+        return Compiled(call, arguments, tangents, derived.returned, derived.kept, tuple(reads))
 
     def _tangents(self, request: BackwardRequest, derived: Derived) -> dict[NodeOutIdx, Tangent]:
         if derived.tangents:
@@ -174,9 +178,7 @@ class Backwards:
         added = [guard for guard in self.symbols.sizes().guards if guard not in before]
         if added:
             call = _where(added, graph, call, self.emitter.reference_backward(graph).call)
-        called = self._called(call, graph)
-        graph.pack()
-        return called
+        return self._called(call, graph)
 
     def _called(self, call: BoxedCall, graph: Graph) -> BoxedCall:
         return self.guarded(pointing_at_the_forward(self._for_any_kind(graph, call), graph), graph)

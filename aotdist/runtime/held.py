@@ -8,24 +8,20 @@ backwards that are still to come (`Rest`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import torch
-from torch.fx import Node
 
 from aotdist.aliasing.overwrite import version_of
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.errors import UnsupportedProgram
-from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, Slot
+from aotdist.program import NodeOutIdx, Slot
 from aotdist.runtime.plan import NodePlan
 from aotdist.sizes import Expression, evaluate
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import keeps_graph
-
-Read: TypeAlias = Callable[[], Mapping[NodeOutIdx, frozenset[int]]]
-"""Gives the positions of the saved values that the backward of each result computes with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,39 +121,16 @@ def _written_since(name: str) -> UnsupportedProgram:
     )
 
 
-def read_by(
-    tangents: Mapping[NodeOutIdx, Sequence[Slot]], backward: Graph, num_saved: int
-) -> dict[NodeOutIdx, frozenset[int]]:
-    """For each result, positions of the saved values that its backward computes with.
-
-    Args:
-        tangents: names of the gradients of each result.
-        backward: the graph; its first arguments are the saved values.
-        num_saved: how many these are.
-    """
-    arguments = backward.named_placeholders()
-    gradients = {node for slot, node in arguments.items() if slot.role in GRADIENT_ROLES}
-    position = {node: k for k, node in enumerate(list(arguments.values())[:num_saved])}
-    from_gradients = backward.descendants(gradients)
-    made_of: dict[Node, frozenset[int]] = {}
-    for node in backward.gm.graph.nodes:
-        inputs = (made_of[each] for each in node.all_input_nodes if each not in from_gradients)
-        made_of[node] = frozenset({position[node]} if node in position else ()).union(*inputs)
-    saved: dict[NodeOutIdx, frozenset[int]] = {}
-    for idx, slots in tangents.items():
-        reached = backward.descendants(arguments[slot] for slot in slots)
-        saved[idx] = frozenset[int]().union(*map(made_of.__getitem__, reached))
-    return saved
-
-
 Rest: TypeAlias = "tuple[frozenset[NodeOutIdx], tuple[tuple[torch.Tensor, int], ...] | None]"
 """What is left when the backward of some results was run, without the graph being retained: these results,
 and all saved values (a compiled graph takes all), each with its version counter; None if no other result can
 still be differentiated."""
 
 
-def saved_for(ctx: Any, plan: NodePlan, arrived: Collection[NodeOutIdx], read: Read) -> list[torch.Tensor]:
-    """The saved values, for the backward of some results; `read` tells which saved values each reads.
+def saved_for(
+    ctx: Any, plan: NodePlan, arrived: Collection[NodeOutIdx], reads: Collection[int]
+) -> list[torch.Tensor]:
+    """The saved values, for the backward of some results, which computes with those at `reads`.
 
     Raises:
         RuntimeError: those that it needs were freed, or written since; autograd's own error.
@@ -165,8 +138,7 @@ def saved_for(ctx: Any, plan: NodePlan, arrived: Collection[NodeOutIdx], read: R
     spent, values = _rest(ctx)
     if values is None or not _are_apart(plan, spent, arrived):
         return list(ctx.saved_tensors)
-    needed = (values[k] for idx in arrived for k in read()[idx])
-    if any(version_of(value) != version for value, version in needed):
+    if any(version_of(value) != version for value, version in (values[k] for k in reads)):
         return list(ctx.saved_tensors)
     return [value for value, _ in values]
 

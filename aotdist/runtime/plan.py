@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch.fx import Node
@@ -329,8 +329,3 @@ def result_views(graph: Graph) -> frozenset[int]:
 def saved_beside(value: torch.Tensor) -> torch.Tensor:
     """A value to save, where version counters are set: autograd refuses views from before that."""
     return value.detach() if value._is_view() else value  # pyright: ignore[reportPrivateUsage]
-
-
-def detached_views(results: Sequence[Any], views: frozenset[int]) -> list[Any]:
-    """`results` with those at `views` detached, which keeps memory and version counter."""
-    return [value.detach() if position in views else value for position, value in enumerate(results)]

@@ -1,4 +1,4 @@
-"""Prints the autograd node: the same steps as `aotdist.runtime.node`, one line each."""
+"""Prints the autograd node around one compiled forward and backward; `plan.py` has its plan."""
 
 from __future__ import annotations
 

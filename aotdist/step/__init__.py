@@ -27,5 +27,5 @@ answered with the values of the call, and is asked again at the next (`step/prog
 and that the program is given or finds, are such numbers, too: a rate is computed by hand of an iteration.
 What Python computes of whole numbers alone is a symbol besides, which may be a size.
 
-`train_step` writes such a function for a model, a loss and an optimizer (`step/recipe.py`).
+`train_step` writes such a function for a model, a loss and an optimizer (`step/train_step.py`).
 """

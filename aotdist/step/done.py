@@ -8,12 +8,11 @@ from typing import Any
 
 import torch
 
-from aotdist.errors import UnsupportedProgram
+from aotdist.errors import PassesPrograms, UnsupportedProgram
 from aotdist.step.held import HeldItem, HeldState
 from aotdist.subclasses.protocol import SparseRows
 from aotdist.torch_seam.symbols import number_kind
 from aotdist.torch_seam.trees import pytree
-from aotdist.torch_seam.undo import PassesPrograms
 from aotdist.trace.numbers.scalars import DTYPES, TracedNumber
 
 

@@ -5,8 +5,8 @@ They stay where they are, in the optimizers; a compiled step is handed those of 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Collection, Generator, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,6 @@ import torch
 
 from aotdist.capture.constants import is_constant, is_number
 from aotdist.step.attributes import Container, containers_of, refill
-from aotdist.torch_seam.undo import undoing
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +61,14 @@ class HeldState:
     containers: list[tuple[Any, Any]] = field(default_factory=list[tuple[Any, Any]])
     attributes: list[Container] = field(default_factory=list["Container"])
 
-    def put_back(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def put_back(self) -> Generator[None]:
         """Let all containers have the items afterwards that they had."""
-
-        def put_back() -> None:
+        try:
+            yield
+        finally:
             for container, items in self.containers:
                 refill(container, items)
-
-        return undoing(put_back)
 
     def now(self, optimizers: Sequence[torch.optim.Optimizer]) -> HeldState | None:
         """The same with the numbers of now; None if anything else is another object by now.

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from aotdist.capture.source import Source
-from aotdist.compiled import AsWritten, CompiledFunction
+from aotdist.compiled import CompiledFunction
 from aotdist.compiling import Compiling
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DataGuard
@@ -97,13 +97,6 @@ def _tensor_of(number: Any) -> torch.Tensor:
     return torch.tensor(number, dtype=DTYPES[kind])
 
 
-class _StepFunction(CompiledFunction):
-    """What is compiled for a step is no way to do one with values."""
-
-    def _as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        raise AsWritten
-
-
 class StepProgram:
     """A step, compiled for one layout of what the optimizers hold and one way to go.
 
@@ -124,12 +117,13 @@ class StepProgram:
         self._scalers: dict[torch.amp.GradScaler, Any] = {}
         # Of each trace: the optimizers that step, and the schedules that do when the call has run.
         self._traces = list[tuple[Sequence[torch.optim.Optimizer], Sequence[Any]]]()
-        self.compiled = _StepFunction(
+        self.compiled = CompiledFunction(
             _reaching(run, optimizers, self._traced),
             lambda call, artifacts: make(
                 replace(call, differentiates=True, apart=self._containers()), artifacts
             ),
         )
+        self.compiled.in_container = True  # nothing compiled for a step is a way to do one with values
 
     def _containers(self) -> list[Any]:
         """What a trace may change: what the optimizers hold, and what is noted here of it."""

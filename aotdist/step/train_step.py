@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import types
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -12,13 +17,21 @@ from aotdist.codegen.backend import Compiler, is_eager
 from aotdist.codegen.contract import Backend
 from aotdist.compiled import CompiledFunction, StepOfFunction
 from aotdist.compiling import Compiling, compiling
+from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.origins import short_tracebacks
 from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.kinds import Kinds
 from aotdist.settings import Settings
-from aotdist.step.recipe import Clip, Recipe
 from aotdist.step.whole import WholeStep
+from aotdist.subclasses.protocol import communicates_around
+from aotdist.torch_seam.trees import pytree
+
+Clip: TypeAlias = float | Callable[[Sequence[torch.Tensor]], Any]
+"""A largest norm of all gradients, or what is called with the model's parameters."""
+
+_MOST_SHOWN = 60
+"""Characters of an argument in an error; modules and optimizers have lines of them."""
 
 
 def train_step(
@@ -98,3 +111,156 @@ class TrainStep(Explained):
         """Forget every artifact; the next call compiles again."""
         for step in self._steps:
             step.reset()
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """The arguments of `aotdist.train_step`."""
+
+    model: nn.Module
+    loss_fn: Callable[..., Any]
+    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+    clip: Clip | None
+    scaler: torch.amp.GradScaler | None
+    accumulate: int
+
+    def parts(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
+        """What only adds to gradients, and the whole step: functions whose cells have what they reach."""
+        model, loss_fn, clip = self.model, _function(self.loss_fn), _function(self.clip)
+        optimizers, scaler, accumulate = _several(self.optimizer), self.scaler, self.accumulate
+
+        def gradients(*args: Any, **kwargs: Any) -> Any:
+            result = loss_fn(model, *args, **kwargs)
+            loss = _loss_in(result)
+            loss = loss / accumulate if accumulate > 1 else loss
+            (loss if scaler is None else scaler.scale(loss)).backward()
+            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+
+        def train_step(*args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
+            _ = loss_fn  # a cell of this function, in which what the step reaches is looked for
+            result, norm = gradients(*args, **kwargs), None
+            if clip is not None and scaler is not None:
+                for optimizer in optimizers:
+                    scaler.unscale_(optimizer)
+            if callable(clip):
+                norm = clip(list(model.parameters()))
+            elif clip is not None:
+                norm = nn.utils.clip_grad_norm_(model.parameters(), clip)
+            for optimizer in optimizers:
+                optimizer.step() if scaler is None else scaler.step(optimizer)
+            if scaler is not None:
+                scaler.update()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            return result, norm.detach() if isinstance(norm, torch.Tensor) else None
+
+        return gradients, train_step
+
+    def signature(self) -> inspect.Signature:
+        """What a step takes: what `loss_fn` takes besides the model."""
+        try:
+            first, *others = inspect.signature(self.loss_fn).parameters.values()
+        except ValueError:  # it says nothing of it, or takes nothing
+            first, others = inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL), []
+        takes_any = first.kind is inspect.Parameter.VAR_POSITIONAL
+        return inspect.Signature([first, *others] if takes_any else others)
+
+    def check(self) -> None:
+        """Raise `BadSettings` for an argument that is something else than its name says, or of no use."""
+        for name, (fits, fix) in _KINDS.items():
+            given = getattr(self, name)
+            if not fits(given):
+                shown = repr(given)
+                shown = shown if len(shown) <= _MOST_SHOWN else f"a {type(given).__name__}"
+                raise BadSettings(f"{name} is {shown}", fix=fix)
+        for optimizer in _several(self.optimizer):
+            closure = inspect.signature(optimizer.step).parameters.get("closure")
+            if closure is not None and closure.default is inspect.Parameter.empty:
+                raise BadSettings(
+                    f"{type(optimizer).__name__} needs a closure: it runs the model several times in a step",
+                    fix="use `aotdist.compile` for the model, and the optimizer as it is",
+                )
+        if communicates_around(self.model):
+            raise BadSettings(
+                f"the model is wrapped in {type(self.model).__name__}, which reduces gradients by itself",
+                fix="shard the model with `fully_shard`, or use `aotdist.compile`",
+            )
+        if self._strangers()[0]:
+            raise BadSettings(
+                "the optimizer has parameters that are not the model's",
+                fix="pass a module that holds all of them, and an optimizer that was made after it was "
+                "sharded",
+            )
+
+    def _strangers(self) -> tuple[int, int]:
+        """How many of the optimizers' parameters the model does not have, and how many there are."""
+        groups = [group for optimizer in _several(self.optimizer) for group in optimizer.param_groups]
+        params = {id(param) for group in groups for param in group["params"]}
+        return len(params.difference(map(id, self.model.parameters()))), len(params)
+
+    def warn_of_strangers(self) -> None:
+        """Warn, as eager would not, that a step trains other parameters than the model has by now."""
+        number, of = self._strangers()
+        if number:
+            warnings.warn(
+                f"aotdist: {number} of the optimizer's {of} parameters are not the "
+                f"{type(self.model).__name__}'s any more, and those in their place are not trained; make the "
+                "optimizer, and the step, after `fully_shard`, `to_empty` and the like",
+                stacklevel=4,
+            )
+
+
+def _several(optimizer: Any) -> Sequence[Any]:
+    return tuple(optimizer) if isinstance(optimizer, list | tuple) else (optimizer,)
+
+
+def _function(value: Any) -> Any:
+    """What is called when `value` is."""
+    known = (types.FunctionType, types.MethodType, functools.partial, nn.Module)
+    return value.__call__ if callable(value) and not isinstance(value, known) else value
+
+
+def _loss_in(result: Any) -> torch.Tensor:
+    """What is differentiated, in what `loss_fn` returned.
+
+    Raises:
+        UnsupportedProgram: it returned no loss.
+    """
+    loss = result.get("loss") if isinstance(result, Mapping) else result
+    loss = next(iter(loss), None) if isinstance(loss, tuple | list) else loss
+    if not isinstance(loss, torch.Tensor):
+        raise UnsupportedProgram(
+            f"`loss_fn` returned a {type(result).__name__} without a loss",
+            stage="capture",
+            fix="return the loss, a tuple that begins with it, or a dictionary that has it as `loss`",
+        )
+    return loss
+
+
+def _is_positive(value: Any, kind: type[int | float]) -> bool:
+    return isinstance(value, int | kind) and not isinstance(value, bool) and value > 0
+
+
+def _are_optimizers(given: Sequence[Any]) -> bool:
+    each_once = len(set(map(id, given))) == len(given) > 0
+    return each_once and all(isinstance(one, torch.optim.Optimizer) for one in given)
+
+
+_KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "model": (lambda given: isinstance(given, nn.Module), "pass a module"),
+    "loss_fn": (callable, "pass a function that takes the model and the arguments of a step"),
+    "optimizer": (
+        lambda given: _are_optimizers(_several(given)),
+        "pass a `torch.optim.Optimizer` made of the model's parameters, or a list of them, each once",
+    ),
+    "clip": (
+        lambda given: given is None or callable(given) or _is_positive(given, float),
+        "give a positive number, a function that takes the parameters, or None",
+    ),
+    "scaler": (
+        lambda given: given is None or isinstance(given, torch.amp.GradScaler),
+        "pass a `torch.amp.GradScaler`, or None",
+    ),
+    "accumulate": (lambda given: _is_positive(given, int), "give a positive whole number"),
+}
+"""What each argument has to be, and how to say so."""

@@ -20,6 +20,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from aotdist.capture.constants import is_constant
+from aotdist.errors import PassesPrograms
 from aotdist.step.held import HeldItem, HeldState
 from aotdist.torch_seam.optimizers import (
     has_scaled,
@@ -31,7 +32,6 @@ from aotdist.torch_seam.optimizers import (
 )
 from aotdist.torch_seam.patches import replaced_here
 from aotdist.torch_seam.trees import pytree
-from aotdist.torch_seam.undo import PassesPrograms
 from aotdist.trace.failures import refusal
 from aotdist.trace.numbers.scalars import Scalars, TracedFloat
 from aotdist.trace.stand_ins import current_inputs

@@ -18,7 +18,7 @@ from torch._C._dynamo.guards import GlobalStateGuard as GlobalStateGuard
 from torch.nn.attention import SDPBackend
 from torch.utils._device import DeviceContext
 
-from aotdist.torch_seam.undo import process_lock
+from aotdist.torch_seam.locks import process_lock
 
 
 def fills_uninitialized_memory() -> bool:

@@ -20,7 +20,6 @@ from torch.autograd.function import _SingleLevelFunction
 from torch.autograd.graph import GradientEdge, _engine_run_backward, get_gradient_edge
 
 from aotdist.torch_seam.modes import torch_functions_off
-from aotdist.torch_seam.undo import to_undo
 
 next_sequence_nr: Callable[[], int] = torch.autograd._get_sequence_nr
 """The number that the next autograd node made by this thread will carry."""
@@ -108,28 +107,22 @@ def is_read_otherwise(tensors: Sequence[torch.Tensor], regions: Iterable[Region]
 @contextmanager
 def saved_tensor_hooks_off() -> Generator[None]:
     """Switch hooks of saved tensors off: a checkpoint around a call must not see what its capture saves."""
-    ours: list[tuple[Any, Any]] = []
+    hooks = torch._C._autograd
 
-    def put_back() -> None:
-        while (left := top()) is not None:
-            if not is_off and left not in ours:
-                ours.append(left)
-            pop()
-        for pack, unpack in reversed(ours):
-            push(pack, unpack)
+    def pop_all() -> list[tuple[Any, Any]]:
+        popped: list[tuple[Any, Any]] = []
+        while (one := hooks._top_saved_tensors_default_hooks(False)) is not None:  # noqa: FBT003
+            hooks._pop_saved_tensors_default_hooks()
+            popped.append(one)
+        return popped
 
-    hooks, is_off = torch._C._autograd, False
-    top = functools.partial(hooks._top_saved_tensors_default_hooks, False)  # noqa: FBT003
-    pop, push = hooks._pop_saved_tensors_default_hooks, hooks._push_saved_tensors_default_hooks
-    to_undo(put_back)
-    while (one := top()) is not None:
-        ours.append(one)
-        pop()
-    is_off = True
+    ours = pop_all()
     try:
         yield
     finally:
-        put_back()
+        pop_all()  # what the program left
+        for pack, unpack in reversed(ours):
+            hooks._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def has_history_of_its_own(tensor: torch.Tensor) -> bool:

@@ -18,7 +18,6 @@ from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.patches import replaced_here
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
-from aotdist.torch_seam.undo import undoing
 
 
 def dtensor_spec(context: Any, mesh: DeviceMesh | None, size: torch.Size, stride: tuple[int, ...]) -> Any:
@@ -122,13 +121,13 @@ def _handlers_kept() -> Generator[None]:
         disable()
         handlers.update(kept)
 
-    def put_back() -> None:
+    try:
+        with replaced_here(loss, "_disable_custom_loss_ops", disable_for_forward):
+            yield
+    finally:
         _DISPATCHER._custom_op_handlers = handlers
         handlers.clear()
         handlers.update(before)
-
-    with undoing(put_back), replaced_here(loss, "_disable_custom_loss_ops", disable_for_forward):
-        yield
 
 
 @contextmanager
@@ -145,12 +144,12 @@ def _masks_apart() -> Generator[None]:
             buffer.data, buffer.refcount = None, 0
         materialize(buffer, mask)
 
-    def put_back() -> None:
+    try:
+        with replaced_here(buffer_class, "materialize_mask", materialize_apart):
+            yield
+    finally:
         for buffer, data, refcount in before.values():
             buffer.data, buffer.refcount = data, refcount
-
-    with undoing(put_back), replaced_here(buffer_class, "materialize_mask", materialize_apart):
-        yield
 
 
 @contextmanager

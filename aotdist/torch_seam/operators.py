@@ -105,19 +105,8 @@ def written_by(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -
 
 @functools.cache
 def out_names(op: OpOverload) -> tuple[str, ...]:
-    """Names of the tensors that an operator writes its results to (`out=`), and may give another size."""
+    """Names of the tensors that an operator writes its results to (`out=`)."""
     return tuple(a.name for a in op._schema.arguments if a.is_out and a.kwarg_only)
-
-
-@functools.cache
-def without_outs(op: OpOverload) -> OpOverload | None:
-    """The operator that makes what this one writes to `out=`; None if there is none."""
-
-    def taken(op: OpOverload) -> list[tuple[str, str]]:
-        return [(a.name, str(a.type)) for a in op._schema.arguments if not a.is_out]
-
-    makers = _overloads(op, _name(op))
-    return next((m for m in makers if taken(m) == taken(op) and not writes_arguments(m)), None)
 
 
 def argument_names(op: OpOverload) -> list[str]:

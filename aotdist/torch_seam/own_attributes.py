@@ -9,7 +9,6 @@ was. Containers, and objects that are no modules, are still everybody's.
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -17,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from aotdist.torch_seam.patches import Patch, replaced, replaced_here
-from aotdist.torch_seam.undo import to_undo
 
 _COPIED = ("_parameters", "_buffers")
 _REGISTERED = (*_COPIED, "_modules")
@@ -52,7 +50,6 @@ class _Own:
             ours.update((name, theirs[name].copy()) for name in _COPIED)
             for one, other in ((theirs, ours), *((theirs[name], ours[name]) for name in _COPIED)):
                 self.own[id(one)], self.shared[id(other)] = other, one
-                to_undo(functools.partial(_refill, one, dict(one)))
             self._before.append((module, ours, dict(ours)))
             self.attributes[id(module)] = ours
 
@@ -66,12 +63,6 @@ class _Own:
                     theirs.pop(name, None)
                 elif value is not before.get(name, _NOWHERE):
                     theirs[name] = value
-
-
-def _refill(held: dict[str, Any], items: Mapping[str, Any]) -> None:
-    for name in [name for name in held if name not in items]:
-        held.pop(name, None)
-    held.update(items)
 
 
 @contextmanager

@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import functools
-import itertools
 import threading
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -15,7 +14,7 @@ from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from aotdist.torch_seam.autograd import in_thread_of_engine
-from aotdist.torch_seam.undo import process_lock
+from aotdist.torch_seam.locks import process_lock
 
 T = TypeVar("T")
 
@@ -44,19 +43,6 @@ class _Here(threading.local):
 
 
 _here = _Here()
-
-
-def values_here() -> dict[str, Any]:
-    """The values that this thread has given to patches, by their names."""
-    return dict(_here.values)
-
-
-def put_values_here(values: Mapping[str, Any]) -> None:
-    """Let this thread have these values again, and no others."""
-    _here.values.clear()
-    _here.values.update(values)
-    for patch in sorted(PATCHES.values(), key=lambda patch: -patch.order):  # two may replace one attribute
-        patch.settle()
 
 
 def hand_on(mode: Any) -> None:
@@ -97,8 +83,7 @@ class Patch(Generic[T]):
         self._name, self._places_of = name, places
         self._before: dict[tuple[int, str], tuple[Any, Any]] = {}
         self._threads: set[int] = set()
-        self._is_applied: bool | None = False
-        self.order = 0
+        self._is_applied = False
         PATCHES[name] = self
 
     @functools.cached_property
@@ -132,19 +117,15 @@ class Patch(Generic[T]):
             self.settle()
 
     def settle(self) -> None:
-        """Replace the attributes if a thread has a value, put them back if none has.
-
-        If it was interrupted before, it does what is left to do.
-        """
+        """Replace the attributes if a thread has a value, put them back if none has."""
         with self.lock:
             note = self._threads.add if self._name in _here.values else self._threads.discard
             note(threading.get_ident())
             if (wanted := bool(self._threads)) is self._is_applied:
                 return
-            self._is_applied, self.order = None, next(_orders)
+            self._is_applied = wanted
             for place in self.places:
                 self._replace(*place) if wanted else self._put_back(*place)
-            self._is_applied = wanted
 
     def settle_in_child(self) -> None:
         """The other threads are gone: this process was forked, and has the thread that calls this."""
@@ -152,14 +133,12 @@ class Patch(Generic[T]):
         self.settle()
 
     def _replace(self, owner: Any, name: str, instead: Any) -> None:
-        held = _held_by(owner, name)
-        if held is not instead:
-            self._before[id(owner), name] = held, getattr(owner, name, None)
-            setattr(owner, name, instead)
+        self._before[id(owner), name] = _held_by(owner, name), getattr(owner, name, None)
+        setattr(owner, name, instead)
 
     def _put_back(self, owner: Any, name: str, instead: Any) -> None:
         if _held_by(owner, name) is not instead:
-            return  # somebody else has replaced it since, or it is done
+            return  # somebody else has replaced it since
         held, _ = self._before[id(owner), name]
         if held is _ABSENT:
             delattr(owner, name)
@@ -167,7 +146,6 @@ class Patch(Generic[T]):
             setattr(owner, name, held)
 
 
-_orders = itertools.count(1)
 PATCHES: dict[str, Patch[Any]] = {}
 """All patches, by name."""
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -291,10 +291,7 @@ def quotient_of(number: torch.SymFloat) -> tuple[float | torch.SymInt, float | t
 
 
 def as_computed(number: torch.SymFloat) -> torch.SymFloat:
-    """What Python computed by one operation, as a number whose expression sympy does not take apart.
-
-    It would make one sum of several, in its own order, and `t` of `1 - (1 - t)`.
-    """
+    """What Python computed by one operation; sympy does not see into it, and makes no `t` of `1 - (1 - t)`."""
     from torch.utils._sympy.functions import Identity
 
     node: Any = number.node
@@ -304,10 +301,7 @@ def as_computed(number: torch.SymFloat) -> torch.SymFloat:
 
 
 def called(function: Callable[..., Any], numbers: Sequence[Any]) -> Any:
-    """What a function of `math`, `max`, `min` or `pow` computes of numbers; the expression calls it by name.
-
-    Where it returns no float it is called with the symbols, whose values it then asks for.
-    """
+    """What a function of `math`, `max`, `min` or `pow` computes; what is no float needs values of the symbols."""
     value = function(*map(hint, numbers))
     if not isinstance(value, float):
         return function(*numbers)
@@ -396,3 +390,8 @@ def specialised_at(env: ShapeEnv, symbol: Any) -> str | None:
 def is_open(size: Any) -> bool:
     """Whether a size is still a symbol: no guard made a certain number of it."""
     return isinstance(size, torch.SymInt) and size.node.maybe_as_int() is None
+
+
+def open_sizes(tensor: torch.Tensor) -> Iterator[tuple[int, Any]]:
+    """The sizes of a tensor that are open, each with its dimension."""
+    return ((dim, size) for dim, size in enumerate(tensor.shape) if is_open(size))

@@ -7,7 +7,6 @@ whose tensors it treats as a program treats real ones. What it closes over becom
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -17,7 +16,7 @@ from torch.fx import GraphModule, Node
 
 from aotdist.facts import Fresh
 from aotdist.program import Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
-from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, tangent_recipe
+from aotdist.subclasses.protocol import Plain
 from aotdist.torch_seam.checks import intercept_checks
 from aotdist.torch_seam.functional import FunctionalTensor, functional_storage_id, is_functional_base
 from aotdist.torch_seam.modes import no_modes
@@ -63,10 +62,6 @@ class Body:
         """Its graph."""
         return self.traced.graph
 
-    def recipes(self) -> tuple[Recipe, ...]:
-        """How the tensors that it returns are put together."""
-        return tuple(out.recipe for out in self.traced.facts.node_outs)
-
     def differentiable(self) -> tuple[bool, ...]:
         """Which of the tensors that it returns have a gradient."""
         return tuple(out.differentiable for out in self.traced.facts.node_outs)
@@ -77,62 +72,29 @@ class Body:
         pairs = zip(program.ins, program.examples, strict=True)
         return [(slot.path, example) for slot, example in pairs]
 
-    def arguments(self) -> dict[int, list[Node]]:
-        """The graph's arguments for each tensor that it takes, by the tensor's id."""
-        nodes = iter(n for slot, n in self.joint.named_placeholders().items() if slot.role == "primal")
-        program, recipes = self.traced.program, self.traced.facts.recipes
-        return {
-            id(example): [next(nodes) for _ in leaves(recipe)]
-            for example, recipe in zip(program.examples, recipes, strict=True)
-        }
+    def arguments(self) -> dict[int, Node]:
+        """The graph's argument for each tensor that it takes, by the tensor's id."""
+        named, program = self.joint.named_placeholders(), self.traced.program
+        return {id(ex): named[slot] for slot, ex in zip(program.ins, program.examples, strict=True)}
 
-    def tangents(self, out: int) -> list[Node]:
-        """The graph's arguments for the gradient of one result; none if it has no gradient."""
-        node_out = self.traced.facts.node_outs[NodeOutIdx(out)]
-        named = self.joint.named_placeholders()
-        slots = [
-            Slot("tangent", node_out.slot.path, inner) for inner, _ in leaves(tangent_recipe(node_out.recipe))
-        ]
-        return [named[slot] for slot in slots if slot in named]
+    def tangent(self, out: int) -> Node | None:
+        """The graph's argument for the gradient of one result; None if it has no gradient."""
+        path = self.traced.facts.node_outs[NodeOutIdx(out)].slot.path
+        return self.joint.named_placeholders().get(Slot("tangent", path))
 
-    def gradients(self) -> dict[int, tuple[Recipe, list[Node]]]:
+    def gradients(self) -> dict[int, Node]:
         """The gradients, by the id of the tensor that each is of."""
         named, program = self.joint.named_results(), self.traced.program
-        found: dict[int, tuple[Recipe, list[Node]]] = {}
-        for idx, recipe in self.traced.facts.backward.grads.enumerate():
-            if recipe is not None:
-                slots = [Slot("grad", program.ins[idx].path, inner) for inner, _ in leaves(recipe)]
-                nodes = [node for slot in slots if (node := named[slot]) is not None]
-                found[id(program.examples[idx])] = (recipe, nodes)
-        return found
+        found = {
+            id(ex): named.get(Slot("grad", slot.path))
+            for slot, ex in zip(program.ins, program.examples, strict=True)
+        }
+        return {key: node for key, node in found.items() if node is not None}
 
     def results(self) -> list[Node]:
         """The nodes of what it returns."""
         named = self.joint.named_results().items()
         return [node for slot, node in named if slot.role == "output" and node is not None]
-
-    def drawn(self) -> list[Node]:
-        """The random numbers that the gradients need; they are saved, since they must not be drawn again."""
-        needed = self.joint.ancestors(node for _, nodes in self.gradients().values() for node in nodes)
-        return [n for n in self.joint.gm.graph.nodes if n in needed and _is_drawn(n)]
-
-    def effects(self) -> list[Node]:
-        """Nodes of the forward that run whether or not their result is used: draws."""
-        return [n for n in self.joint.gm.graph.nodes if _is_random(n) and n.meta.get("phase") == "forward"]
-
-    def draws(self) -> bool:
-        """Whether it draws random numbers."""
-        return any(map(_is_random, self.joint.gm.graph.nodes))
-
-
-def _is_random(node: Node) -> bool:
-    return isinstance(node.target, OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-
-
-def _is_drawn(node: Node) -> bool:
-    """Whether a node is a tensor that a random operator returns, by itself or among others."""
-    source = node.args[0] if node.target is operator.getitem else node
-    return isinstance(node.meta.get("val"), torch.Tensor) and isinstance(source, Node) and _is_random(source)
 
 
 def trace_body(
@@ -152,7 +114,7 @@ def trace_body(
         trace: `aotdist.trace.trace.trace`, which traces bodies too.
 
     Raises:
-        UnsupportedProgram: it writes what it is given, or communicates.
+        UnsupportedProgram: it writes what it is given, communicates, or works on wrappers.
     """
     recorder = around.recorder.nested()
     flat: list[Any] = []
@@ -162,17 +124,17 @@ def trace_body(
         nonlocal flat, spec
         with intercept_checks(_sees_to_none):
             flat, spec = pytree.tree_flatten(fn(*tensors))
-        taken = {_memory(plain) for tensor in tensors for plain in plain_tensors(tensor)}
+        taken = set(map(_memory, tensors))
         outs = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
         return [_of_its_own(out, recorder, taken) for out in outs]
 
-    names = {name for name, _ in operands}
+    names = {path for path, _ in operands}
 
     def name_closed_over(tensor: torch.Tensor) -> Slot:
         stem = around.inputs.name_of(tensor) or "closed over"
-        name = next(n for k in itertools.count() if (n := f"{stem}[{k}]" if k else stem) not in names)
-        names.add(name)
-        return Slot("primal", name)
+        path = next(n for k in itertools.count() if (n := f"{stem}[{k}]" if k else stem) not in names)
+        names.add(path)
+        return Slot("primal", path)
 
     def resumed(met: torch.Tensor) -> torch.Tensor:
         with around.recorder.resumed():
@@ -207,19 +169,21 @@ def _memory(plain: torch.Tensor) -> int:
 
 def _of_its_own(out: torch.Tensor, recorder: Recorder, taken: set[int]) -> torch.Tensor:
     """`out` in memory of its own: which results alias must not depend on which body runs."""
-    plains = [] if recorder.is_foreign(out) else plain_tensors(out)
-    shared = any(_memory(p) in taken or not _is_base(p) for p in plains)
-    result = out.clone() if shared or not plains else out
-    taken.update(_memory(plain) for plain in plain_tensors(result))
+    is_own = not recorder.is_foreign(out) and isinstance(out, FunctionalTensor) and is_functional_base(out)
+    result = out if is_own and _memory(out) not in taken else out.clone()
+    taken.add(_memory(result))
     return result
-
-
-def _is_base(plain: torch.Tensor) -> bool:
-    return isinstance(plain, FunctionalTensor) and is_functional_base(plain)
 
 
 def _refuse(name: str, body: Body) -> None:
     facts, program = body.traced.facts, body.traced.program
+    grads = (grad for grad in facts.backward.grads if grad is not None)
+    kinds = (*facts.recipes, *(out.recipe for out in facts.node_outs), *grads)
+    if not all(isinstance(kind, Plain) for kind in kinds):
+        raise refusal(
+            f"`{name}` works on wrappers (a DTensor), or gives sparse gradients",
+            "let it work on the plain tensors inside (`x.to_local()`)",
+        )
     for idx in facts.written():
         raise refusal(f"`{name}` writes `{program.ins[idx]}`", "return the new value, and write it outside")
     if facts.metadata_writes() or facts.switched_on:
@@ -237,7 +201,6 @@ def cut(
     whole: Graph,
     arguments: Sequence[CutArgument],
     results: Sequence[Node | torch.Tensor],
-    effects: Sequence[Node] = (),
     *,
     by_rows: Collection[int] = (),
 ) -> GraphModule:
@@ -247,7 +210,6 @@ def cut(
         whole: the graph.
         arguments: what the part takes.
         results: what it returns: nodes, or zeros like a fake.
-        effects: nodes that run in any case.
         by_rows: positions of results that are to be contiguous.
     """
     graph = torch.fx.Graph()
@@ -260,7 +222,7 @@ def cut(
         if stands_for is not None:
             env[stands_for] = new
     taken |= {storage_id(node.meta["val"]) for node in env}
-    wanted = whole.ancestors([*(r for r in results if isinstance(r, Node)), *effects], stop=env)
+    wanted = whole.ancestors([r for r in results if isinstance(r, Node)], stop=env)
     for node in whole.gm.graph.nodes:
         if node in wanted and node not in env:
             env[node] = graph.node_copy(node, env.__getitem__)

@@ -1,7 +1,7 @@
 """`torch.cond`: data decide which of two graphs runs, and which of two graphs computes the gradients.
 
 Both branches take the same operands: the arguments, and all tensors that either closes over. The backward
-recomputes a branch from the operands; of the forward's intermediates, it gets only the random numbers.
+recomputes a branch from the operands.
 An operand that only the other branch uses gets zeros for its gradient, where eager leaves it without one.
 """
 
@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
-from aotdist.convention.subclass import rebuild_all
-from aotdist.subclasses.protocol import Recipe, leaves, plain_tensors, tangent_recipe
+from aotdist.subclasses.protocol import Plain, tangent_recipe
 from aotdist.torch_seam.functional import FunctionalTensor, functional_value
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.body import Body, CutArgument, cut
@@ -55,7 +54,7 @@ class Branches:
     def call(self) -> Any:
         """Record the call; returns what the program gets from `torch.cond`."""
         tensors = list(self.operands)
-        outs = Cond.apply(self, *tensors) if any(self.differentiable()) else self.forward(tensors)[0]
+        outs = Cond.apply(self, *tensors) if any(self.differentiable()) else self.forward(tensors)
         found = iter(outs)
         body = self.bodies[0]
         flat = [
@@ -67,54 +66,35 @@ class Branches:
         """Which results have a gradient, in one branch at least."""
         return [a or b for a, b in zip(*(body.differentiable() for body in self.bodies), strict=True)]
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], tuple[Node, ...]]:
-        """Record the branches on the operands' `tensors`.
-
-        Returns:
-            the results, and the nodes of the random numbers of both branches, zeros for the one that does not
-            run.
-        """
-        plains = [plain for tensor in tensors for plain in plain_tensors(tensor)]
-        drawn = [body.drawn() for body in self.bodies]
+    def forward(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Record the branches on the operands' `tensors`; returns the results."""
         graphs = [
-            cut(
-                body.joint,
-                self._arguments(body, self.operands, _values(plains)),
-                [*body.results(), *_own_or_zeros(drawn, side)],
-                body.effects(),
-            )
-            for side, body in enumerate(self.bodies)
+            cut(body.joint, _arguments(body, self.operands, _values(tensors)), body.results())
+            for body in self.bodies
         ]
-        nodes = list(map(self.recorder.value, plains))
-        results = self._record("branch", graphs, nodes, draws=any(body.draws() for body in self.bodies))
-        recipes = self.bodies[0].recipes()
-        num_plains = sum(1 for recipe in recipes for _ in leaves(recipe))
-        kept = tuple(map(self.recorder.value, results[num_plains:]))
-        return rebuild_all(recipes, results[:num_plains]), kept
+        return self._record("branch", graphs, list(map(self.recorder.value, tensors)))
 
     def needed(self) -> list[torch.Tensor]:
         """The operands that gradients are computed from."""
         found: set[int] = set()
         for body in self.bodies:
-            sources = body.joint.ancestors(node for _, nodes in body.gradients().values() for node in nodes)
-            found |= {i for i, nodes in body.arguments().items() if not sources.isdisjoint(nodes)}
+            sources = body.joint.ancestors(body.gradients().values())
+            found |= {i for i, node in body.arguments().items() if node in sources}
         return [operand for operand in self.operands if id(operand) in found]
 
     def backward(
-        self, saved: Sequence[torch.Tensor], drawn: Sequence[Node], tangents: Sequence[torch.Tensor]
+        self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
         """Record the gradients of the branches.
 
         Args:
             saved: the operands that are `needed`.
-            drawn: the random numbers that `forward` returned.
             tangents: one for each result; those of results without gradient are not used.
 
         Returns:
             the gradient of each operand; None where neither branch has one.
         """
-        given = [plain for tensor in saved for plain in plain_tensors(tensor)]
-        arriving = self._plain_tangents(tangents)
+        arriving = [_laid_out(tangents[k], stride) for k, stride in self._tangents()]
         gradients = [body.gradients() for body in self.bodies]
         wanted = [id(o) for o in self.operands if any(id(o) in found for found in gradients)]
         results = [_gradients(wanted, gradients, side) for side in (0, 1)]
@@ -123,24 +103,20 @@ class Branches:
             cut(
                 body.joint,
                 [
-                    *self._arguments(body, self.needed(), _values(given)),
-                    *_drawn_arguments([b.drawn() for b in self.bodies], side),
-                    *self._tangent_arguments(body, _values(arriving)),
+                    *_arguments(body, self.needed(), _values(saved)),
+                    *zip(_values(arriving), (body.tangent(k) for k, _ in self._tangents()), strict=True),
                 ],
                 results[side],
                 by_rows=by_rows,
             )
             for side, body in enumerate(self.bodies)
         ]
-        value = self.recorder.value
-        nodes = [*map(value, given), *drawn, *map(value, arriving)]
-        recipes = [next(found[i][0] for found in gradients if i in found) for i in wanted]
-        recorded = self._record("gradients", graphs, nodes, draws=False)
-        built = dict(zip(wanted, rebuild_all(recipes, recorded), strict=True))
+        recorded = self._record("gradients", graphs, list(map(self.recorder.value, (*saved, *arriving))))
+        built = dict(zip(wanted, recorded, strict=True))
         return [built.get(id(operand)) for operand in self.operands]
 
     def _record(
-        self, name: str, graphs: Sequence[GraphModule], operands: Sequence[Node], *, draws: bool
+        self, name: str, graphs: Sequence[GraphModule], operands: Sequence[Node]
     ) -> list[FunctionalTensor]:
         ends: Any = graphs[0].graph.output_node().args[0]
         if not ends:
@@ -150,37 +126,13 @@ class Branches:
             for side, graph in zip(("if_true", "if_false"), graphs, strict=True)
         )
         args = (self.pred, if_so, if_not, tuple(operands))
-        return self.recorder.call(_COND, args, [end.meta["val"] for end in ends], draws=draws)
+        return self.recorder.call(_COND, args, [end.meta["val"] for end in ends])
 
-    def _arguments(
-        self, body: Body, operands: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
-    ) -> list[CutArgument]:
-        nodes, remaining = body.arguments(), iter(likes)
-        return [
-            (next(remaining), node)
-            for operand in operands
-            for node in nodes.get(id(operand), [None] * len(plain_tensors(operand)))
-        ]
-
-    def _tangents(self) -> list[tuple[int, Recipe]]:
-        """The positions of results with a gradient, each with the recipe that is assumed of the gradient."""
-        recipes = self.bodies[0].recipes()
-        return [(k, tangent_recipe(recipes[k])) for k, found in enumerate(self.differentiable()) if found]
-
-    def _plain_tangents(self, tangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [
-            _laid_out(plain, leaf.stride)
-            for k, recipe in self._tangents()
-            for plain, (_, leaf) in zip(plain_tensors(tangents[k]), leaves(recipe), strict=True)
-        ]
-
-    def _tangent_arguments(self, body: Body, likes: Sequence[torch.Tensor]) -> list[CutArgument]:
-        remaining = iter(likes)
-        return [
-            (next(remaining), node)
-            for k, recipe in self._tangents()
-            for node in body.tangents(k) or [None] * sum(1 for _ in leaves(recipe))
-        ]
+    def _tangents(self) -> list[tuple[int, tuple[int, ...]]]:
+        """The positions of results with a gradient, each with the strides that its gradient is to have."""
+        recipes = [out.recipe for out in self.bodies[0].traced.facts.node_outs]
+        assumed = ((k, tangent_recipe(recipes[k])) for k, found in enumerate(self.differentiable()) if found)
+        return [(k, tuple(recipe.stride)) for k, recipe in assumed if isinstance(recipe, Plain)]
 
 
 class Cond(torch.autograd.Function):
@@ -189,7 +141,7 @@ class Cond(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, branches: Branches, *tensors: torch.Tensor) -> Any:
         """Record both branches."""
-        outs, ctx.drawn = branches.forward(tensors)
+        outs = branches.forward(tensors)
         ctx.branches = branches
         needed = set(map(id, branches.needed()))
         pairs = zip(branches.operands, tensors, strict=True)
@@ -201,11 +153,18 @@ class Cond(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
         """Record the gradients of both."""
-        return (None, *ctx.branches.backward(ctx.saved_tensors, ctx.drawn, tangents))
+        return (None, *ctx.branches.backward(ctx.saved_tensors, tangents))
 
 
 def _values(plains: Sequence[Any]) -> list[torch.Tensor]:
     return list(map(functional_value, plains))
+
+
+def _arguments(
+    body: Body, operands: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
+) -> list[CutArgument]:
+    nodes = body.arguments()
+    return [(like, nodes.get(id(operand))) for operand, like in zip(operands, likes, strict=True)]
 
 
 def _laid_out(plain: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
@@ -214,24 +173,12 @@ def _laid_out(plain: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
     return torch.empty_strided(plain.size(), stride, dtype=plain.dtype, device=plain.device).copy_(plain)
 
 
-def _own_or_zeros(drawn: Sequence[Sequence[Node]], side: int) -> list[Node | torch.Tensor]:
-    return [n if own == side else n.meta["val"] for own, nodes in enumerate(drawn) for n in nodes]
-
-
-def _drawn_arguments(drawn: Sequence[Sequence[Node]], side: int) -> list[CutArgument]:
-    return [
-        (node.meta["val"], node if own == side else None) for own, nodes in enumerate(drawn) for node in nodes
-    ]
-
-
 def _gradients(
-    wanted: Sequence[int], gradients: Sequence[dict[int, tuple[Recipe, list[Node]]]], side: int
+    wanted: Sequence[int], gradients: Sequence[dict[int, Node]], side: int
 ) -> list[Node | torch.Tensor]:
     """One side's gradients of the operands that get one on either; zeros where it has none itself."""
     own, other = gradients[side], gradients[1 - side]
-    return [
-        node for i in wanted for node in (own[i][1] if i in own else [n.meta["val"] for n in other[i][1]])
-    ]
+    return [own[i] if i in own else other[i].meta["val"] for i in wanted]
 
 
 def _lie_differently(a: Node | torch.Tensor, b: Node | torch.Tensor) -> bool:
@@ -254,9 +201,10 @@ def _check_alike(true: Body, false: Body) -> None:
             f"the branches of `cond` return the constants {true.constants} and {false.constants}",
             "let both return a tensor in their place",
         )
-    for position, (a, b) in enumerate(zip(true.recipes(), false.recipes(), strict=True)):
-        if a != b:
-            raise refusal(f"result {position} of the branches of `cond` is {a} and {b}", advice)
+    outs = zip(true.traced.facts.node_outs, false.traced.facts.node_outs, strict=True)
+    for position, (a, b) in enumerate(outs):
+        if a.recipe != b.recipe:
+            raise refusal(f"result {position} of the branches of `cond` is {a.recipe} and {b.recipe}", advice)
     for position, (a, b) in enumerate(zip(true.results(), false.results(), strict=True)):
         if a.meta["val"].device != b.meta["val"].device:
-            raise refusal(f"plain tensor {position} of the branches of `cond` is on two devices", advice)
+            raise refusal(f"result {position} of the branches of `cond` is on two devices", advice)

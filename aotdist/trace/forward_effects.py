@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from aotdist.aliasing.view_log import ViewLog
-from aotdist.facts import (
-    Fresh,
-    InputFact,
-    NodeOut,
-    ViewOfInput,
-    ViewOfIntermediate,
-    ViewOfOutput,
-)
+from aotdist.capture.results import appearance
+from aotdist.errors import UnsupportedProgram
+from aotdist.facts import InputFact, IsInput, NodeOut, NotATensor
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.sizes import NumberStep, numbers_of_data
-from aotdist.subclasses.protocol import leaves, recipe_of, refuse_unknown_subclass, same_layout
-from aotdist.torch_seam.autograd import is_leaf_with_grad, nodes_behind
+from aotdist.subclasses.protocol import is_wrapper, leaves, recipe_of, refuse_unknown_subclass, same_layout
+from aotdist.torch_seam.autograd import is_leaf_with_grad
 from aotdist.torch_seam.functional import data_writes, functional_value, metadata_written, storage_changes
 from aotdist.trace.backward import End, Result, requires_grad_by_itself, value_results
 from aotdist.trace.capture_mode import CaptureMode
 from aotdist.trace.context import TraceContext
 from aotdist.trace.data_writes import forward_writes
-from aotdist.trace.metadata import Metadata, final_actions, forgotten, refuse, released_results
-from aotdist.trace.outputs import NodeOutputs, classify
+from aotdist.trace.metadata import Metadata, final_actions, refuse, released_results
+from aotdist.trace.outputs import NodeOutputs
 from aotdist.trace.stand_ins import Inputs, StandIn
 
 
@@ -77,7 +72,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
     metadata = Metadata.of(inputs, log)
     _mark_reshaped(context, metadata)
     spent = released_results(outs, inputs, log) if lifting.ran_backward else {}
-    outputs = classify(outs, inputs, log, metadata.written, spent)
+    outputs = NodeOutputs(outs, inputs, log, metadata.written, spent)
     numbers = _tell_numbers(context, outputs)
     row = inputs.row()
     context.refuse_accumulation()
@@ -97,7 +92,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
         refuse_unknown_subclass(tensor, node_out.slot.path)
         if node_out.differentiable and tensor.is_leaf:
             raise requires_grad_by_itself(node_out.slot)
-    refuse_uses_of_own_leaves(outs, outputs, inputs, log)
+    _refuse_as_results(outs, outputs, inputs, log)
     is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
     outputs.order = (*outputs.order, *final_actions(outs, outputs.facts, spent, lifting.retained))
     results = value_results(recorder, node_outs, outputs.tensors)
@@ -155,45 +150,26 @@ def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
             raise refuse(stand_in, "in a way that is not repeated outside")
 
 
-# Leaves that a program makes itself: tensors that begin to require grad inside of it.
-#
-# `x.detach().requires_grad_()` is one, and so is what a class makes of data that requires grad. The autograd
-# node of the program is not their history: if the caller gets one, or a view of it, `requires_grad_` is
-# called outside, and gradients of views arrive at it as in eager. Gradients of other results would not.
+def _refuse_as_results(outs: Sequence[Any], outputs: NodeOutputs, inputs: Inputs, log: ViewLog) -> None:
+    """Refuse results with what would be lost: attributes, the class of a parameter, or that they are leaves.
 
-
-def refuse_uses_of_own_leaves(
-    outs: Sequence[Any], outputs: NodeOutputs, inputs: Inputs, log: ViewLog
-) -> None:
-    """Refuse results that are functions of such leaves, if these, or views of them, are returned, too.
-
-    Args:
-        outs: what the program returned.
-        outputs: the facts of `outs`.
-        inputs: the stand-ins.
-        log: the views.
-
-    Raises:
-        UnsupportedProgram: there is one; or a view of a leaf, itself a view, was made before a write.
+    Of a leaf that begins to require grad in the program, or a view of one, the node is not the history.
     """
-    leaves = {id(leaf): slot for slot, leaf in _own_leaves(outs, outputs, inputs, log)}
-    used = nodes_behind(outputs.tensors[idx] for idx in outputs.with_history) if leaves else ()
-    for leaf in (node.variable for node in used if hasattr(node, "variable")):
-        if id(leaf) in leaves:
-            raise requires_grad_by_itself(leaves[id(leaf)])
-
-
-def _own_leaves(
-    outs: Sequence[Any], outputs: NodeOutputs, inputs: Inputs, log: ViewLog
-) -> Iterator[tuple[Slot, torch.Tensor]]:
-    """The leaves among results and among bases of results, with the slot of the result."""
     for position, (out, fact) in enumerate(zip(outs, outputs.facts, strict=True)):
-        if not isinstance(fact, (Fresh, ViewOfInput, ViewOfIntermediate, ViewOfOutput)):
+        if isinstance(fact, (NotATensor, IsInput)):
             continue
-        slot, is_outdated = Slot("output", f"out[{position}]"), False
-        for tensor in (out, *log.views.bases_by_operators(out)):
-            if is_leaf_with_grad(tensor) and inputs.index_of(tensor) is None:
-                if is_outdated and tensor._is_view():
-                    raise forgotten(slot)
-                yield slot, tensor
-            is_outdated = is_outdated or log.views.was_made_before_a_write(tensor)
+        slot = Slot("output", f"out[{position}]")
+        for tensor in (out, *log.views.bases_by_operators(out)) if out.requires_grad else ():
+            begins = any(change.op is torch.Tensor.requires_grad_ for change in log.changes_of(tensor))
+            if begins and is_leaf_with_grad(tensor) and inputs.index_of(tensor) is None:
+                raise requires_grad_by_itself(slot)
+        cls, attributes = (torch.Tensor, {}) if is_wrapper(out) else appearance(out)
+        if attributes or cls is not torch.Tensor:
+            what = next(
+                (f"is given the attribute `{name}`" for name in attributes), f"is a new {cls.__name__}"
+            )
+            raise UnsupportedProgram(
+                f"`{slot}`, which the program makes, {what}",
+                stage="joint",
+                fix="return, or assign, what the attribute holds; make parameters outside",
+            )

@@ -141,12 +141,6 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
             with self, torch.no_grad():
                 moves(*args, **kwargs)
             return args[0]
-        if beneath_wrappers and is_operator(func) and out_names(func):
-            self.num_writes += 1
-            with self, torch.no_grad():
-                outs = self.rebinding.call_with_outs(func, args, kwargs)
-            if outs is not None:
-                return outs[0] if len(outs) == 1 else tuple(outs)
         self._tell_of_writes(func, args, kwargs)
         _make_views_again((args, kwargs))
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
@@ -155,6 +149,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
             result = self._functionalise(func, types, args, kwargs)
         for owner, before in written:
             _restore_layout(owner, before)
+        _refuse_resized(func, kwargs)
         if getattr(func, "is_view", False):
             self._remember_viewed(args[0])
         return self.remember(result) if isinstance(result, FunctionalTensor) else result
@@ -252,6 +247,17 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
                 is_own_view = owner is not tensor and owner.elem is tensor.elem
                 if is_own_view or is_functional_base(owner):
                     yield owner
+
+
+def _refuse_resized(func: Any, kwargs: Mapping[str, Any]) -> None:
+    """Refuse an `out=` of another size than the result, which eager would resize."""
+    for name in out_names(func) if is_operator(func) else ():
+        out = kwargs.get(name)
+        if isinstance(out, FunctionalTensor) and functional_value(out).size() != out.size():
+            raise refusal(
+                f"`{func}` is given an `out=` of size {list(out.size())}, and its result has another",
+                fix="give it the size of the result before, or use what the operator returns without `out=`",
+            )
 
 
 def _make_views_again(given: Any) -> None:

@@ -79,10 +79,6 @@ class KnownResults:
             raise _Unlike
         return known[1]
 
-    def forget_fakes(self) -> None:
-        """Let go of the fakes: a trace has ended, and its graph may be packed."""
-        self._fakes.clear()
-
     def knows(self, key: Hashable | None) -> bool:
         """Whether it is known what the result of such a call is like."""
         return key in self._known

@@ -43,19 +43,52 @@ from aotdist.torch_seam.jagged import is_ragged
 from aotdist.trace.metadata import is_switched_on
 from aotdist.trace.stand_ins import Inputs
 
+_LATER = 1 << 62
+"""After all views and changes."""
+
 
 class NodeOutputs:
-    """Collects the tensors that the autograd node has to return, each once."""
+    """What each output of a program is, and the tensors that the autograd node returns for them, each once.
 
-    def __init__(self) -> None:
+    Args:
+        outs: flat results of the traced function.
+        inputs: the stand-ins that it was given.
+        log: the views that the program made, and its writes of metadata.
+        written: numbers of the writes of metadata that are repeated on inputs outside.
+        spent: identities of results whose saved tensors autograd has freed, so that they have no backward.
+    """
+
+    def __init__(
+        self,
+        outs: Sequence[Any],
+        inputs: Inputs,
+        log: ViewLog,
+        written: Container[int],
+        spent: Container[int],
+    ) -> None:
         self.slots: list[Slot] = []
         self.tensors: list[torch.Tensor] = []
-        self.facts: list[OutputFact] = []
-        self.order: tuple[Action, ...] = ()
         self.with_history: set[NodeOutIdx] = set()
         self.bumps: Counter[PrimalIdx] = Counter()
-        self.versions: dict[NodeOutIdx, int] = {}
         self._known: dict[int, NodeOutIdx] = {}
+        self._outs, self._inputs, self._log = outs, inputs, log
+        self._written, self._spent = written, spent
+        look_inside(log, outs, [stand_in.opened for stand_in in inputs.row()])
+        self._first: dict[int, OutIdx] = {}
+        for position, out in enumerate(outs):
+            if isinstance(out, torch.Tensor):
+                self._first.setdefault(id(out), OutIdx(position))
+        self._replayed: set[int] = set()
+        self._kept: list[tuple[int, Keep]] = []
+        self._counted: dict[NodeOutIdx, torch.Tensor] = {}
+        self._repeated: Counter[int] = Counter()
+        while self._finds_more_to_replay():
+            pass
+        self.facts = [self._output(OutIdx(position), out) for position, out in enumerate(outs)]
+        self.order = self._in_order()
+        self.versions = {
+            idx: version_of(tensor) - self._repeated[id(tensor)] for idx, tensor in self._counted.items()
+        }
 
     def add(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
         """The position of `tensor` among the node's outputs; it is appended if it is not one of them yet.
@@ -75,59 +108,8 @@ class NodeOutputs:
             self.with_history.add(idx)
         return idx
 
-
-def classify(
-    outs: Sequence[Any],
-    inputs: Inputs,
-    log: ViewLog,
-    written: Container[int],
-    spent: Container[int],
-) -> NodeOutputs:
-    """The fact of every output, and the tensors that the node must return for them.
-
-    Args:
-        outs: flat results of the traced function.
-        inputs: the stand-ins that it was given.
-        log: the views that the program made, and its writes of metadata.
-        written: numbers of the writes of metadata that are repeated on inputs outside.
-        spent: identities of results whose saved tensors autograd has freed, so that they have no backward.
-    """
-    return _Classifier(outs, inputs, log, written, spent).classified()
-
-
-_LATER = 1 << 62
-"""After all views and changes."""
-
-
-class _Classifier:
-    def __init__(
-        self,
-        outs: Sequence[Any],
-        inputs: Inputs,
-        log: ViewLog,
-        written: Container[int],
-        spent: Container[int],
-    ) -> None:
-        self._outs, self._inputs, self._log = outs, inputs, log
-        self._written, self._spent = written, spent
-        self._node = NodeOutputs()
-        look_inside(log, outs, [stand_in.opened for stand_in in inputs.row()])
-        self._first: dict[int, OutIdx] = {}
-        for position, out in enumerate(outs):
-            if isinstance(out, torch.Tensor):
-                self._first.setdefault(id(out), OutIdx(position))
-        self._own_leaves = self._find_own_leaves()
-        self._replayed: set[int] = set()
-        self._kept: list[tuple[int, Keep]] = []
-        self._counted: dict[NodeOutIdx, torch.Tensor] = {}
-        self._repeated: Counter[int] = Counter()
-        while self._finds_more_to_replay():
-            pass
-
-    def classified(self) -> NodeOutputs:
-        node = self._node
-        for position, out in enumerate(self._outs):
-            node.facts.append(self._output(OutIdx(position), out))
+    def _in_order(self) -> tuple[Action, ...]:
+        """What is done outside: outputs that are made, and writes of metadata."""
         made: list[tuple[int, Action]] = [
             (self._time(out), OutIdx(position)) for position, out in enumerate(self._outs)
         ]
@@ -136,10 +118,7 @@ class _Classifier:
             if target is not None:
                 self._count_bumps(change, target)
                 made.append((change.serial, self._write(number, change, target)))
-        for idx, tensor in self._counted.items():
-            node.versions[idx] = version_of(tensor) - self._repeated[id(tensor)]
-        node.order = tuple(item for _, item in sorted([*self._kept, *made], key=lambda pair: pair[0]))
-        return node
+        return tuple(item for _, item in sorted([*self._kept, *made], key=lambda pair: pair[0]))
 
     def _finds_more_to_replay(self) -> bool:
         """Look for intermediates that are returned as they were made, and whose changes are repeated outside.
@@ -168,33 +147,11 @@ class _Classifier:
         key = id(change.tensor)
         if self._inputs.index_of(change.tensor) is not None:
             return number in self._written
-        if change.op is torch.Tensor.requires_grad_ and key in self._own_leaves:
-            return True
         return key in self._replayed or (key in self._first and change.moves())
 
-    def _find_own_leaves(self) -> set[int]:
-        """The leaves that begin to require grad in the program, among results and what these are views of.
-
-        Each is made outside, once, and begins to require grad there; the autograd node knows nothing of it.
-        """
-        outs = [out for out in self._outs if isinstance(out, torch.Tensor)]
-        passed = {id(one): one for out in outs for one in (out, *self._log.views.bases(out))}
-        own = {key: one for key, one in passed.items() if self._begins_to_require_grad(one)}
-        for leaf in own.values():
-            self._log.views.share(leaf)
-        return set(own)
-
-    def _begins_to_require_grad(self, tensor: torch.Tensor) -> bool:
-        changes = self._log.changes_of(tensor) if self._inputs.index_of(tensor) is None else ()
-        return any(c.op is torch.Tensor.requires_grad_ for c in changes) and is_leaf_with_grad(tensor)
-
     def _has_history(self, out: torch.Tensor) -> bool:
-        """Whether gradients of an output may reach inputs.
-
-        They may end at a leaf of the program's own instead, or where autograd has freed what it saved.
-        """
-        ends = any(id(one) in self._own_leaves for one in (out, *self._log.views.bases(out)))
-        return out.requires_grad and not ends and id(out) not in self._spent
+        """Whether gradients of an output may reach inputs: not if autograd has freed what it saved."""
+        return out.requires_grad and id(out) not in self._spent
 
     def _target(self, number: int, change: Change) -> Place | None:
         if not self._is_done_outside(number, change):
@@ -204,8 +161,6 @@ class _Classifier:
             return IsInput(as_input)
         if id(change.tensor) in self._first:
             return ViewOfOutput(self._first[id(change.tensor)], ())
-        if id(change.tensor) in self._own_leaves and self._log.views.made(change.tensor) >= 0:
-            return self._made_again(Slot("output", f"leaf[{number}]"), change.tensor)
         return Fresh(self._value(Slot("output", "changed"), change.tensor, history=False))
 
     def _count_bumps(self, change: Change, target: Place) -> None:
@@ -216,7 +171,7 @@ class _Classifier:
         self._repeated[id(root.base)] += change.bumps
         of_input = self._inputs.index_of(root.base)
         if of_input is not None and isinstance(target, ViewOfOutput):
-            self._node.bumps[of_input] += change.bumps
+            self.bumps[of_input] += change.bumps
 
     def _write(self, number: int, change: Change, target: Place) -> MetadataWrite:
         args = tuple(
@@ -225,7 +180,7 @@ class _Classifier:
         )
         data = None
         if change.grown is not None:
-            data = self._node.add(Slot("output", f"grown[{number}]"), change.grown, history=False)
+            data = self.add(Slot("output", f"grown[{number}]"), change.grown, history=False)
         # What begins to require grad does so before the call, and is reshaped as if it did not yet.
         idx = self._inputs.index_of(change.tensor)
         begins = idx is not None and is_switched_on(self._inputs.row()[idx])
@@ -307,7 +262,7 @@ class _Classifier:
             own = slot if made.tensor is out else Slot("output", f"{slot.path}.made[{number}]")
             # Gradients of what is detached go nowhere; the step's own backward may have freed the graph.
             history = out.requires_grad or released_history(made.tensor) is None
-            value = self._node.add(own, self._log.as_made(made.tensor), history=history)
+            value = self.add(own, self._log.as_made(made.tensor), history=history)
             steps = (*steps, FunctionView(inside, value, creation_meta(made.tensor)))
             inside = made.after
         steps = (*steps, *inside)
@@ -395,7 +350,7 @@ class _Classifier:
     def _value(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
         """The node output for a tensor: as it was made, if its changes are repeated outside."""
         as_made = self._log.as_made(tensor) if id(tensor) in self._replayed else tensor
-        idx = self._node.add(slot, as_made, history=history)
+        idx = self.add(slot, as_made, history=history)
         self._counted[idx] = tensor
         return idx
 

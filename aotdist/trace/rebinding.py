@@ -1,4 +1,4 @@
-"""Moves functional tensors to other memory: `set_`, `resize_`, `.data =`, `out=` of another size.
+"""Moves functional tensors to other memory: `set_`, `resize_`, `.data =`.
 
 A functional tensor is a shell around the tensor that owns the memory. The program and autograd hold the
 shell, which stays; its content is replaced by that of another shell, made by a view or by an allocation.
@@ -7,9 +7,7 @@ shell, which stays; its content is replaced by that of another shell, made by a 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,13 +17,10 @@ from aotdist.torch_seam.functional import (
     FunctionalTensor,
     functional_storage_id,
     functional_value,
-    mode_of_fake,
     rebind,
     second_shell,
 )
-from aotdist.torch_seam.modes import no_modes
-from aotdist.torch_seam.operators import OpOverload, out_names, without_outs
-from aotdist.torch_seam.trees import pytree
+from aotdist.torch_seam.operators import OpOverload
 from aotdist.trace.failures import refusal
 from aotdist.trace.strided import Strided
 
@@ -114,57 +109,6 @@ class Rebinding:
         value = functional_value(whole)
         start = value.storage_offset() * value.element_size()
         return value.untyped_storage().nbytes() == start + whole.numel() * whole.element_size()
-
-    def call_with_outs(
-        self, func: OpOverload, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> list[Any] | None:
-        """Call an operator whose results have other sizes than its `out=`; None if they have the same."""
-        names = [name for name in out_names(func) if isinstance(kwargs.get(name), FunctionalTensor)]
-        if not names:
-            return None
-        shapes = _results(func, args, kwargs, names)
-        if all(shapes[name].size() == kwargs[name].size() for name in names):
-            return None
-        made = {
-            name: torch.empty_strided(
-                shape.size(), shape.stride(), dtype=shape.dtype, device=kwargs[name].device
-            )
-            for name, shape in shapes.items()
-        }
-        func(*args, **{**kwargs, **made})
-        for name, result in made.items():
-            if kwargs[name].size() != result.size():
-                self.resize_to(kwargs[name], result.size(), result.stride())
-            kwargs[name].copy_(result)
-        return [kwargs[name] for name in names]
-
-
-def _results(
-    func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], names: Sequence[str]
-) -> dict[str, torch.Tensor]:
-    """Tensors without data that have the metadata of an operator's results, by name."""
-    maker = without_outs(func)
-    # Of a fake mode: not all kernels for tensors without data take symbolic sizes.
-    mode = mode_of_fake(functional_value(kwargs[names[0]]))
-    with no_modes(), mode or nullcontext():
-
-        def like(t: torch.Tensor) -> torch.Tensor:
-            # More operators have rules for fake tensors of a device than for those without.
-            device = "meta" if mode is None else t.device
-            return torch.empty_strided(t.size(), t.stride(), dtype=t.dtype, device=device)
-
-        given_args, given_kwargs = pytree.tree_map_only(FunctionalTensor, like, (args, kwargs))
-        outs = {name: given_kwargs.pop(name) for name in names}
-        if maker is None:
-            results = {name: out.new_empty(0) for name, out in outs.items()}
-            func(*given_args, **given_kwargs, **results)
-            return results
-        made = maker(*given_args, **given_kwargs)
-        made = [made] if isinstance(made, torch.Tensor) else made
-        return {
-            name: torch.empty_strided(result.size(), result.stride(), dtype=outs[name].dtype, device="meta")
-            for name, result in zip(names, made, strict=True)
-        }
 
 
 def _flat(dense: torch.Tensor) -> torch.Tensor:

@@ -54,7 +54,6 @@ from aotdist.torch_seam.patches import hand_on
 from aotdist.torch_seam.proxies import PythonKeyTracer, decomposing, graph_module, node_of, track
 from aotdist.torch_seam.symbols import depends_on_data, expression, hint, number_kind, shape_env
 from aotdist.torch_seam.tensors import unwrapped
-from aotdist.torch_seam.trees import pytree
 from aotdist.trace.functionalise import Functionalisation, computed_elsewhere
 from aotdist.trace.numbers.data_guards import NeedsSizes
 from aotdist.trace.numbers.unbacked import Unbacked
@@ -152,6 +151,7 @@ class Recorder:
             refuses_data=within is not None and within.of_data,
         )
         self.draws, self.data_guards = self._proxy_mode.draws, self._proxy_mode.data_guards
+        self.draws.are_refused = within is not None
         self._functionalisation.recorded_again = self._proxy_mode.record_again
         self._rng: list[torch.fx.Node] = []
         self._arguments: dict[Slot, torch.fx.Node] = {}
@@ -162,7 +162,7 @@ class Recorder:
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Recorder:
-        for mode in (
+        modes = (
             dispatch_keys_kept(),
             quiet_fakes(),
             own_autocast_cache(),
@@ -180,8 +180,11 @@ class Recorder:
             decomposing(self.options.decompositions),
             self._proxy_mode,
             self._functionalisation,
-        ):
-            self._exit.enter_context(mode)
+        )
+        with contextlib.ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(mode)
+            self._exit = stack.pop_all()
         hand_on(self._functionalisation)
         return self
 
@@ -285,14 +288,6 @@ class Recorder:
 
     def _rng_state(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Seed and offset, which become arguments when they are first asked for."""
-        if self._within is not None:
-            raise UnsupportedProgram(
-                "a function that is handed to an operator (a branch of `cond`) draws random numbers, which "
-                "`functional_rng` asks to be functions of arguments",
-                where=self.tracer.origins.current() or None,
-                stage="joint",
-                fix="draw them outside of it, or compile without `functional_rng`",
-            )
         assert self._stream is not None, "only a stream asks for its state"
         if not self._rng:
             like = Plain(torch.Size(), (), torch.int64)
@@ -419,7 +414,7 @@ class Recorder:
         return self.tracer.create_node("get_attr", unique, (), {})
 
     def call(
-        self, op: HigherOrderOperator, args: tuple[Any, ...], like: Sequence[torch.Tensor], *, draws: bool
+        self, op: HigherOrderOperator, args: tuple[Any, ...], like: Sequence[torch.Tensor]
     ) -> list[FunctionalTensor]:
         """Record a call of `op` that returns a tuple of new tensors.
 
@@ -427,26 +422,15 @@ class Recorder:
             op: a higher-order operator.
             args: its arguments: nodes of this graph, and containers of them.
             like: fakes with the metadata of its results.
-            draws: whether it draws random numbers.
         """
-        given = [node.meta.get("val") for node in pytree.tree_leaves(args) if isinstance(node, torch.fx.Node)]
-        if draws:
-            fakes = self.draws.draw(op, given, {}, lambda: self._call(op, args, like, draws=True))
-        else:
-            fakes = self._call(op, args, like, draws=False)
-        return [functional(fake, self._functionalisation) for fake in fakes]
-
-    def _call(
-        self, op: HigherOrderOperator, args: tuple[Any, ...], like: Sequence[torch.Tensor], *, draws: bool
-    ) -> list[torch.Tensor]:
         fakes = [self.fake_like(Plain(f.size(), f.stride(), f.dtype), f.device) for f in like]
         node = self.tracer.create_node("call_function", op, args, {})
-        node.meta.update(val=tuple(fakes), draws=draws)
+        node.meta["val"] = tuple(fakes)
         for position, fake in enumerate(fakes):
             pick = self.tracer.create_node("call_function", operator.getitem, (node, position), {})
             pick.meta["val"] = fake
             track(fake, pick, self.tracer)
-        return fakes
+        return [functional(fake, self._functionalisation) for fake in fakes]
 
     def num_writes(self) -> int:
         """How many tensors operators have written by now."""
@@ -501,7 +485,6 @@ class Recorder:
         """
         for symbol in symbols:
             self.size(symbol)
-        self._proxy_mode.known_results.forget_fakes()
         self._proxy_mode.calling_functions = None  # which knows of nodes
         graph, now = self.tracer.graph, dict[torch.fx.Node, torch.fx.Node]()
         if self._goes_on:

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from aotdist import compiled as calls
 from aotdist.aliasing import overwrite
-from aotdist.runtime import node
+from aotdist.runtime import backward
 from aotdist.torch_seam import dynamo as seam
 from aotdist.trace import trace
 from tests.dynamo.comparison import compiled, same_as_eager
@@ -346,5 +346,5 @@ def test_dynamo_leaves_the_frames_of_calls_alone() -> None:
     seam.skip_our_frames()
     skipped = [Path(name) for name in trace_rules.SKIP_DIRS if str(Path(seam.__file__).parents[1]) in name]
     assert skipped and all(path.exists() for path in skipped)
-    for module in (calls, node, overwrite, trace):
+    for module in (calls, backward, overwrite, trace):
         assert trace_rules.check_file(module.__file__).skipped

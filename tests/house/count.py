@@ -40,15 +40,15 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (57_942, 42_000),
-    "lines of its core": (32_180, 23_500),
-    "classes of its core": (285, 200),
-    "files of aotdist/": (291, 235),
+    "lines of aotdist/": (57_186, 42_000),
+    "lines of its core": (31_821, 23_500),
+    "classes of its core": (279, 200),
+    "files of aotdist/": (287, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),
     "most fields of a class": (14, 14),
     "functions over 60 lines": (1, 4),
-    "files over 400 lines": (7, 8),
+    "files over 400 lines": (6, 8),
     "modules in circles of imports": (0, 0),
 }
 """What there may be of each, and what there is to be."""

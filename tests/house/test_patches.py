@@ -30,9 +30,6 @@ NOT_OF_LIBRARIES = {
     ("aotdist/codegen/python_source.py", "linecache.cache"),  # an entry of its own, for tracebacks
     ("aotdist/torch_seam/dynamo.py", "UnspecializedNNModuleVariable.call_function"),  # for good
     ("aotdist/torch_seam/inductor.py", "os.environ"),  # for good: an address that kernels read
-    ("aotdist/torch_seam/interrupts.py", "warnings.filters"),  # what was there before
-    ("aotdist/torch_seam/interrupts.py", "warnings.showwarning"),
-    ("aotdist/torch_seam/interrupts.py", "forward_ad._current_level"),
     ("kernels/interpreter.py", "interpreter.GridExecutor.__call__"),  # for good: its faults
     ("kernels/interpreter.py", "interpreter._patch_lang_tensor"),
     ("kernels/loading.py", "linecache.cache"),

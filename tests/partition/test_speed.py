@@ -59,10 +59,9 @@ def deep_joint(nodes: int) -> Graph:
 
 @pytest.mark.parametrize("policy", [pytest.param("default", marks=pytest.mark.sweep), "min_cut"])
 def test_work_grows_with_the_nodes_and_no_faster(policy: Policy) -> None:
-    """What scipy does for a maximum flow is one call."""
     small, large = deep_joint(NODES // 4), deep_joint(NODES)
     assert len(large.gm.graph.nodes) > 0.95 * NODES
-    partition(small, policy)  # imports scipy, fills the caches of operator traits
+    partition(small, policy)  # fills the caches of operator traits
     calls = calls_of(lambda: partition(large, policy))
     assert calls < 4.5 * calls_of(lambda: partition(small, policy))
     assert calls < CALLS_PER_NODE[policy] * NODES

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from aotdist.errors import AotdistError, RankDivergence, RankLost
 from aotdist.passes.collectives import Collective
-from aotdist.runtime.ranks.agreement import Meeting, meet
+from aotdist.runtime.ranks.agreement import Meeting
 from aotdist.runtime.ranks.board import Board, Party
 from aotdist.runtime.ranks.sequence import Group, Step
 
@@ -57,7 +57,7 @@ def meet_all(programs: dict[int, tuple[tuple[Step, ...], tuple[Party, ...]]], ti
     def act(rank: int) -> AotdistError | None:
         steps, parties = programs[rank]
         try:
-            meet(Meeting(Board(stores[rank], rank), "train_step", steps, parties, timeout_s))
+            Meeting(Board(stores[rank], rank), "train_step", steps, parties, timeout_s).hold()
         except AotdistError as error:
             return error
         return None

@@ -1,25 +1,32 @@
 """The composed lifts of an artifact: what its printed call is tested against."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, assert_never
 
 import torch
 
-from aotdist.aliasing.overwrite import put
+from aotdist.aliasing.overwrite import put, version_of
+from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.epilogue import Outputs
+from aotdist.convention.mutation import write_plain
 from aotdist.convention.stack import Plans
 from aotdist.facts import Fresh
 from aotdist.partition.gates import Gate
 from aotdist.program import Call
 from aotdist.runtime import artifact as runtime
 from aotdist.runtime.artifact import Artifact
+from aotdist.runtime.backward import Backward
 from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.gate import Gates, make_gate
+from aotdist.runtime.held import run_once
 from aotdist.runtime.hooks import shield, with_silenced_hooks
-from aotdist.runtime.node import make_node
-from aotdist.runtime.plan import detached_views, result_views
+from aotdist.runtime.plan import NodePlan, result_views, saved_beside
 from aotdist.runtime.print_call import HookPlan
+from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import concrete, evaluate
+from aotdist.subclasses.protocol import plain_tensors
+from aotdist.torch_seam.modes import class_functions_off
+from aotdist.torch_seam.tensors import counter_of
 
 
 def reference(artifact: Artifact) -> Call:
@@ -51,6 +58,76 @@ def lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
     if hooks.gates is not None:
         return through_gates(hooks.gates, plans, call)
     return plans.lift_outside(hooked(call, hooks), enables_grad=runtime._enables_grad(compilation))
+
+
+def make_node(
+    plan: NodePlan,
+    forward: BoxedCall,
+    backward: Backward,
+    symbols: Mapping[str, int],
+) -> Call:
+    """The node as a call.
+
+    Args:
+        plan: how tensors pass.
+        forward: plain inputs, sizes -> results, then saved values.
+        backward: what runs in the backward.
+        symbols: of this call.
+    """
+
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *primals: Any) -> Any:
+            with class_functions_off():
+                return Node.compute(ctx, primals)
+
+        @staticmethod
+        def compute(ctx: Any, primals: Sequence[Any]) -> Any:
+            plains = [plain for primal in primals for plain in plain_tensors(primal)]
+            ctx.rng = plan.inside.rng.state()
+            sizes = [evaluate(size, symbols) for size in plan.sizes]
+            results = list(forward([*plains, *sizes, *ctx.rng]))
+            for plain, position, bumps in plan.inside.writes.writes:
+                write_plain(plains[plain], results[position], bumps)
+            plan.inside.unwrap.count(primals)
+            values = detached_views(results[: plan.inside.writes.num_values], plan.views)
+            outs = plan.inside.unwrap.rebuilt(values)
+            saved, kept, late = plan.saved, plan.kept_inputs, plan.backward_writes
+            ctx.save_for_backward(*_saved(plan, plains, results))
+            ctx.kept_primals = tuple(primals[idx] for idx in kept.primals)
+            ctx.versions = tuple(version_of(ctx.kept_primals[k]) for k, _ in kept.unsaved)
+            ctx.symbols = symbols
+            ctx.written = [plains[idx] for idx in late.plains]
+            ctx.bumped = [primals[idx] for idx in late.wrappers]
+            ctx.mark_non_differentiable(
+                *(outs[idx] for idx, out in plan.outs.enumerate() if not out.differentiable)
+            )
+            held = [primals[idx] for idx in saved.wrappers.ins]
+            held += [counter_of(outs[idx]) for idx in saved.wrappers.outs]
+            ctx.wrappers = tuple((wrapper, wrapper._version) for wrapper in held)
+            ctx.set_materialize_grads(False)
+            return tuple(outs)
+
+        @staticmethod
+        def backward(ctx: Any, *tangents: Any) -> Any:
+            check_unwritten(ctx.wrappers, plan.saved.wrappers.names)
+            if plan.backward_writes.once:
+                run_once(ctx)
+            with class_functions_off():
+                return backward(ctx, *(tangents[idx] for idx in plan.differentiable()))
+
+    return lambda primals: list(Node.apply(*primals))
+
+
+def _saved(plan: NodePlan, plains: Sequence[Any], results: Sequence[Any]) -> Iterator[torch.Tensor]:
+    yield from (plains[plain].detach() if changes else plains[plain] for plain, changes in plan.saved.inputs)
+    values = (results[position] for position in plan.saved.results)
+    yield from map(saved_beside, values) if plan.inside.unwrap.versions else values
+
+
+def detached_views(results: Sequence[Any], views: frozenset[int]) -> list[Any]:
+    """`results` with those at `views` detached, which keeps memory and version counter."""
+    return [value.detach() if position in views else value for position, value in enumerate(results)]
 
 
 def hooked(call: Call, hooks: HookPlan) -> Call:

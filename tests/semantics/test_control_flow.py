@@ -12,7 +12,7 @@ from torch._higher_order_ops.associative_scan import associative_scan
 from torch._higher_order_ops.map import map as map_rows
 from torch._higher_order_ops.scan import scan
 from torch._higher_order_ops.while_loop import while_loop
-from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
@@ -61,10 +61,10 @@ def nested(x: torch.Tensor, cond: Cond) -> Any:
 
 
 def dropping(x: torch.Tensor, cond: Cond) -> Any:
-    """Each branch draws, its gradient needs what it drew, and more is drawn before and behind."""
-    x = F.dropout(x, 0.3)
-    y = cond(x.sum() > 0, lambda x: F.dropout(x, 0.5) * x, lambda x: x * torch.rand_like(x), (x,))
-    return F.dropout(y, 0.2)
+    """Random numbers are drawn before and behind."""
+    x = F.dropout(x, 0.5)
+    y = cond(x.sum() > 0, lambda x: x.sin() * x, lambda x: x * 2, (x,))
+    return y * torch.rand_like(y)
 
 
 def several_results(x: torch.Tensor, cond: Cond) -> Any:
@@ -117,9 +117,7 @@ def checkpointed(x: torch.Tensor, cond: Cond) -> Any:
 def checkpointed_draws(x: torch.Tensor, cond: Cond) -> Any:
     def region(x: torch.Tensor) -> torch.Tensor:
         x = F.dropout(x, 0.4)
-        return cond(
-            x.sum() > 0, lambda x: F.dropout(x, 0.5).sin(), lambda x: x * torch.rand_like(x), (x,)
-        ).exp()
+        return cond(x.sum() > 0, lambda x: x.sin(), lambda x: x * 2, (x,)).exp()
 
     return checkpoint(region, x.sin(), use_reentrant=False)
 
@@ -189,26 +187,21 @@ def test_a_branch_closes_over_parameters() -> None:
     )
 
 
-WRAPPED = [closing_over, nested, dropping, written_around, the_same_twice]
+@pytest.mark.parametrize("make", ["two", "shards", "a sparse gradient"])
+def test_cond_of_wrappers_is_refused(make: str, mesh: DeviceMesh) -> None:
+    table = nn.Embedding(3, 4, sparse=True)
 
+    def of_rows(x: torch.Tensor) -> torch.Tensor:
+        return torch.cond(x.sum() > 0, lambda x: table(x.long()), lambda x: table(x.long() + 1), (x,))
 
-@pytest.mark.parametrize("program", WRAPPED, ids=lambda program: program.__name__)
-def test_cond_of_wrappers(program: Callable[..., Any], mesh: Any) -> None:
-    """The predicate is a plain tensor; the operands are what they like."""
+    def of_wrappers(x: Any) -> torch.Tensor:
+        inside = x.a if isinstance(x, TwoTensor) else x.to_local()
+        return torch.cond(inside.sum() > 0, torch.sin, torch.cos, (x,))
 
-    def plainly(cond: Cond) -> Cond:
-        return lambda pred, *rest: cond(pred.a if isinstance(pred, TwoTensor) else pred.to_local(), *rest)
-
-    def two(sign: int) -> torch.Tensor:
-        return TwoTensor(torch.rand(3, 4) * sign, torch.rand(3, 4) * sign).requires_grad_()
-
-    def shards(sign: int) -> torch.Tensor:
-        return sharded(mesh, torch.rand(3, 4) * sign).requires_grad_()
-
-    same_as_an_if(lambda cond: lambda x: program(x, plainly(cond)), two)
-    if program is not dropping:  # DTensor warns that it draws on no mesh of CPUs
-        with implicit_replication():
-            same_as_an_if(lambda cond: lambda x: program(x, plainly(cond)), shards)
+    plain = torch.ones(2)
+    x = {"two": TwoTensor(plain, plain.clone()), "shards": sharded(mesh, plain)}.get(make, plain)
+    with pytest.raises(UnsupportedProgram, match="`cond.true_fn` works on wrappers"):
+        aotdist.compile(of_rows if x is plain else of_wrappers, backend="fx")(x)
 
 
 @pytest.mark.parametrize("partition_fn", [default_partition, min_cut_rematerialization_partition])
@@ -283,6 +276,7 @@ REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
         branch(lambda x: torch.ops._c10d_functional.all_reduce(x.detach(), "sum", group) * x),
         "`cond.true_fn` communicates",
     ),
+    "random numbers": (branch(lambda x: F.dropout(x, 0.5)), "a branch of `cond`. draws random numbers"),
     "other sizes": (branch(lambda x: x.sum()), "result 0 of the branches of `cond` is"),
     "other strides": (branch(lambda x: x.t().contiguous().t()), "result 0 of the branches of `cond` is"),
     "another structure": (branch(lambda x: (x, x)), "the branches of `cond` return"),

@@ -1,24 +1,19 @@
-"""Ctrl-C at any bytecode of a compilation leaves thread, process and model as they were before it."""
+"""Ctrl-C in the middle of a trace leaves thread, process and model as they were before it."""
 
 from __future__ import annotations
 
 import gc
 import itertools
-import os
 import random
 import sys
-import traceback
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch._guards import _TLS
-from torch._inductor import config as inductor_config
 from torch._inductor import virtualized
 from torch.utils.checkpoint import checkpoint
 
@@ -27,10 +22,9 @@ from aotdist.aliasing.view_mode import ViewMode
 from aotdist.capture.ambient import ambient
 from aotdist.export import aot_export_module
 from aotdist.torch_seam.dynamo import dynamo_locks
-from aotdist.torch_seam.patches import PATCHES, _held_by, values_here
-from aotdist.torch_seam.undo import LOCKS, is_owned
+from aotdist.torch_seam.locks import LOCKS, is_owned
+from aotdist.torch_seam.patches import PATCHES, _held_by
 
-SWEEP = (pytest.mark.sweep, pytest.mark.timeout(7200))
 X = torch.tensor([[0.5, -1.0], [2.0, 0.25]])
 
 
@@ -113,15 +107,12 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         "contexts": {name: value for name, value in vars(_TLS).items() if value is not None},
         "compiling": torch.compiler.is_compiling(),
         "Inductor": {name: id(value) for name, value in vars(virtualized.threadlocal).items()},
-        "patches": (
-            values_here(),
-            [
-                name
-                for patch in PATCHES.values()
-                for owner, name, instead in (patch.places if "places" in vars(patch) else ())
-                if _held_by(owner, name) is instead
-            ],
-        ),
+        "patches": [
+            name
+            for patch in PATCHES.values()
+            for owner, name, instead in (patch.places if "places" in vars(patch) else ())
+            if _held_by(owner, name) is instead
+        ],
         "locks": [is_owned(lock) for lock in (*LOCKS, *dynamo_locks())],
         "random": (random.getstate(), torch.get_rng_state().numpy().tobytes()),
         "anomaly": torch.is_anomaly_enabled(),
@@ -151,78 +142,22 @@ def what_fails(model: nn.Module) -> str:
     return ""
 
 
-class Interrupter:
-    """Interrupts a run at many bytecodes, each time in a process that is forked there.
+def interrupted_at(number: int, run: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Run something, and interrupt it at an operator of its trace; whether it has as many."""
+    dispatch, operators = ViewMode._dispatch, itertools.count()
 
-    Args:
-        points: before which bytecodes.
-        folder: where children write what is wrong.
-        begins_later: what it runs says when to begin.
+    def interrupted(*args: Any) -> Any:
+        if next(operators) == number:
+            raise KeyboardInterrupt
+        return dispatch(*args)
 
-    Attributes:
-        failures: what is.
-    """
-
-    def __init__(self, points: range, folder: Path, *, begins_later: bool = False) -> None:
-        self._points, self._file, self._begins_later = points, folder / "wrong", begins_later
-        self._count, self._at, self._is_child = 0, "", False
-        self.failures: list[str] = []
-
-    def run(self, run: Callable[[], Any], found_wrong: Callable[[int], str]) -> None:
-        """Run something; `found_wrong` says, in children, what is wrong when it was interrupted.
-
-        If it calls `begin`, it is interrupted after that alone, and may raise an interrupt itself.
-        """
-        if not self._begins_later:
-            sys.settrace(self._trace)
+    with monkeypatch.context() as patched:
+        patched.setattr(ViewMode, "_dispatch", interrupted)
         try:
             run()
         except KeyboardInterrupt:
-            assert self._is_child or self._begins_later
-            if self._is_child:
-                self._exit(found_wrong)
-        finally:
-            sys.settrace(None)
-            if self._is_child:
-                self._exit(lambda _: "the interrupt was swallowed")
-        assert self._count > self._points[1], "it has fewer bytecodes than that"
-
-    def begin(self) -> None:
-        """Interrupt from now on, also what the frames do that run now."""
-        sys.settrace(self._trace)
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None:
-            frame.f_trace, frame.f_trace_opcodes, frame.f_trace_lines = self._trace, True, False
-            frame = frame.f_back
-
-    def _trace(self, frame: FrameType, event: str, arg: Any) -> Any:
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
-            self._count += 1
-            if self._count in self._points:
-                self._fork(frame)
-        return self._trace
-
-    def _fork(self, frame: FrameType) -> None:
-        state = random.getstate()
-        if os.fork() == 0:
-            sys.settrace(None)
-            random.setstate(state)  # Python seeds it anew in children
-            self._is_child = True
-            raise KeyboardInterrupt
-        if os.waitstatus_to_exitcode(os.wait()[1]) != 0:
-            at = "".join(traceback.format_stack(frame)[-4:])
-            self.failures.append(f"bytecode {self._count}: {self._file.read_text()}\n{at}")
-
-    def _exit(self, found_wrong: Callable[[int], str]) -> None:
-        wrong = "the child died"
-        try:
-            wrong = found_wrong(self._count)
-        except BaseException:
-            wrong = traceback.format_exc()
-        finally:
-            self._file.write_text(wrong)
-            os._exit(bool(wrong))
+            return True
+    return False
 
 
 def call(model: nn.Module) -> Callable[[], Any]:
@@ -242,47 +177,6 @@ def dynamic(model: nn.Module) -> Callable[[], Any]:
     return lambda: model(X)
 
 
-def inductor(model: nn.Module) -> Callable[[], Any]:
-    aotdist.compile(model, backend="inductor")
-
-    def run() -> Any:
-        with inductor_config.patch(fx_graph_cache=False):
-            return model(X)
-
-    return run
-
-
-RUNS = {"call": call, "step": step, "dynamic": dynamic, "inductor": inductor}
-
-
-@pytest.mark.parametrize(
-    ("name", "points", "thorough"),
-    [
-        ("call", range(700, 10**9, 300_007), 1),
-        ("step", range(700, 10**9, 500_009), 1),
-        *(pytest.param(name, range(1, 10**9, 50), 40, marks=SWEEP) for name in ("call", "step")),
-        *(pytest.param(name, range(1, 10**9, 10_007), 40, marks=SWEEP) for name in ("dynamic", "inductor")),
-    ],
-)
-def test_an_interrupt_leaves_nothing(name: str, points: range, thorough: int, tmp_path: Path) -> None:
-    """Every so many bytecodes, and of so many interrupted runs one is followed by others."""
-    for warm in (Net, Net):
-        RUNS[name](made(warm))()
-    model = made()
-    run = RUNS[name](model)
-    torch.manual_seed(1)
-    before = state_of(model)
-    interrupter = Interrupter(points, tmp_path)
-
-    def found_wrong(count: int) -> str:
-        if wrong := what_differs(model, before):
-            return wrong
-        return what_fails(model) if points.index(count) % thorough == 0 and name == "call" else ""
-
-    interrupter.run(run, found_wrong)
-    assert not interrupter.failures, "\n".join(interrupter.failures)
-
-
 class Exported(nn.Module):
     """Returns its loss, and writes a buffer."""
 
@@ -297,43 +191,30 @@ class Exported(nn.Module):
         return (y.sum(),)
 
 
-@pytest.mark.parametrize(
-    "points", [range(70_000, 10**9, 70_001), pytest.param(range(1, 10**9, 997), marks=SWEEP)]
-)
-def test_an_interrupted_export_leaves_nothing(points: range, tmp_path: Path) -> None:
-    def run(model: nn.Module) -> None:
-        aot_export_module(model, (X,), trace_joint=True, output_loss_index=0)
-
-    for warm in (Exported, Exported):
-        run(made(warm))
-    model = made(Exported)
-    before = state_of(model)
-    interrupter = Interrupter(points, tmp_path)
-    interrupter.run(lambda: run(model), lambda _: what_differs(model, before))
-    assert not interrupter.failures, "\n".join(interrupter.failures)
+def export(model: nn.Module) -> Callable[[], Any]:
+    return lambda: aot_export_module(model, (X,), trace_joint=True, output_loss_index=0)
 
 
-@pytest.mark.parametrize("points", [range(700, 10**9, 4_007), pytest.param(range(1, 10**9, 97), marks=SWEEP)])
-def test_an_interrupt_of_what_restores_leaves_nothing(
-    points: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ctrl-C in the middle of a trace, and once more while contexts are left and state is put back."""
-    for warm in (Net, Net):
-        call(made(warm))()
-    model = made()
-    run = call(model)
+RUNS = {"call": call, "step": step, "dynamic": dynamic, "export": export}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_interrupt_leaves_nothing(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At one operator after the other, of the same model."""
+    cls = Exported if name == "export" else Net
+    RUNS[name](made(cls))()
+    model = made(cls)
+    run = RUNS[name](model)
     torch.manual_seed(1)
     before = state_of(model)
-    interrupter = Interrupter(points, tmp_path, begins_later=True)
-    dispatch, operators = ViewMode._dispatch, itertools.count()
+    for number in itertools.count(0, 7):
+        if not interrupted_at(number, run, monkeypatch):
+            break
+        assert not (wrong := what_differs(model, before)), f"operator {number}: {wrong}"
+    assert number > 20, "it has fewer operators than that"
 
-    def interrupted(*args: Any) -> Any:
-        if next(operators) == 40:
-            interrupter.begin()
-            raise KeyboardInterrupt
-        return dispatch(*args)
 
-    monkeypatch.setattr(ViewMode, "_dispatch", interrupted)
-    interrupter.run(run, lambda _: what_differs(model, before))
-    assert not interrupter.failures, "\n".join(interrupter.failures)
-    assert not what_differs(model, before)
+def test_what_was_interrupted_is_compiled_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = made()
+    assert interrupted_at(20, call(model), monkeypatch)
+    assert not what_fails(model)

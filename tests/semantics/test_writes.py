@@ -99,7 +99,7 @@ OUTS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], torch.Tensor]
         torch.zeros(4, 4),
     ),
     "by an operator without a rule": (
-        lambda x, out: torch.geqrf(x, out=(out, torch.empty(0))),
+        lambda x, out: torch.geqrf(x, out=(out, torch.empty(4))),
         torch.zeros(4, 4),
     ),
     "a list": (
@@ -113,12 +113,6 @@ OUTS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], Any], torch.Tensor]
 def test_results_that_are_written_to_an_argument(name: str) -> None:
     program, out = OUTS[name]
     same_as_eager(lambda: Scene(program, (plain(4, 4), out.clone())))
-
-
-@pytest.mark.parametrize("name", ["a rank", "singular values", "by an operator without a rule"])
-def test_an_argument_gets_the_size_of_what_is_written_to_it(name: str) -> None:
-    program, out = OUTS[name]
-    same_as_eager(lambda: Scene(program, (plain(4, 4), out.new_empty(0))))
 
 
 def test_ranks_are_counted_as_eager_counts_them() -> None:

@@ -4,7 +4,7 @@ Each party (`sequence.py`) sits at a *table*, and its lowest rank leads::
 
     every rank   lays its entry: the digests of its views, for this party and for those within it
     the leader   gathers the entries, compares, and settles the verdict:
-                   Agreed | Differ (and which two ranks must show their steps) | Refused (and why)
+                   agreed | Differ (and which two ranks must show their steps) | Refused (and why)
     every rank   reads the verdict; on Differ the two witnesses post their steps and all read them
 
 A verdict is settled by whoever writes first, so a rank that must give up (a peer failed, died or
@@ -22,10 +22,12 @@ makes that rank compile, while its peers run what they have, and eager would go 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from aotdist.errors import AotdistError, RankDivergence, RankLost, UnsupportedProgram
+from aotdist.errors import AotdistError, RankDivergence, UnsupportedProgram
 from aotdist.runtime.ranks.board import (
     Board,
     Party,
@@ -35,7 +37,14 @@ from aotdist.runtime.ranks.board import (
     poll,
     spell,
 )
-from aotdist.runtime.ranks.failing import farewell, refusal_topic, report
+from aotdist.runtime.ranks.failing import (
+    deaths_of,
+    failures_of,
+    farewell,
+    last_report,
+    refusal_topic,
+    report,
+)
 from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import (
     Sequenced,
@@ -52,75 +61,31 @@ from aotdist.runtime.ranks.sequence import (
     view,
     widest,
 )
-from aotdist.runtime.ranks.verdict import (
-    Agreed,
-    Differ,
-    Entry,
-    Patience,
-    Refused,
-    Verdict,
-    judge,
-    verdict_from_notice,
-    verdict_to_notice,
-)
+from aotdist.runtime.ranks.verdict import Differ, Refused, Verdict, judge, verdict_from_notice
 from aotdist.settings import Settings
+
+log = logging.getLogger(__name__)
+
+_FIRST_DOUBT_S, _LONGEST_DOUBT_S = 0.1, 2.0
+"""Seconds between two questions whether peers failed or died; the pause doubles up to the second."""
+
+_PROBE_AFTER_S = 1.0
+"""Seconds of waiting before peers' processes are probed, which costs a question for each of them."""
+
+_SAY_SO_S = 10.0
+"""Seconds of waiting after which a rank logs for whom it waits."""
+
+_LEADER_FIRST_S = 1.0
+"""Seconds that other ranks wait longer than the leader, who knows better who is absent."""
+
+_CAUSE_FIRST_S = 2.0
+"""Seconds that each later round is waited for longer: its absent ranks may be waiting in the one before."""
 
 _SHOW_TIMEOUT_S = 10.0
 """Seconds for the two witnesses to show their steps; they do so as soon as they read the verdict."""
 
-
-class _OfAnotherCall(Exception):
-    """What was refused at a table is another call than the one that this rank came for."""
-
-
-@dataclass(frozen=True, slots=True)
-class Table:
-    """One meeting of one party: where its notices hang.
-
-    Args:
-        party: who sits here.
-        place: key of the table; its number counts the party's meetings, alike on all of its ranks.
-    """
-
-    party: Party
-    place: str
-
-    def entry(self, round_no: int, rank: int) -> str:
-        """Where a rank lays its entry."""
-        return f"{self.place}/{round_no}/{rank}"
-
-    def verdict(self, round_no: int) -> str:
-        """Where the verdict of a round hangs."""
-        return f"{self.place}/{round_no}/verdict"
-
-    def steps(self, rank: int) -> str:
-        """Where a witness shows its steps."""
-        return f"{self.place}/steps/{rank}"
-
-
-@dataclass(frozen=True, slots=True)
-class Meeting:
-    """One rank's part in one agreement.
-
-    Args:
-        board: this rank's view of the notices.
-        label: what is to be run, for messages.
-        steps: what this rank is about to run.
-        parties: with whom.
-        timeout_s: how long it waits for its peers.
-        check: knows what peers run instead of coming, if they do.
-        undecided: the kind of the call, if it runs as it was written where a peer's is refused.
-        tables: where it sits: one for each of its parties.
-    """
-
-    board: Board
-    label: str
-    steps: tuple[Step, ...]
-    parties: Sequence[Party]
-    timeout_s: float
-    check: RunCheck | None = None
-    undecided: str | None = None
-    tables: tuple[Table, ...] = ()
+_NAMED = 4
+"""Ranks whose last report, or whose fate, stands in a message."""
 
 
 def agree(
@@ -171,41 +136,272 @@ def agree(
         for party in parties_of(held[name] for name in used if name in held)
         if not any(runs_alike(steps, each, party) for each in before)
     ]
-    check = check if parties else None
-    meet(Meeting(board, label, steps, parties, settings.rank_timeout_s, check, undecided))
+    Meeting(board, label, steps, parties, settings.rank_timeout_s, check, undecided).hold()
 
 
-def meet(meeting: Meeting) -> None:
-    """`agree` for a rank whose board, steps and parties are known."""
-    board, label, parties, rounds = meeting.board, meeting.label, meeting.parties, None
-    report(board, f"agreeing on `{label}`")
-    while rounds is None:
-        rounds = _held(replace(meeting, tables=tuple(_take_seat(board, party) for party in parties)))
-    for table, num_rounds in rounds.items():
-        _clear_before(board, table, num_rounds)
-    met = f", agreed over {', '.join(map(spell, parties[:4]))}" if parties else ", which asks nobody"
-    report(board, f"running `{label}`{met}", has_met=bool(parties))
+@dataclass(slots=True)
+class Meeting:
+    """One rank's part in one agreement.
+
+    Args:
+        board: this rank's view of the notices.
+        label: what is to be run, for messages.
+        steps: what this rank is about to run.
+        parties: with whom.
+        timeout_s: how long it waits for its peers.
+        check: knows what peers run instead of coming, if they do.
+        undecided: the kind of the call, if it runs as it was written where a peer's is refused.
+
+    Attributes:
+        places: the table of each party, as a key; its number counts the party's meetings, alike on all ranks.
+        has_said: whether this rank has logged for whom it waits.
+    """
+
+    board: Board
+    label: str
+    steps: tuple[Step, ...]
+    parties: Sequence[Party]
+    timeout_s: float
+    check: RunCheck | None = None
+    undecided: str | None = None
+    places: dict[Party, str] = field(init=False, default_factory=dict[Party, str])
+    has_said: bool = field(init=False, default=False)
+
+    def hold(self) -> None:
+        """`agree`, where steps and parties are known."""
+        board, parties, rounds = self.board, self.parties, None
+        report(board, f"agreeing on `{self.label}`")
+        while rounds is None:  # what was refused at a table may be another call than this rank came for
+            self.places = {party: _seat(board, party) for party in parties}
+            rounds = self._held()
+        for party, number in rounds.items():
+            # Everyone has left the table before this one, so its notices can go.
+            board.erase(board.memory.worn.pop(party, ()))
+            self._keep_for_later(party, number)
+        met = f", agreed over {', '.join(map(spell, parties[:4]))}" if parties else ", which asks nobody"
+        report(board, f"running `{self.label}`{met}", has_met=bool(parties))
+
+    def _held(self) -> dict[Party, int] | None:
+        """The number of rounds that each table held; None where another call was refused there."""
+        rounds, round_no = dict.fromkeys(self.parties, 1), 1
+        try:
+            while still := [party for party in self.parties if rounds[party] >= round_no]:
+                found = self._round(still, round_no)
+                rounds |= {party: verdict for party, verdict in found.items() if isinstance(verdict, int)}
+                for verdict in found.values():
+                    if not isinstance(verdict, int):
+                        error = self._break_up(rounds, found, round_no, verdict)
+                        if error is None:
+                            return None
+                        raise error
+                round_no += 1
+        except BaseException:
+            memory = self.board.memory
+            memory.failures += 1
+            # This rank came to these tables: at its next, a refusal is meant for it too.
+            for party in self.parties:
+                memory.failures_at[party] = memory.failures
+            raise
+        return rounds
+
+    def _round(self, parties: Sequence[Party], round_no: int) -> dict[Party, Verdict]:
+        """The verdicts of all tables, or those up to the first where ranks do not agree."""
+        for party in parties:
+            self.board.post(self._key(party, round_no, self.board.rank), self._laid(party))
+        found: dict[Party, Verdict] = {}
+        doubts_at = min(_FIRST_DOUBT_S, self.timeout_s)
+
+        def look(waited: float) -> dict[Party, Verdict] | None:
+            nonlocal doubts_at
+            in_doubt = waited >= doubts_at
+            if in_doubt:
+                doubts_at = min(waited + min(waited, _LONGEST_DOUBT_S), max(waited, self.timeout_s))
+            for party in [party for party in parties if party not in found]:
+                verdict = self._look(party, round_no)
+                if verdict is None and in_doubt:
+                    reason = self._reason(party, round_no, waited)
+                    verdict = None if reason is None else self._settle(party, round_no, reason)
+                if verdict is not None:
+                    found[party] = verdict
+                if not isinstance(verdict, int | None):
+                    return found
+            return found if len(found) == len(parties) else None
+
+        return poll(look)
+
+    def _laid(self, table: Party) -> Mapping[str, Any]:
+        """What this rank lays on a table: digests by party, how many tables it has, and for what it came."""
+        inside = [party for party in self.parties if set(party) <= set(table)]
+        return {
+            "digests": {party_key(party): digest(view(self.steps, party)) for party in inside},
+            "reach": len(widest(self.parties)),
+            "undecided": self.undecided,
+        }
+
+    def _key(self, party: Party, *parts: object) -> str:
+        """Where a notice of a table hangs: a rank's entry in a round, its verdict, a witness's steps."""
+        return "/".join(map(str, (self.places[party], *parts)))
+
+    def _look(self, party: Party, round_no: int) -> Verdict | None:
+        """The verdict, if it is settled; the leader settles it as soon as all entries lie there."""
+        board = self.board
+        verdict = verdict_from_notice(board.read(self._key(party, round_no, "verdict")))
+        if verdict is None and party[0] == board.rank:
+            keys = [self._key(party, round_no, rank) for rank in party]
+            if board.has(keys):
+                entries = dict(zip(party, board.read_all(keys), strict=True))
+                return self._settle(party, round_no, self._refused_before(entries) or judge(entries))
+        return verdict
+
+    def _settle(self, party: Party, round_no: int, verdict: Verdict) -> Verdict:
+        """The verdict of a table, which is this one unless there is one by now."""
+        notice = verdict if isinstance(verdict, int) else asdict(verdict)
+        settled = self.board.settle(self._key(party, round_no, "verdict"), notice)
+        return verdict_from_notice(settled) or verdict
+
+    def _refused_before(self, entries: Mapping[int, Mapping[str, Any]]) -> Refused | None:
+        """Refuse the call that some have come for when others were refused it, and are at a later one."""
+        kinds = {entry["undecided"] for entry in entries.values()}
+        if len(kinds) == 1:
+            return None
+        refusals = (self._unsupported(tuple(entries), kind) for kind in sorted(kinds - {None}, key=str))
+        return next((refused for refused in refusals if refused is not None), None)
+
+    def _unsupported(self, ranks: Sequence[int], kind: str | None) -> Refused | None:
+        """The refusal of a call of this kind by one of the ranks, which runs it as it was written."""
+        reasons = {} if kind is None else self.board.said(refusal_topic(kind), ranks)
+        fix = "what that rank says has the way out"
+        return Refused("unsupported", next(iter(reasons.values())), fix, kind) if reasons else None
+
+    def _reason(self, party: Party, round_no: int, waited: float) -> Refused | None:
+        """Why to refuse on behalf of the table, if there is a reason.
+
+        A peer runs this rank's call as it was written, or something else, so that it will not come; or it
+        failed, died or is too late. The leader watches everyone. The others watch the leader; only the
+        second of them probes its process, because a port that nobody serves answers a limited number of
+        probes. These two log.
+        """
+        board, (leader, deputy, *_) = self.board, party
+        leads = board.rank == leader
+        fault = None if self.check is None else self.check.fault()
+        if self.undecided is not None:
+            # Who is known to run something else may do so in such a call.
+            around = [*(party if leads else [leader]), *([] if fault is None else [fault.peer])]
+            if (refused := self._unsupported(around, self.undecided)) is not None:
+                return refused
+        if self.check is not None and fault is not None and fault.peer in self._absent(party, round_no):
+            error = self.check.gives_up(fault)
+            return Refused("diverged", error.what, error.fix or "")
+        grace = _CAUSE_FIRST_S * (round_no - 1) + (0 if leads else _LEADER_FIRST_S)
+        if waited >= self.timeout_s + grace:
+            return self._too_late(self._absent(party, round_no) or [leader])
+        suspects = self._absent(party, round_no) if leads else [leader]
+        reasons = failures_of(board, suspects)
+        if not reasons and waited > _PROBE_AFTER_S and board.rank in (leader, deputy):
+            reasons = deaths_of(board, suspects, [rank for rank in party if rank not in suspects])
+            if waited > _SAY_SO_S and not self.has_said and (absent := self._absent(party, round_no)):
+                self.has_said = True
+                doing = self._doing(absent)
+                log.warning("waiting for %s to agree on `%s` (%s)", spell(absent), self.label, doing)
+        if not reasons:
+            return None
+        fix = f"see what {spell(reasons)} printed; `{self.label}` stops here so as not to wait for ever"
+        return Refused("lost", "; ".join(list(reasons.values())[:_NAMED]), fix)
+
+    def _absent(self, party: Party, round_no: int) -> list[int]:
+        return [rank for rank in party if not self.board.has([self._key(party, round_no, rank)])]
+
+    def _too_late(self, absent: Sequence[int]) -> Refused:
+        return Refused(
+            "lost",
+            f"{spell(absent)} did not come to agree on `{self.label}` within {self.timeout_s:g} s "
+            f"({self._doing(absent)})",
+            "find out where it is (`py-spy dump` shows a hanging Python process), or raise "
+            "`settings.rank_timeout_s` if it compiles for longer than the others; if it "
+            "has other collectives than its peers from this call on, give all the same modules and flags",
+        )
+
+    def _doing(self, ranks: Sequence[int]) -> str:
+        return "; ".join(last_report(self.board, rank) for rank in ranks[:_NAMED])
+
+    def _break_up(
+        self,
+        rounds: Mapping[Party, int],
+        found: Mapping[Party, Verdict],
+        round_no: int,
+        cause: Differ | Refused,
+    ) -> AotdistError | None:
+        """Tell every other table that this rank does not go on; what it raises, if not for another call.
+
+        Each table ends up with this rank's refusal or with a verdict that this rank has read, so no
+        table can call this rank as a witness after it has left.
+        """
+        refusal = cause.refusal(self.label) if isinstance(cause, Differ) else cause
+        final = dict[Party, Verdict | None](dict.fromkeys(self.parties)) | dict(found)
+        for party, verdict in final.items():
+            left = rounds[party]
+            if verdict is None and round_no <= left:
+                verdict = self._settle(party, round_no, refusal)
+                left = verdict if isinstance(verdict, int) else left
+            if isinstance(verdict, int) and round_no < left:
+                verdict = self._settle(party, round_no + 1, refusal)
+            final[party] = verdict
+            self._keep_for_later(party, round_no + 1)
+        error = self._error(final)
+        if error is None or isinstance(error, UnsupportedProgram):
+            return error  # nobody leaves: all go on, those whose call this was as it was written
+        with contextlib.suppress(StoreGone):
+            farewell(self.board, self._to_hear(error, round_no))
+        return error
+
+    def _to_hear(self, error: AotdistError, round_no: int) -> set[int]:
+        """Peers that are to hear of an error before the store is gone: of a loss, those that have come."""
+        if isinstance(error, RankDivergence):
+            return {rank for party in self.parties for rank in party}
+        come = (set(party).difference(self._absent(party, round_no)) for party in self.parties)
+        return set[int]().union(*come)
+
+    def _error(self, final: Mapping[Party, Verdict | None]) -> AotdistError | None:
+        """What this rank raises: a difference at a table of its own rather than one that it heard of."""
+        board = self.board
+        differing = {party: verdict for party, verdict in final.items() if isinstance(verdict, Differ)}
+        for party, verdict in differing.items():
+            if board.rank in verdict.witnesses():
+                shown = steps_to_notice(view(self.steps, tuple(verdict.party)))
+                board.post(self._key(party, "steps", board.rank), shown)
+        for party, verdict in differing.items():
+            return self._divergence(party, verdict)
+        refusals = [verdict for verdict in final.values() if isinstance(verdict, Refused)]
+        # An error goes first, then what was refused of this call.
+        refused = min(refusals, key=lambda one: (one.kind == "unsupported", one.call != self.undecided))
+        is_another = refused.kind == "unsupported" and refused.call != self.undecided
+        return None if is_another else refused.error()
+
+    def _divergence(self, party: Party, verdict: Differ) -> RankDivergence:
+        board, witnesses = self.board, verdict.witnesses()
+        keys = [self._key(party, "steps", rank) for rank in witnesses]
+        shown = poll(lambda waited: board.has(keys) or (False if waited > _SHOW_TIMEOUT_S else None))
+        details = "a rank left before it showed its collectives"
+        if shown:
+            sides = [steps_from_notice(notice) for notice in board.read_all(keys)]
+            details = describe_difference(dict(zip(witnesses, sides, strict=True)))
+        return RankDivergence(
+            f"{verdict.summary(self.label)}: {details}",
+            stage="runtime",
+            fix="give every rank the same model, arguments' shapes and dtypes, and order of calls; "
+            "a branch on the rank number, or parameters in the order of a set, are the usual causes",
+        )
+
+    def _keep_for_later(self, party: Party, num_rounds: int) -> None:
+        """The notices of a table must hang until its ranks have read them: note what to take down."""
+        rank, rounds = self.board.rank, range(1, num_rounds + 1)
+        worn = self.board.memory.worn.setdefault(party, [])
+        worn += [*(self._key(party, number, rank) for number in rounds), self._key(party, "steps", rank)]
+        if party[0] == rank:
+            worn += [self._key(party, number, "verdict") for number in rounds]
 
 
-def _held(meeting: Meeting) -> dict[Table, int] | None:
-    """The number of rounds that each table held; None where another call was refused there."""
-    # Of what may yet run as it was written nothing is announced: a peer may run other programs in it.
-    if meeting.check is not None and meeting.undecided is None:
-        meeting.check.announce()
-    try:
-        return _hold(meeting)
-    except _OfAnotherCall:
-        return None
-    except BaseException:
-        memory = meeting.board.memory
-        memory.failures += 1
-        # This rank came to these tables: at its next, a refusal is meant for it too.
-        for table in meeting.tables:
-            memory.failures_at[table.party] = memory.failures
-        raise
-
-
-def _take_seat(board: Board, party: Party) -> Table:
+def _seat(board: Board, party: Party) -> str:
     """This rank's next table with the party.
 
     A rank that failed since its last meeting with them never came to the table at which they gave up
@@ -215,224 +411,7 @@ def _take_seat(board: Board, party: Party) -> Table:
     missed = memory.failures - memory.failures_at[party]  # at most: they may not have met each time
     memory.failures_at[party] = memory.failures
     while True:
-        table = Table(party, f"tables/{key}/{board.count(f'seats/{key}/{board.rank}')}")
-        if missed == 0 or not _was_refused(board, table):
-            return table
+        place = f"tables/{key}/{board.count(f'seats/{key}/{board.rank}')}"
+        if missed == 0 or not isinstance(verdict_from_notice(board.read(f"{place}/1/verdict")), Refused):
+            return place
         missed -= 1
-
-
-def _was_refused(board: Board, table: Table) -> bool:
-    notice = board.read(table.verdict(1))
-    return notice is not None and isinstance(verdict_from_notice(notice), Refused)
-
-
-def _hold(meeting: Meeting) -> dict[Table, int]:
-    """Every round of every table; the number of rounds that each held."""
-    entries = {table: _entry(meeting, table) for table in meeting.tables}
-    rounds = dict.fromkeys(meeting.tables, 1)
-    round_no = 1
-    while still := [table for table in meeting.tables if rounds[table] >= round_no]:
-        found = _hold_round(meeting, {table: entries[table] for table in still}, round_no)
-        rounds |= {table: verdict.rounds for table, verdict in found.items() if isinstance(verdict, Agreed)}
-        for verdict in found.values():
-            if not isinstance(verdict, Agreed):
-                raise _break_up(meeting, rounds, found, round_no, verdict)
-        round_no += 1
-    return rounds
-
-
-def _hold_round(meeting: Meeting, entries: Mapping[Table, Entry], round_no: int) -> dict[Table, Verdict]:
-    """The verdicts of all tables, or those up to the first that is not `Agreed`."""
-    for table, entry in entries.items():
-        meeting.board.post(table.entry(round_no, meeting.board.rank), entry)
-    found: dict[Table, Verdict] = {}
-    patience = Patience(meeting.board, meeting.label, meeting.timeout_s)
-
-    def look(waited: float) -> dict[Table, Verdict] | None:
-        doubting = patience.doubts(waited)
-        for table in [table for table in entries if table not in found]:
-            verdict = _look(meeting.board, table, round_no)
-            if verdict is None and doubting:
-                reason = _refused_by_a_peer(meeting, table) or _gone_another_way(meeting, table, round_no)
-                reason = reason or _lose_patience(patience, table, round_no, waited)
-                verdict = None if reason is None else _settle(meeting.board, table, round_no, reason)
-            if verdict is not None:
-                found[table] = verdict
-            if not isinstance(verdict, Agreed | None):
-                return found
-        return found if len(found) == len(entries) else None
-
-    return poll(look)
-
-
-def _entry(meeting: Meeting, table: Table) -> Entry:
-    inside = [party for party in meeting.parties if set(party) <= set(table.party)]
-    return {
-        "digests": {party_key(party): digest(view(meeting.steps, party)) for party in inside},
-        "reach": len(widest(meeting.parties)),
-        "undecided": meeting.undecided,
-    }
-
-
-def _look(board: Board, table: Table, round_no: int) -> Verdict | None:
-    """The verdict, if it is settled; the leader settles it as soon as all entries lie there."""
-    notice = board.read(table.verdict(round_no))
-    if notice is None and table.party[0] == board.rank:
-        keys = [table.entry(round_no, rank) for rank in table.party]
-        if board.has(keys):
-            entries = dict(zip(table.party, board.read_all(keys), strict=True))
-            verdict = _refused_before(board, table, entries) or judge(entries)
-            return _settle(board, table, round_no, verdict)
-    return None if notice is None else verdict_from_notice(notice)
-
-
-def _settle(board: Board, table: Table, round_no: int, verdict: Verdict) -> Verdict:
-    """The verdict of a table, which is this one unless there is one by now."""
-    return verdict_from_notice(board.settle(table.verdict(round_no), verdict_to_notice(verdict)))
-
-
-def _refused_before(board: Board, table: Table, entries: Mapping[int, Entry]) -> Refused | None:
-    """Refuse the call that some have come for when others were refused it, and are at a later one."""
-    kinds = {entry["undecided"] for entry in entries.values()}
-    if len(kinds) == 1:
-        return None
-    refusals = (_unsupported(board, table.party, kind) for kind in sorted(kinds - {None}, key=str))
-    return next((refused for refused in refusals if refused is not None), None)
-
-
-def _unsupported(board: Board, ranks: Sequence[int], kind: str | None) -> Refused | None:
-    """The refusal of a call of this kind by one of the ranks, which runs it as it was written."""
-    reasons = {} if kind is None else board.said(refusal_topic(kind), ranks)
-    fix = "what that rank says has the way out"
-    return Refused("unsupported", next(iter(reasons.values())), fix, kind) if reasons else None
-
-
-def _refused_by_a_peer(meeting: Meeting, table: Table) -> Refused | None:
-    """Why to refuse on behalf of the table when a peer runs its call as it was written: it will not come.
-
-    The leader looks for all; a peer that is known to run something else may do so in such a call.
-    """
-    if meeting.undecided is None:
-        return None
-    fault = None if meeting.check is None else meeting.check.fault()
-    leads = table.party[0] == meeting.board.rank
-    suspects = [*(table.party if leads else table.party[:1]), *([] if fault is None else [fault.peer])]
-    return _unsupported(meeting.board, suspects, meeting.undecided)
-
-
-def _gone_another_way(meeting: Meeting, table: Table, round_no: int) -> Refused | None:
-    """Why to refuse on behalf of the table when a peer runs something else, so that it will not come."""
-    board, check = meeting.board, meeting.check
-    fault = None if check is None else check.fault()
-    if check is None or fault is None or fault.peer not in table.party:
-        return None
-    if board.has([table.entry(round_no, fault.peer)]):
-        return None  # it has come, and the table finds out what differs
-    error = check.gives_up(fault)
-    return Refused("diverged", error.what, error.fix or "")
-
-
-def _lose_patience(patience: Patience, table: Table, round_no: int, waited: float) -> Refused | None:
-    """Why to refuse on behalf of the table when a peer failed, died or is too late."""
-    entries = {rank: table.entry(round_no, rank) for rank in table.party}
-    return patience.refusal(entries, waited, round_no)
-
-
-def _break_up(
-    meeting: Meeting,
-    rounds: Mapping[Table, int],
-    found: Mapping[Table, Verdict],
-    round_no: int,
-    cause: Differ | Refused,
-) -> AotdistError | _OfAnotherCall:
-    """Tell every other table that this rank does not go on; what it raises.
-
-    Each table ends up with this rank's refusal or with a verdict that this rank has read, so no
-    table can call this rank as a witness after it has left.
-    """
-    if meeting.check is not None:
-        meeting.check.retract()
-    board, refusal = meeting.board, _as_refusal(cause, meeting.label)
-    final = {table: found.get(table) for table in meeting.tables}
-    for table, verdict in final.items():
-        left = rounds[table]
-        if verdict is None and round_no <= left:
-            verdict = _settle(board, table, round_no, refusal)
-            left = verdict.rounds if isinstance(verdict, Agreed) else left
-        if isinstance(verdict, Agreed) and round_no < left:
-            verdict = _settle(board, table, round_no + 1, refusal)
-        final[table] = verdict
-        _keep_for_later(board, table, round_no + 1)
-    error = _error(meeting, final)
-    if not isinstance(error, AotdistError) or isinstance(error, UnsupportedProgram):
-        return error  # nobody leaves: all go on, those whose call this was as it was written
-    with contextlib.suppress(StoreGone):
-        farewell(board, _to_hear(meeting, error, round_no))
-    return error
-
-
-def _to_hear(meeting: Meeting, error: AotdistError, round_no: int) -> set[int]:
-    """Peers that are to hear of an error before the store is gone: of a loss, those that have come."""
-    seats = [(table, rank) for table in meeting.tables for rank in table.party]
-    if isinstance(error, RankDivergence):
-        return {rank for _, rank in seats}
-    return {rank for table, rank in seats if meeting.board.has([table.entry(round_no, rank)])}
-
-
-def _as_refusal(verdict: Differ | Refused, label: str) -> Refused:
-    if isinstance(verdict, Refused):
-        return verdict
-    one, two = verdict.witnesses
-    return Refused(
-        "diverged", verdict.summary(label), f"the errors of ranks {one} and {two} have the details"
-    )
-
-
-def _error(meeting: Meeting, final: Mapping[Table, Verdict | None]) -> AotdistError | _OfAnotherCall:
-    """What this rank raises: a difference at a table of its own rather than one that it heard of."""
-    differing = {table: verdict for table, verdict in final.items() if isinstance(verdict, Differ)}
-    for table, verdict in differing.items():
-        if meeting.board.rank in verdict.witnesses:
-            shown = steps_to_notice(view(meeting.steps, verdict.party))
-            meeting.board.post(table.steps(meeting.board.rank), shown)
-    for table, verdict in differing.items():
-        return _divergence(meeting, table, verdict)
-    refusals = [verdict for verdict in final.values() if isinstance(verdict, Refused)]
-    # An error goes first, then what was refused of this call.
-    refused = min(refusals, key=lambda one: (one.kind == "unsupported", one.call != meeting.undecided))
-    if refused.kind == "unsupported" and refused.call != meeting.undecided:
-        return _OfAnotherCall()
-    kinds = {"diverged": RankDivergence, "lost": RankLost, "unsupported": UnsupportedProgram}
-    return kinds[refused.kind](refused.what, stage="runtime", fix=refused.fix)
-
-
-def _divergence(meeting: Meeting, table: Table, verdict: Differ) -> RankDivergence:
-    keys = [table.steps(rank) for rank in verdict.witnesses]
-    board = meeting.board
-    shown = poll(lambda waited: board.has(keys) or (False if waited > _SHOW_TIMEOUT_S else None))
-    details = "a rank left before it showed its collectives"
-    if shown:
-        sides = [steps_from_notice(notice) for notice in board.read_all(keys)]
-        details = describe_difference(dict(zip(verdict.witnesses, sides, strict=True)))
-    return RankDivergence(
-        f"{verdict.summary(meeting.label)}: {details}",
-        stage="runtime",
-        fix="give every rank the same model, arguments' shapes and dtypes, and order of calls; "
-        "a branch on the rank number, or parameters in the order of a set, are the usual causes",
-    )
-
-
-def _clear_before(board: Board, table: Table, num_rounds: int) -> None:
-    """After an agreement: everyone has left the tables before this one, so their notices can go."""
-    board.erase(board.memory.worn.pop(table.party, ()))
-    _keep_for_later(board, table, num_rounds)
-
-
-def _keep_for_later(board: Board, table: Table, num_rounds: int) -> None:
-    """The notices of this table must hang until its ranks have read them: note what to take down."""
-    rounds = range(1, num_rounds + 1)
-    worn = board.memory.worn.setdefault(table.party, [])
-    worn += [table.entry(round_no, board.rank) for round_no in rounds]
-    worn.append(table.steps(board.rank))
-    if table.party[0] == board.rank:
-        worn += [table.verdict(round_no) for round_no in rounds]

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from aotdist.errors import AotdistError, RankDivergence, RankLost, UnsupportedProgram
+from aotdist.errors import AotdistError, PassesPrograms, RankDivergence, RankLost, UnsupportedProgram
 from aotdist.runtime.ranks.board import Board, StoreGone, board_of_this_process, first_line, poll, spell
 from aotdist.runtime.ranks.liveness import (
     Address,
@@ -17,7 +17,6 @@ from aotdist.runtime.ranks.liveness import (
     is_hosted_by_a_rank,
     meet_machines,
 )
-from aotdist.torch_seam.undo import PassesPrograms
 
 _ALARM = "alarm"
 """Counts failures of the whole world, so that a waiting rank asks one question, not one per peer."""

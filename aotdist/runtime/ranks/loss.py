@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any
@@ -44,8 +44,8 @@ wrong arguments ("enforce fail")."""
 def naming_lost_ranks(sequence: Iterable[Collective], *, label: str, settings: Settings) -> LossWatch | None:
     """Around every run of a graph with these collectives: a broken one raises `RankLost` with the culprit.
 
-    Make it once, after `agree`, and enter it at each run: that makes its check, if it was given one; entering
-    and leaving by itself takes 0.6 us. Without peers there is none. Errors that do not come from a broken
+    Make it once and enter it at each run: that makes its check, if it was given one; entering and leaving by
+    itself takes 0.6 us. Without peers there is none. Errors that do not come from a broken
     connection, and breaks for which no rank can be blamed, pass unchanged.
 
     A rank that is blocked behind a survivor is freed when the survivor leaves: let `RankLost` end
@@ -63,9 +63,8 @@ def naming_lost_ranks(sequence: Iterable[Collective], *, label: str, settings: S
     peers = {rank for name in used if name in held for rank in held[name].party}
     if board is None or not peers:
         return None
-    roster = addresses(board, sorted(peers - {board.rank}))
-    meet_machines(roster, turn=board.rank)
-    return LossWatch(board, label, roster, min(_GRACE_S, settings.rank_timeout_s))
+    grace_s = min(_GRACE_S, settings.rank_timeout_s)
+    return LossWatch(board, label, {}, grace_s, tuple(sorted(peers - {board.rank})))
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +76,15 @@ class LossWatch:
         label: what runs.
         roster: where each peer can be probed; kept here because the store may die with a rank.
         grace_s: how long to look for a culprit.
+        peers: who is looked for in the roster on entering; one may say where it is only when it compiles.
         check: what is compared with peers on entering, if anything is.
     """
 
     board: Board
     label: str
-    roster: Mapping[int, Address]
+    roster: dict[int, Address]
     grace_s: float
+    peers: tuple[int, ...] = ()
     check: RunCheck | None = None
 
     def checking(self, check: RunCheck | None) -> LossWatch:
@@ -93,6 +94,10 @@ class LossWatch:
     def __enter__(self) -> None:
         if self.check is not None:
             self.check.before_run()
+        if len(self.roster) < len(self.peers):
+            with contextlib.suppress(StoreGone):
+                self.roster.update(addresses(self.board, self.peers))
+                meet_machines(self.roster, turn=self.board.rank)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

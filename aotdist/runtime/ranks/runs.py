@@ -148,26 +148,18 @@ class RunCheck:
             go_on(board)
         checks = self._checks(memory)
         for _ in range(self.rounds):
-            self._write_down(ahead=False)
+            self._write_down()
             if checks and (error := self._compare()) is not None:
                 leave(board, error, self.peers)
                 raise error
 
-    def announce(self) -> None:
-        """Write down the next run before it begins, while the ranks still agree on the program."""
-        self._write_down(ahead=True)
-
-    def retract(self) -> None:
-        """What was announced will not run: ranks that catch the error may go on to something else."""
-        self.board.say("runs", self.board.memory.runs)
-
     def fault(self) -> Fault | None:
-        """A peer that is known to run something else than what was announced."""
+        """A peer that is known to run something else in the place of the next run."""
         return self._look(1)[0]
 
     def gives_up(self, fault: Fault) -> RankDivergence:
-        """Tell the peers that the announced run is over, and say what either rank is about to run."""
-        self._write_down(ahead=False)
+        """Tell the peers that the next run is over, and say what either rank is about to run."""
+        self._write_down()
         error = self._error(fault)
         say_leaving(self.board, error)
         return error
@@ -178,15 +170,12 @@ class RunCheck:
         every = self.settings.check_every()
         return every is not None and memory.forwards % every == 0
 
-    def _write_down(self, *, ahead: bool) -> None:
+    def _write_down(self) -> None:
         memory = self.board.memory
-        record = dict(memory.runs)
         for key, text in self.digests.items():
-            number, recent = record.get(key, _NEVER)
-            record[key] = (number + 1, (text, *recent[: _KEPT - 1]))
-        if not ahead:
-            memory.runs = record
-        self.board.say("runs", record)
+            number, recent = memory.runs.get(key, _NEVER)
+            memory.runs |= {key: (number + 1, (text, *recent[: _KEPT - 1]))}
+        self.board.say("runs", memory.runs)
 
     def _compare(self) -> AotdistError | None:
         """Wait for the peers; what to raise if one goes another way or will not come."""

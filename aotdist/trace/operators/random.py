@@ -18,11 +18,10 @@ import torch
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.modes import no_modes
-from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload
+from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.random import default_generator_is, generator_id, times_seeded_elsewhere
 from aotdist.torch_seam.symbols import hint
 from aotdist.torch_seam.trees import pytree
-from aotdist.torch_seam.undo import to_undo
 from aotdist.trace.failures import refusal
 
 
@@ -30,6 +29,8 @@ class Draws:
     """Remembers the draws of one trace; a context manager that leaves the generators as they were."""
 
     def __init__(self) -> None:
+        self.are_refused = False
+        """Whether nothing may be drawn: in a function that is handed to an operator."""
         self._made: dict[Hashable, Any] = {}
         self._repeated: set[int] = set()
         self._users: set[int] = set()
@@ -38,7 +39,6 @@ class Draws:
 
     def __enter__(self) -> Draws:
         copied, self._default = torch.Generator("cpu"), _Seeded(torch.default_generator)
-        to_undo(self._restore)
         with no_modes():
             copied.set_state(self._default.before)
         self._generators[torch.device("cpu")] = _Generator(copied)
@@ -58,14 +58,18 @@ class Draws:
         """Let the program draw from these generators of the user's."""
         self._users.update(map(generator_id, generators))
 
-    def draw(
-        self, func: OpOverload | HigherOrderOperator, args: Any, kwargs: Any, record: Callable[[], Any]
-    ) -> Any:
+    def draw(self, func: OpOverload, args: Any, kwargs: Any, record: Callable[[], Any]) -> Any:
         """The result of a random operation: that of an equal one from the same state, or what `record` makes.
 
         Raises:
-            UnsupportedProgram: the program set the state of the generator, or draws from one of its own.
+            UnsupportedProgram: the program set the state of the generator, or draws from one of its own, or
+                where nothing may be drawn.
         """
+        if self.are_refused:
+            raise refusal(
+                "a function that is handed to an operator (a branch of `cond`) draws random numbers",
+                fix="draw them outside of it",
+            )
         given = kwargs.get("generator")
         if given is not None and generator_id(given) != generator_id(torch.default_generator):
             self._refuse_unknown(given)
