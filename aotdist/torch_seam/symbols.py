@@ -291,7 +291,7 @@ def quotient_of(number: torch.SymFloat) -> tuple[float | torch.SymInt, float | t
 
 
 def as_computed(number: torch.SymFloat) -> torch.SymFloat:
-    """What Python computed by one operation; sympy does not see into it, and makes no `t` of `1 - (1 - t)`."""
+    """What Python computed by one operation; sympy, which makes `t` of `1 - (1 - t)`, does not see into it."""
     from torch.utils._sympy.functions import Identity
 
     node: Any = number.node
@@ -301,7 +301,7 @@ def as_computed(number: torch.SymFloat) -> torch.SymFloat:
 
 
 def called(function: Callable[..., Any], numbers: Sequence[Any]) -> Any:
-    """What a function of `math`, `max`, `min` or `pow` computes; what is no float needs values of the symbols."""
+    """What a function of `math`, `max`, `min` or `pow` computes; if that is no float, it asks for values."""
     value = function(*map(hint, numbers))
     if not isinstance(value, float):
         return function(*numbers)
