@@ -291,7 +291,7 @@ def quotient_of(number: torch.SymFloat) -> tuple[float | torch.SymInt, float | t
 
 
 def as_computed(number: torch.SymFloat) -> torch.SymFloat:
-    """What Python computed by one operation; sympy, which makes `t` of `1 - (1 - t)`, does not see into it."""
+    """What Python computed by one operation; sympy, which makes `t` of `1 - (1 - t)`, sees nothing of it."""
     from torch.utils._sympy.functions import Identity
 
     node: Any = number.node
