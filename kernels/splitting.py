@@ -22,8 +22,9 @@ from aotdist.kernels.rules import obstacle
 from aotdist.kernels.symbols import told, whole
 from aotdist.kernels.uses import num_elements
 from aotdist.program import Graph
+from aotdist.torch_seam.nodes import spell_number
 from aotdist.torch_seam.operators import OpOverload
-from aotdist.torch_seam.symbols import hint, spell_number
+from aotdist.torch_seam.symbols import hint
 
 aten = torch.ops.aten
 

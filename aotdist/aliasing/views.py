@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from aotdist.facts import Around, Inside, ViewStep
-from aotdist.subclasses.protocol import inner_tensors, is_wrapper, plain_tensors, wrapper_rule
+from aotdist.subclasses.protocol import inner_tensors, is_wrapper, plain_tensors, recipe_of, wrapper_rule
 from aotdist.torch_seam.autograd import has_history_of_its_own, history_of
 from aotdist.torch_seam.functional import memory_of
 
@@ -207,6 +207,13 @@ def lies_in(base: torch.Tensor, result: Any) -> bool:
     """Whether all of it does: two jagged tensors may have nothing but their offsets in common."""
     found = _are_in(base, result)
     return bool(found) and all(found)
+
+
+def is_another_name(name: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether two tensors show the same elements of the same memory, in the same way."""
+    parts = [plain_tensors(one) for one in (name, tensor)]
+    places = [[(memory_of(p), p.storage_offset(), p.is_conj(), p.is_neg()) for p in plain] for plain in parts]
+    return places[0] == places[1] and recipe_of(name) == recipe_of(tensor)
 
 
 def _are_in(base: torch.Tensor, result: Any) -> list[bool]:

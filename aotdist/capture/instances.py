@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, MappingView
 from dataclasses import dataclass
 from typing import Any
@@ -110,8 +111,13 @@ def slots_of(value: Any) -> dict[str, Any]:
 def items_of(value: Any) -> Any:
     """The items of an object of a subclass of `list` or `dict`, as a `list` or `dict`; None of any other."""
     if isinstance(value, dict):
-        return dict(dict.items(value))
+        return dict(_dict_of(value).items(value))
     return list.copy(value) if isinstance(value, list) else None
+
+
+def _dict_of(value: dict[Any, Any]) -> type[dict[Any, Any]]:
+    """Whose methods are those of no user: an `OrderedDict` does not see what those of `dict` change."""
+    return OrderedDict if isinstance(value, OrderedDict) else dict
 
 
 def make_instance(cls: type) -> Any:
@@ -129,7 +135,8 @@ def fill_instance(made: Any, attributes: dict[str, Any], items: list[Any] | dict
         else:
             own[name] = value
     if isinstance(items, dict):
-        dict.update(made, items)
+        for key, item in items.items():
+            _dict_of(made).__setitem__(made, key, item)
     elif items is not None:
         list.extend(made, items)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import types
+from collections import defaultdict, deque
 from collections.abc import Collection, Generator, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -24,7 +25,7 @@ from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data
 from aotdist.torch_seam.trees import pytree
 
 _NOT_ENTERED = (type, types.ModuleType)
-_CONTAINERS = (list, tuple, dict, set, frozenset)
+_CONTAINERS = (list, tuple, dict, set, frozenset, deque)
 
 
 _NO_VALUES = "without values while the program is captured"
@@ -141,6 +142,8 @@ def contents(cell: types.CellType) -> tuple[Any, ...]:
 def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
     """An object's own attributes by name: those in its `__dict__`, and those in the slots of its classes."""
     yield from getattr(value, "__dict__", {}).items()
+    if isinstance(value, defaultdict):
+        yield "default_factory", value.default_factory
     for cls in type(value).__mro__:
         slots = vars(cls).get("__slots__", ())
         for name in (slots,) if isinstance(slots, str) else slots:

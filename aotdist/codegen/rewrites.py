@@ -16,8 +16,9 @@ from aotdist.partition.traits import is_wait, view_base
 from aotdist.passes.collectives import group_name
 from aotdist.program import GRADIENT_ROLES, Graph
 from aotdist.torch_seam.groups import runs_on_gloo
+from aotdist.torch_seam.nodes import spell_number
 from aotdist.torch_seam.operators import HigherOrderOperator
-from aotdist.torch_seam.symbols import depends_on_data, spell_number
+from aotdist.torch_seam.symbols import depends_on_data
 
 # Gathers into a buffer of the graph's own, where gloo gathers.
 #

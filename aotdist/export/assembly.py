@@ -32,8 +32,9 @@ from aotdist.partition.builder import GraphBuilder
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
 from aotdist.sizes import is_symbolic
 from aotdist.torch_seam.modes import no_modes
+from aotdist.torch_seam.nodes import spell_number
 from aotdist.torch_seam.operators import operator_name
-from aotdist.torch_seam.symbols import SYMBOLIC, spell_number
+from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.trace.numbers.unbacked import MEASURES
 
 

@@ -18,10 +18,9 @@ from torch.fx import GraphModule, Node
 
 from aotdist.partition.traits import is_size
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam.nodes import add_node, copy_node
+from aotdist.torch_seam.nodes import add_node, copy_node, spell_number
 from aotdist.torch_seam.operators import operator_name
 from aotdist.torch_seam.proxies import graph_module
-from aotdist.torch_seam.symbols import spell_number
 
 
 class GraphBuilder:

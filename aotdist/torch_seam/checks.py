@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeAlias
 
 import torch
-from torch.distributions import distribution
+from torch.distributions import constraints, distribution
 
 from aotdist.torch_seam.patches import Patch
 
@@ -65,6 +65,17 @@ def _tell_of_validation(valid: torch.Tensor) -> torch.Tensor | bool:
     return note(ValueError, valid, functools.partial(_invalid, asking)) or _is_all_true_now(valid)
 
 
+_definite: Any = type(constraints.positive_definite)
+_is_definite_now = _definite.check
+
+
+def _is_definite(constraint: Any, value: torch.Tensor) -> torch.Tensor:
+    """Whether matrices are positive definite; PyTorch's own check branches on whether they are symmetric."""
+    if _CHECKS.value is None:
+        return _is_definite_now(constraint, value)
+    return constraints.symmetric.check(value) & torch.linalg.cholesky_ex(value).info.eq(0)
+
+
 def _tell_of_negative_variance(*args: Any, **kwargs: Any) -> torch.Tensor | bool:
     note, frame = _LOSS_CHECKS.value, inspect.currentframe()
     asking = None if frame is None else frame.f_back
@@ -76,7 +87,11 @@ def _tell_of_negative_variance(*args: Any, **kwargs: Any) -> torch.Tensor | bool
 
 _CHECKS = Patch[NoteCheck](
     "check_hearers",
-    lambda: [(torch, "_check_tensor_all_with", _tell_of_check), (torch, "_is_all_true", _tell_of_validation)],
+    lambda: [
+        (torch, "_check_tensor_all_with", _tell_of_check),
+        (torch, "_is_all_true", _tell_of_validation),
+        (_definite, "check", _is_definite),
+    ],
 )
 _LOSS_CHECKS = Patch[NoteCheck]("loss_check_hearers", lambda: [(torch, "any", _tell_of_negative_variance)])
 

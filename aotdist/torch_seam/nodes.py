@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch.fx import Graph, Node
 from torch.fx.graph import _illegal_names
 from torch.fx.node import map_arg
@@ -90,3 +91,31 @@ def copied_graph(graph: Graph) -> Graph:
         copies[node] = copy_node(made, node, copies.__getitem__, node.name)
     made._codegen = copy.deepcopy(graph._codegen)
     return made
+
+
+def spell_number(number: Any, symbols: Mapping[str, torch.fx.Node], graph: torch.fx.Graph) -> Any:
+    """Nodes at the graph's insertion point that compute a symbolic number from nodes of the symbols."""
+    expr = number.node.expr
+    return number.node.hint if expr.is_number else spell(expr, symbols, graph)
+
+
+def spell(expr: Any, symbols: Mapping[str, torch.fx.Node], graph: torch.fx.Graph) -> torch.fx.Node:
+    """Nodes at the graph's insertion point that compute an expression from nodes of its symbols."""
+    from torch.utils._sympy.interp import sympy_interp
+    from torch.utils._sympy.reference import PythonReferenceAnalysis
+
+    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
+
+    def recorded(function: Callable[..., Any]) -> Any:
+        """Beneath autograd these do not ask a proxy: they take it for a number."""
+        return staticmethod(lambda *args: tracer.create_proxy("call_function", function, args, {}))
+
+    instead = {"maximum": torch.sym_max, "minimum": torch.sym_min, "not_": torch.sym_not}
+    made_of = {name: recorded(function) for name, function in instead.items()}
+    analysis = type("Analysis", (PythonReferenceAnalysis,), made_of)
+    env: Any = {symbol: torch.fx.Proxy(symbols[str(symbol)], tracer) for symbol in expr.free_symbols}
+    node = sympy_interp(analysis, env, expr).node
+    for made in graph.nodes:
+        if "val" not in made.meta and made.op == "call_function":
+            made.meta["val"] = made.target(*torch.fx.node.map_arg(made.args, lambda n: n.meta["val"]))
+    return node

@@ -3,7 +3,8 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -235,26 +236,6 @@ def are_equal(a: Sequence[Any], b: Sequence[Any]) -> bool:
     return tuple(a) == tuple(b)
 
 
-def spell_number(number: Any, symbols: Mapping[str, torch.fx.Node], graph: torch.fx.Graph) -> Any:
-    """Nodes at the graph's insertion point that compute a symbolic number from nodes of the symbols."""
-    expr = number.node.expr
-    return number.node.hint if expr.is_number else spell(expr, symbols, graph)
-
-
-def spell(expr: Any, symbols: Mapping[str, torch.fx.Node], graph: torch.fx.Graph) -> torch.fx.Node:
-    """Nodes at the graph's insertion point that compute an expression from nodes of its symbols."""
-    from torch.utils._sympy.interp import sympy_interp
-    from torch.utils._sympy.reference import PythonReferenceAnalysis
-
-    tracer = torch.fx.proxy.GraphAppendingTracer(graph)
-    env: Any = {symbol: torch.fx.Proxy(symbols[str(symbol)], tracer) for symbol in expr.free_symbols}
-    node = sympy_interp(PythonReferenceAnalysis, env, expr).node
-    for made in graph.nodes:
-        if "val" not in made.meta and made.op == "call_function":
-            made.meta["val"] = made.target(*torch.fx.node.map_arg(made.args, lambda n: n.meta["val"]))
-    return node
-
-
 def symbols_of(expr: Any, env: ShapeEnv) -> dict[str, torch.SymInt]:
     """The symbols of an expression, by name, each as a number."""
     return {str(symbol): _number(env, symbol) for symbol in expr.free_symbols}
@@ -294,12 +275,13 @@ def symbols_in(number: torch.SymInt | torch.SymFloat | torch.SymBool) -> list[st
 
 def quotient_of(number: torch.SymFloat) -> tuple[float | torch.SymInt, float | torch.SymInt] | None:
     """The operands of a number that Python's `/` computes, if each is a constant or an integer; else None."""
-    from torch.utils._sympy.functions import FloatTrueDiv, IntTrueDiv, ToFloat
+    from torch.utils._sympy.functions import FloatTrueDiv, Identity, IntTrueDiv, ToFloat
 
     env: Any = number.node.shape_env
-    if not isinstance(number.node.expr, FloatTrueDiv | IntTrueDiv):
+    expr = number.node.expr.args[0] if isinstance(number.node.expr, Identity) else number.node.expr
+    if not isinstance(expr, FloatTrueDiv | IntTrueDiv):
         return None
-    parts: list[Any] = [part.args[0] if isinstance(part, ToFloat) else part for part in number.node.expr.args]
+    parts: list[Any] = [part.args[0] if isinstance(part, ToFloat) else part for part in expr.args]
     if not all(part.is_number or part.is_integer for part in parts):
         return None
     left, right = (
@@ -308,37 +290,52 @@ def quotient_of(number: torch.SymFloat) -> tuple[float | torch.SymInt, float | t
     return left, right
 
 
+def as_computed(number: torch.SymFloat) -> torch.SymFloat:
+    """What Python computed by one operation; sympy, which makes `t` of `1 - (1 - t)`, sees nothing of it."""
+    from torch.utils._sympy.functions import Identity
+
+    node: Any = number.node
+    if node.expr.is_Symbol or node.expr.is_number:
+        return number
+    return node.shape_env.create_symfloatnode(Identity(node.expr), hint=node.hint)
+
+
+def called(function: Callable[..., Any], numbers: Sequence[Any]) -> Any:
+    """What a function of `math`, `max`, `min` or `pow` computes; if that is no float, it asks for values."""
+    value = function(*map(hint, numbers))
+    if not isinstance(value, float):
+        return function(*numbers)
+    exprs = [one.node.expr if isinstance(one, SYMBOLIC) else one for one in numbers]
+    env = next(one.node.shape_env for one in numbers if isinstance(one, SYMBOLIC))
+    return as_computed(env.create_symfloatnode(_unevaluated(function)(*exprs), hint=value))
+
+
+@functools.cache
+def _unevaluated(function: Callable[..., Any]) -> Any:
+    """A function of sympy's that computes nothing but numbers of numbers, and is printed as it is called."""
+    import sympy
+
+    def of_numbers(cls: type, *args: Any) -> Any:
+        if all(arg.is_number for arg in args):
+            return sympy.Float(function(*(int(arg) if arg.is_Integer else float(arg) for arg in args)))
+        return None
+
+    name = f"math.{function.__name__}" if function.__module__ == "math" else function.__name__
+    return type(name, (sympy.Function,), {"eval": classmethod(of_numbers), "is_real": True})
+
+
 def computes_exactly(number: Any) -> bool:
     """Whether the expression of a symbolic number is computed as Python computed it, to the last bit.
 
-    Whole numbers are. Sums and products of fractions are not: sympy makes one of several, in its own order.
-    Where numbers depend on data, each float that Python computes has a symbol.
+    Whole numbers are, and floats that follow `as_computed` from others. Sums and products of fractions are
+    not. Where numbers depend on data, each float that Python computes has a symbol.
     """
     if isinstance(number, torch.SymInt) or depends_on_data(number):
         return True
     expr = number.node.expr
     if isinstance(number, torch.SymBool):  # of whole numbers
         return all(symbol.is_integer for symbol in expr.free_symbols)
-    return isinstance(number, torch.SymFloat) and (expr.is_Symbol or _is_exact(expr))
-
-
-def _is_exact(expr: Any) -> bool:
-    if expr.is_number or _is_whole(expr):
-        return True
-    if expr.is_Add:  # a bias correction, 1 - beta**steps
-        first, *rest = expr.args
-        is_one = first.is_number and abs(float(first)) == 1
-        return is_one and len(rest) == 1 and (_is_exact(rest[0]) or _is_exact(-rest[0]))
-    return not expr.is_Symbol and not expr.is_Mul and all(map(_is_exact, expr.args))
-
-
-def _is_whole(expr: Any) -> bool:
-    """Whether a number is whole, an `int` or not: sums and products of such are exact, up to 2**53."""
-    if expr.is_Add or expr.is_Mul:
-        return all(map(_is_whole, expr.args))
-    if expr.is_number:
-        return float(expr).is_integer()
-    return bool(expr.is_integer) or (type(expr).__name__ == "ToFloat" and bool(expr.args[0].is_integer))
+    return isinstance(number, torch.SymFloat) and (expr.is_Symbol or type(expr).__name__ == "Identity")
 
 
 def least_of(number: torch.SymInt) -> int | None:

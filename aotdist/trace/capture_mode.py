@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 from aotdist.aliasing.metadata import assign_data
 from aotdist.aliasing.view_mode import ViewMode
+from aotdist.aliasing.views import is_another_name
 from aotdist.capture.code import is_users_class
 from aotdist.capture.leaked_tensors import text_of
 from aotdist.capture.source import Source
@@ -195,6 +196,9 @@ class CaptureMode(TorchFunctionMode):
             self.retained[idx] = None
 
     def _assign_data(self, tensor: torch.Tensor, source: torch.Tensor) -> None:
+        if is_another_name(tensor, source):  # `x.data *= 2`, whose write is done
+            return
+
         def assign() -> None:
             if isinstance(tensor, FunctionalTensor) and isinstance(source, FunctionalTensor):
                 _refuse_as_eager(tensor, source)

@@ -50,7 +50,7 @@ from aotdist.torch_seam.proxies import (
     track,
     track_number,
 )
-from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, has_floats
+from aotdist.torch_seam.symbols import SYMBOLIC, as_computed, depends_on_data, has_floats
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.failures import needs_value
 from aotdist.trace.known_results import KnownResults
@@ -300,10 +300,10 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
     ) -> Any:
         """Arithmetic of symbolic numbers is not recorded, but for floats where numbers may depend on data."""
         result = func(*args, **kwargs)
-        if self._unbacked is None or not isinstance(result, torch.SymFloat):
+        if not isinstance(result, torch.SymFloat):
             return result
-        is_ours = depends_on_data(result) or any(map(has_floats, args))
-        return self._unbacked.apply(func, args) if is_ours else result
+        numbers = self._unbacked if depends_on_data(result) or any(map(has_floats, args)) else None
+        return as_computed(result) if numbers is None else numbers.apply(func, args)
 
     def _is_recorded_directly(self, func: OpOverload) -> bool:
         if func not in self._is_direct:

@@ -114,8 +114,8 @@ def trace(
     with ExitStack() as stack:
         stack.enter_context(class_functions_off())
         stack.enter_context(recorder)
-        if recorder.unbacked is not None:
-            stack.enter_context(python_numbers.followed(recorder.unbacked))
+        sizes, numbers = recorder.shape_env is not None, bool(options.counts)
+        stack.enter_context(python_numbers.followed(recorder.unbacked, sizes=sizes, numbers=numbers))
         tensors = list(map(inputs.add, program.ins, program.examples))
         for view, make in inputs.made_again():
             log.views.note_given(view, make)

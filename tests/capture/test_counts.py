@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -58,6 +59,12 @@ def anneals(module: Counting, x: torch.Tensor) -> torch.Tensor:
     y = counts(module, x)
     module.alpha = min(1.0, module.steps / 1000)
     return y * module.alpha
+
+
+def warms_up(module: Counting, x: torch.Tensor) -> torch.Tensor:
+    y = counts(module, x)
+    module.alpha = min(0.9, 1 - math.exp(-module.steps / 3))
+    return y * module.alpha * math.sqrt(1 - 0.9**module.steps)
 
 
 def decays(module: Counting, x: torch.Tensor) -> torch.Tensor:
@@ -128,6 +135,7 @@ PROGRAMS: dict[Callable[[Any, torch.Tensor], torch.Tensor], int] = {
     multiplies: 1,
     corrects_bias: 1,
     anneals: 1,
+    warms_up: 1,
     decays: 6,
     counts_in_a_dictionary: 1,
     counts_in_a_global: 1,

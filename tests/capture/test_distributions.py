@@ -41,6 +41,9 @@ DISTRIBUTIONS: dict[str, Make] = {
     ),
     "Multinomial": lambda x: distributions.Multinomial(5, logits=x),
     "MultivariateNormal": lambda x: distributions.MultivariateNormal(x * 1, torch.eye(x.shape[-1])),
+    "MultivariateNormal of a covariance": lambda x: distributions.MultivariateNormal(
+        x * 1, torch.eye(x.shape[-1]) + x.exp().t() @ x.exp()
+    ),
     "Normal": lambda x: distributions.Normal(x * 1, x.exp()),
     "Normal around a number": lambda x: distributions.Normal(0.0, x.exp()),
     "Normal, independent": lambda x: distributions.Independent(distributions.Normal(x * 1, x.exp()), 1),

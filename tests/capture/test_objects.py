@@ -174,10 +174,49 @@ def test_an_object_has_items() -> None:
         assert torch.equal(made.note, x + 1)  # type: ignore[attr-defined]
 
 
+class Outputs(collections.OrderedDict[str, Any]):
+    """What models return whose authors follow transformers: items that are attributes, too."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        super().__setitem__(name, value)
+        self.__dict__[name] = value
+
+
+class Lists(collections.defaultdict[str, list[torch.Tensor]]):
+    """What is not there is an empty list."""
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["returned", "given and returned"])
+def test_dictionaries_that_are_more_than_dictionaries_keep_that(given: bool) -> None:
+    def program(x: torch.Tensor, outputs: Outputs, lists: Lists) -> tuple[Outputs, Lists]:
+        outputs, lists = (outputs, lists) if given else (Outputs(), Lists(list))
+        outputs["two"] = x * (2 + len(list(outputs)))
+        outputs["one"] = x + 1
+        outputs.move_to_end("two")
+        lists["new"].append(sum(outputs.values()))
+        return outputs, lists
+
+    compiled = aotdist.compile(program, backend="fx")
+    ours, eager = ((Outputs(zero=torch.ones(2)), Lists(list)) for _ in range(2))
+    for x in (torch.ones(2), torch.zeros(2)):
+        made, expected = compiled(x, *ours), program(x, *eager)
+        for one, other in zip(made, expected, strict=True):
+            assert type(one) is type(other) and vars(one).keys() == vars(other).keys()
+            assert list(one) == list(other)
+        assert all(map(torch.equal, made[0].values(), expected[0].values()))
+        assert all(map(torch.equal, made[1]["new"], expected[1]["new"]))
+        assert made[1]["more"] == expected[1]["more"]
+
+
 class Pair(tuple[torch.Tensor, ...]):
     """Cannot be made empty, and filled."""
 
 
-def test_an_object_that_cannot_be_made_anew_is_refused() -> None:
-    with pytest.raises(UnsupportedProgram, match="makes a Pair .* cannot be made anew"):
-        aotdist.compile(lambda x: Pair([x * 2]), backend="fx")(torch.ones(2))
+class Window(collections.deque[torch.Tensor]):
+    """Nor can this, which no pytree knows."""
+
+
+@pytest.mark.parametrize("cls", [Pair, Window])
+def test_an_object_that_cannot_be_made_anew_is_refused(cls: Any) -> None:
+    with pytest.raises(UnsupportedProgram, match=f"makes a {cls.__name__} .* cannot be made anew"):
+        aotdist.compile(lambda x: cls([x * 2]), backend="fx")(torch.ones(2))

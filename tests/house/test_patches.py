@@ -242,6 +242,7 @@ LOOKS: dict[str, Callable[[], Any]] = {
     "swap_hearers": swaps,
     "numbers_of_data_followed": numbers,
     "functions_of_numbers": numbers,
+    "lengths_open": lambda: len(torch.ones(2)),
     "transform_hearers": transforms,
 }
 """What shows another thread each patch, and is what it was: all that have a name."""

@@ -75,6 +75,21 @@ def test_fifty_lengths_are_two_programs() -> None:
     assert num_programs(model) == 2
 
 
+def test_the_length_of_a_tensor_is_its_size() -> None:
+    def program(x: Tensor, labels: Tensor) -> Tensor:
+        return (
+            F.cross_entropy(x.reshape(len(x), -1), labels)
+            + x.sum() / len(labels)
+            + torch.arange(len(x)).sum()
+        )
+
+    compiled = aotdist.compile(program, backend="fx")
+    for length in LENGTHS:
+        x, labels = torch.randn(length, 2, 3), torch.arange(length) % 6
+        assert torch.equal(compiled(x, labels), program(x, labels))
+    assert len(compiled.graphs) == 2
+
+
 @pytest.mark.slow
 def test_lengths_by_the_default_backend() -> None:
     model = aotdist.compile(Language(has_attention=False), backend="auto", dynamic="auto")

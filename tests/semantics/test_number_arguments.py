@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,15 @@ def multiplies(x: torch.Tensor, number: float) -> torch.Tensor:
 
 def computes(x: torch.Tensor, number: float) -> torch.Tensor:
     return x * (number * 0.1 + 0.3)
+
+
+def mixes(x: torch.Tensor, number: float) -> torch.Tensor:
+    return x * (1 - (1 - number)) + (0.1 + number + 0.2) * x.sin() / (3 * number + number % 0.7 - 9)
+
+
+def calls(x: torch.Tensor, number: float) -> torch.Tensor:
+    warm = min(1.0, 0.1 + number**2 / 7.0) * math.exp(-number / 3) + math.sqrt(math.cos(number) ** 2)
+    return x * warm + max(0.5, math.log1p(number + 4.0)) * (9 - number) ** 0.9
 
 
 def takes_some(x: torch.Tensor, number: int) -> torch.Tensor:
@@ -68,7 +78,11 @@ PROGRAMS: dict[tuple[Callable[..., Any], Sequence[float]], int] = {
     (divides, FLOATS): 2,
     (multiplies, FLOATS): 2,
     (multiplies, INTS): 2,
-    (computes, INTS): 6,
+    (computes, INTS): 2,
+    (computes, FLOATS): 2,
+    (mixes, FLOATS): 2,
+    (calls, FLOATS): 2,
+    (calls, INTS): 2,
     (takes_some, (1, 2, 3, 4, 2, 3)): 3,
     (chooses, INTS): 3,
     (chooses, FLOATS): 6,

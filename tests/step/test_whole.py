@@ -277,6 +277,21 @@ def weight_decay() -> Written:
     return stepping(step)
 
 
+@written("gradients are scaled by hand, by their data")
+def scaled_by_data() -> Written:
+    def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = cross_entropy(model, x, y)
+        loss.backward()
+        for param in model.parameters():
+            param.grad.data *= 0.5
+            param.data -= 0.1 * param.data
+        optimizer.step()
+        return loss.detach()
+
+    return stepping(step)
+
+
 @written("FGSM: the gradient of a leaf that is made inside")
 def adversarial() -> Written:
     def step(model: nn.Module, optimizer: Any, x: torch.Tensor, y: torch.Tensor) -> Any:

@@ -15,7 +15,7 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -25,7 +25,7 @@ from aotdist.origins import is_called_by_the_user
 from aotdist.torch_seam.checks import intercept_checks_of_numbers
 from aotdist.torch_seam.groups import all_to_all_of_symbols
 from aotdist.torch_seam.patches import Patch
-from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, is_undecided
+from aotdist.torch_seam.symbols import SYMBOLIC, called, depends_on_data, is_undecided, number_kind
 from aotdist.trace.failures import refusal
 from aotdist.trace.numbers.unbacked import Unbacked
 from aotdist.trace.operators import collectives
@@ -55,6 +55,17 @@ def functions_recorded(numbers: Numbers) -> AbstractContextManager[None]:
     return _RECORDED.applied((numbers, *(_RECORDED.value or ())))
 
 
+class _Found:
+    """Numbers that a program finds, or is given, and that change from call to call."""
+
+    def is_traced(self, number: Any) -> bool:
+        return type(number) in SYMBOLIC and not depends_on_data(number)
+
+    def apply(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        is_choice = function in (max, min) and not all(number_kind(one) is float for one in arguments)
+        return function(*arguments) if is_choice else called(function, arguments)
+
+
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
@@ -67,14 +78,35 @@ def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     return recorded
 
 
+def _power(base: Any, exponent: Any) -> Any:
+    """`base ** exponent`: PyTorch's would require that the base is not negative."""
+    of = next((of for of in _RECORDED.value or () if of.is_traced(base) or of.is_traced(exponent)), None)
+    return _POWER(base, exponent) if of is None else of.apply(operator.pow, (base, exponent))
+
+
+_POWER = torch.SymFloat.__pow__
 _RECORDED = Patch[tuple[Numbers, ...]](
     "functions_of_numbers",
     lambda: [
-        (module, name, _recorded(getattr(module, name)))
-        for module, names in ((builtins, ("max", "min")), (math, _MATH))
-        for name in names
+        (torch.SymFloat, "__pow__", _power),
+        *(
+            (module, name, _recorded(getattr(module, name)))
+            for module, names in ((builtins, ("max", "min")), (math, _MATH))
+            for name in names
+        ),
     ],
 )
+
+
+def _length(of: Any) -> Any:
+    """`len(x)`, which would need the value of a tensor's size."""
+    if _LENGTHS.value is None or not isinstance(of, torch.Tensor) or of.dim() == 0:
+        return _LENGTH(of)
+    return of.shape[0]
+
+
+_LENGTH = len
+_LENGTHS = Patch[bool]("lengths_open", lambda: [(builtins, "len", _length)])
 
 
 _GET_ITEM: Any = torch.Tensor.__getitem__
@@ -84,10 +116,6 @@ _TEXTS = ("__str__", "__repr__", "__format__")
 
 def _is_unbacked(number: Any) -> bool:
     return isinstance(number, torch.SymInt) and depends_on_data(number)
-
-
-def _is_of_data(number: Any) -> bool:
-    return isinstance(number, SYMBOLIC) and depends_on_data(number)
 
 
 def _needs_value(what: str) -> UnsupportedProgram:
@@ -185,35 +213,33 @@ def _text(cls: type, name: str) -> Callable[..., str]:
     return text
 
 
-def _power(base: Any, exponent: Any) -> Any:
-    """`base ** exponent`: PyTorch's would require that the base is not negative."""
-    unbacked = _FOLLOWED.value
-    if unbacked is None or not (_is_of_data(base) or _is_of_data(exponent)):
-        return _POWER(base, exponent)
-    return unbacked.apply(operator.pow, (base, exponent))
-
-
-_POWER = torch.SymFloat.__pow__
 _FOLLOWED = Patch[Unbacked](
     "numbers_of_data_followed",
     lambda: [
-        (torch.SymFloat, "__pow__", _power),
-        *(
-            (cls, name, _text(cls, name))
-            for cls in (torch.SymInt, torch.SymFloat, torch.SymBool)
-            for name in _TEXTS
-        ),
+        (cls, name, _text(cls, name))
+        for cls in (torch.SymInt, torch.SymFloat, torch.SymBool)
+        for name in _TEXTS
     ],
 )
 
 
 @contextmanager
-def followed(unbacked: Unbacked) -> Generator[None]:
-    """Record what the program does inside with numbers that depend on data."""
-    with (
-        _FOLLOWED.applied(unbacked),
-        functions_recorded(unbacked),
-        intercept_checks_of_numbers(unbacked.require),
-        all_to_all_of_symbols(collectives.all_to_all_single),
-    ):
+def followed(unbacked: Unbacked | None, *, sizes: bool, numbers: bool) -> Generator[None]:
+    """Record what the program does inside with numbers that are symbols.
+
+    Args:
+        unbacked: those that depend on data; None if none may.
+        sizes: whether sizes may be symbols: the length of a tensor is its first one.
+        numbers: whether numbers that the program finds may be.
+    """
+    with ExitStack() as stack:
+        if sizes:
+            stack.enter_context(_LENGTHS.applied(True))
+        if numbers:
+            stack.enter_context(functions_recorded(_Found()))
+        if unbacked is not None:
+            stack.enter_context(_FOLLOWED.applied(unbacked))
+            stack.enter_context(functions_recorded(unbacked))
+            stack.enter_context(intercept_checks_of_numbers(unbacked.require))
+            stack.enter_context(all_to_all_of_symbols(collectives.all_to_all_single))
         yield

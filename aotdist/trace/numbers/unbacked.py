@@ -21,6 +21,7 @@ import torch
 from torch.fx import Node
 
 from aotdist.sizes import NumberStep
+from aotdist.torch_seam.nodes import spell
 from aotdist.torch_seam.symbols import (
     SYMBOLIC,
     bind_unbacked,
@@ -30,7 +31,6 @@ from aotdist.torch_seam.symbols import (
     new_float_of_data,
     num_checks,
     number_kind,
-    spell,
     symbols_of,
 )
 from aotdist.trace.failures import refusal
