@@ -191,7 +191,9 @@ class Graphs:
             return tuple(map(self._read_val, json))
         if type(json) is int and 0 <= json < len(self._shapes):
             return self._fake(self._shapes[json]) if self._to_compile else self._fakes[json]
-        return None if json is None else self._values.read(require(json, dict, "a value")["other"])
+        if json is None:
+            return None
+        return require(self._values.read(require(json, dict, "a value")["other"]), int | float, "a value")
 
     def _fake(self, shape: Shape) -> torch.Tensor:
         return new_fake(self._fake_mode, shape.size, shape.stride, shape.dtype, shape.device)

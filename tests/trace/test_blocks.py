@@ -516,6 +516,28 @@ class Caching(Block):
         return super().forward(x + self.last.mean(0))
 
 
+class Scoring(Block):
+    """Gives its values, and what it computes of these."""
+
+    def forward(self, x: Tensor, memory: Any = None) -> Any:
+        x = super().forward(x)
+        return x, x.square().mean()
+
+
+def _scoring() -> Callable[[Tensor], Any]:
+    blocks = nn.ModuleList(Scoring() for _ in range(DEPTH))
+
+    def run(x: Tensor) -> tuple[Tensor, ...]:
+        values, total = [x], torch.zeros(())
+        for block in blocks:
+            x, score = block(x)
+            values.append(x)
+            total = total + score
+        return total + x.sum(), *values[1:]
+
+    return run
+
+
 TRACED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], str]] = {
     "its number decides": (lambda: Stack(*(Numbered(k) for k in range(4))), ""),
     "it counts": (lambda: Stack(*(Counting(k) for k in range(DEPTH))), ""),
@@ -526,6 +548,7 @@ TRACED: dict[str, tuple[Callable[[], Callable[[Tensor], Any]], str]] = {
     ),
     "it keeps values": (lambda: Stack(*(Keeping() for _ in range(DEPTH))), "in Python"),
     "it assigns a buffer": (lambda: Stack(*(Caching() for _ in range(DEPTH))), "its own attributes"),
+    "it gives what follows from a result": (_scoring, "what follows from it"),
     "it prints": (lambda: Stack(*(Printing() for _ in range(DEPTH))), "it prints"),
     "a function of the user's": (lambda: Stack(*(Doubling() for _ in range(DEPTH))), "autograd function"),
     "it hooks gradients": (lambda: Stack(*(Hooking() for _ in range(DEPTH))), "hooks a gradient"),
@@ -568,6 +591,14 @@ def test_what_cannot_be_copied_is_traced_and_says_why(name: str) -> None:
     said = str(aotdist.explain(compiled))
     assert reason in said
     assert "traced once" not in said
+
+
+def test_gradients_of_results_have_what_comes_by_way_of_others() -> None:
+    run, found = _scoring(), []
+    for call in (run, aotdist.compile(run, backend="fx")):
+        total, *values = call(torch.arange(48.0).view(SIZE).sin().requires_grad_())
+        found.append(torch.autograd.grad(total, values))
+    assert all(map(torch.equal, *found))
 
 
 def test_gradients_of_gradients_are_those_of_a_trace_of_each_call() -> None:
