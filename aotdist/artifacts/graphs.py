@@ -186,9 +186,9 @@ class Graphs:
             raise damaged("a node is given what no graph of ours holds")
         return value
 
-    def _read_val(self, json: Json) -> Any:
-        if isinstance(json, list):
-            return tuple(map(self._read_val, json))
+    def _read_val(self, json: Json, most_nested: int = 3) -> Any:
+        if isinstance(json, list) and most_nested:
+            return tuple(self._read_val(part, most_nested - 1) for part in json)
         if type(json) is int and 0 <= json < len(self._shapes):
             return self._fake(self._shapes[json]) if self._to_compile else self._fakes[json]
         if json is None:
