@@ -35,6 +35,8 @@ class ViewLog:
         self.changes: list[Change] = []
         self._outgrown: dict[int, torch.Tensor] = {}
         self._moved: dict[int, torch.Tensor] = {}
+        self._parted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Views whose entries were moved to the base of their base, with their base to autograd."""
         self._as_made: dict[int, torch.Tensor] = {}
 
     def root(self, tensor: torch.Tensor, known: Container[int], *, through_node: bool = False) -> Root:
@@ -51,7 +53,9 @@ class ViewLog:
         entry = self.views.get(tensor)
         while entry is not None:
             self._refuse_lost_history(found.base)
-            self._refuse_reshaped(found.base)
+            _, parted = self._parted.get(id(found.base), (None, None))
+            if parted is not None and (parted.requires_grad or id(parted) in known):
+                raise reshaped_since()
             found = found.passing(entry.base if through_node else None)
             if id(found.base) in self._outgrown or id(entry.base) in self._moved:
                 raise outgrown()
@@ -133,6 +137,13 @@ class ViewLog:
         self.views.forget(name)
         return name
 
+    def rebase_views_of(self, entry: ViewEntry) -> None:
+        """Let the views of a view that is reshaped be views of its base."""
+        for other in [other for other in self.views if other.base is entry.view]:
+            if other.view._base is entry.view:
+                self._parted[id(other.view)] = other.view, entry.view
+            self.views.put(replace(other, base=entry.base, steps=(*entry.steps, *other.steps)))
+
     def refuse_lost(self, values: Sequence[Any], written: Sequence[torch.Tensor]) -> None:
         """Refuse views whose memory or history the log does not know."""
         if is_recorded(values):
@@ -147,8 +158,6 @@ class ViewLog:
                     raise outgrown()
                 if tensor in self.views:
                     self._refuse_lost_history(tensor)
-                if isinstance(tensor, torch.Tensor):
-                    self._refuse_reshaped(tensor)
 
     def _refuse_lost_history(self, view: torch.Tensor) -> None:
         base = view._base
@@ -159,16 +168,6 @@ class ViewLog:
             raise detached_since()
         if lies_elsewhere(base, changes):
             raise outgrown()
-
-    def _refuse_reshaped(self, view: torch.Tensor) -> None:
-        """Refuse a view of what was reshaped in place after the view was made."""
-        base: torch.Tensor | None = view
-        while base is not None:
-            view, entry = base, self.views.get(base)
-            base = entry.base if entry is not None else view._base if self.views.was_given(view) else None
-            changes = () if base is None else self._changes_since_made(view, base)
-            if any(change.reshapes() and not change.moves() for change in changes):
-                raise reshaped_since()
 
     def _changes_since_made(self, view: torch.Tensor, base: torch.Tensor) -> list[Change]:
         return [change for change in self.changes_of(base) if change.serial > self.views.made(view)]

@@ -161,8 +161,12 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
                 return result
             op, rest, kwargs = _RESIZE, [tuple(changed.size())], _format_of(changed)
         change = self.log.note_change(changed, size, op, rest, kwargs, bumps=1, former=former)
+        if not change.moves():
+            self._make_views_again(changed)
         twin = out_of_place(func)
         entry = self.log.views.get(changed)
+        if entry is not None:
+            self.log.rebase_views_of(entry)
         if twin is not None and (entry is not None or self.log.views.was_given(changed)):
             # Autograd rebuilds a view's history after a write, in the grad mode in which the view was made.
             grad = (entry is None or entry.steps[-1].grad) if changed._is_view() else change.grad
@@ -185,15 +189,36 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         views = self.log.views
         while self._reshaped:
             view, last = self._reshaped.pop()
-            if views.was_given(view):
-                views.reshape_given(view, last)
             base = view._base
-            # The history of a wrapper follows from its layout.
-            if base is not None and isinstance(view, FunctionalTensor) and not view.is_inference():
+            if base is not None:
+                known = views.first_steps(view)
+                steps = (*known, last) if known else views.steps_from(base, view)
                 rewind(base, 1)  # so that autograd takes the view for outdated, and rebuilds its history
-                with replaced(self, "_is_off", True):
-                    make_again(view, base, views.steps_from(base, view))
+                self._make_again(view, base, steps)
                 bump(base, 1)
+
+    def _make_views_again(self, base: torch.Tensor) -> None:
+        """Make the views of `base`, which was reshaped in place, again from what it is now.
+
+        Autograd rebuilds their history by the operators that made them, which fit what the base was before.
+        """
+        views = self.log.views
+        for view in views.of(base):
+            with enable_reentrant_dispatch():
+                self._make_again(view, base, views.first_steps(view) or views.steps_from(base, view))
+
+    def _make_again(self, view: torch.Tensor, base: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
+        if not isinstance(view, FunctionalTensor) or view.is_inference():
+            return  # the history of a wrapper follows from its layout
+        self.log.views.keep_first_steps(view, steps)
+        with replaced(self, "_is_off", True):
+            make_again(view, self._as_at(base, steps[0].serial), steps)
+
+    def _as_at(self, base: torch.Tensor, serial: int) -> torch.Tensor:
+        """A tensor as it was at a point of the trace, made by views of what it is now."""
+        for change in reversed(self.log.changes_of(base)):
+            base = change.before(base) if change.serial > serial else base
+        return base
 
 
 def another_name_from_below(tensor: torch.Tensor) -> torch.Tensor:

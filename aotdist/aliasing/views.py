@@ -105,8 +105,9 @@ class Views:
 
     def __init__(self) -> None:
         self._entries: dict[int, ViewEntry] = {}
-        self._given: dict[int, tuple[torch.Tensor, tuple[ViewStep, ...]]] = {}
-        """Views among the inputs, which have no entry, and what makes each of its base."""
+        self._from_base: dict[int, tuple[ViewStep, ...]] = {}
+        self._given: dict[int, torch.Tensor] = {}
+        """Views among the inputs; they have no entry."""
         self._serials = itertools.count()
 
     def __iter__(self) -> Iterator[ViewEntry]:
@@ -129,15 +130,17 @@ class Views:
 
     def note_given(self, view: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Note how an input is made of another that it is a view of to autograd."""
-        self._given[id(view)] = view, (ViewStep(make, (), serial=-1),)
-
-    def reshape_given(self, view: torch.Tensor, step: ViewStep) -> None:
-        """Note that such an input is one step further from its base."""
-        self._given[id(view)] = view, (*self._given[id(view)][1], step)
+        self._given[id(view)] = view
+        self.keep_first_steps(view, (ViewStep(make, (), serial=-1),))
 
     def was_given(self, view: torch.Tensor) -> bool:
         """Whether a tensor is such an input."""
         return id(view) in self._given
+
+    def of(self, base: torch.Tensor) -> list[torch.Tensor]:
+        """The tensors that are views of `base` to autograd, inputs among them."""
+        known = [*(entry.view for entry in self), *self._given.values()]
+        return [view for view in known if view._base is base]
 
     def next_serial(self) -> int:
         """A serial number for what happens now, greater than all before."""
@@ -191,11 +194,22 @@ class Views:
         while view is not base and view in self:
             entry = self._entries[id(view)]
             steps, view = (*entry.steps, *steps), entry.base
-        return (*self._given[id(view)][1], *steps) if self.was_given(view) else steps
+        if steps and self.was_given(view):
+            before = steps[0].serial
+            steps = (*(step for step in self._from_base[id(view)] if step.serial < before), *steps)
+        return steps
 
     def is_view_of(self, view: torch.Tensor, base: torch.Tensor) -> bool:
         """Whether a tensor is a view of `base`, directly or through others."""
         return any(passed is base for passed in self.bases(view))
+
+    def first_steps(self, view: torch.Tensor) -> tuple[ViewStep, ...] | None:
+        """The steps from a view's base to it before the base was reshaped, if that is known."""
+        return self._from_base.get(id(view))
+
+    def keep_first_steps(self, view: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
+        """Remember what `first_steps` returns."""
+        self._from_base[id(view)] = steps
 
 
 def share_memory(base: torch.Tensor, result: Any) -> bool:

@@ -131,7 +131,6 @@ ONE: dict[str, Callable[[torch.Tensor], Any]] = {
 REFUSALS = (
     "it grows into memory around it",
     "whose base grew in place",
-    "whose base was reshaped in place after it was made",
     "meets memory around it that only `as_strided` shows",
     "in another size than its gradient",
     "before a write that takes part in the backward",
