@@ -40,10 +40,10 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (57_186, 42_000),
-    "lines of its core": (31_821, 23_500),
+    "lines of aotdist/": (56_325, 42_000),
+    "lines of its core": (31_550, 23_500),
     "classes of its core": (279, 200),
-    "files of aotdist/": (287, 235),
+    "files of aotdist/": (286, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),
     "most fields of a class": (14, 14),
