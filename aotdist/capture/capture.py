@@ -40,6 +40,7 @@ from aotdist.capture.results import (
     hand_over_attributes,
     inside_wrappers,
     replaced_inside,
+    with_attributes,
 )
 from aotdist.capture.source import ABSENT, Argument, Source
 from aotdist.errors import UnsupportedProgram
@@ -213,11 +214,12 @@ class _Trace:
                 "capture; read it outside of the compiled function",
                 stacklevel=2,
             )
+        outs, shown = with_attributes(outs, self.inputs, reached, assignments.existing)
         shares = any(isinstance(out, MadeObject) for out in outs)
-        return [*outs, replace(how, shares=shares)]
+        return [*outs, replace(how, shown=tuple(shown), shares=shares)]
 
     def _run(self, run: Callable[[], Any], assignments: Assignments) -> tuple[list[Any], Returned]:
-        """Its outputs, and how to put them back.
+        """Its outputs, but for attributes of these, and how to put them back.
 
         The places that it assigned, which `assignments` has as they were, hold again what they held before.
         """

@@ -22,6 +22,9 @@ from aotdist.capture.modules import (
     state_tensors,
 )
 from aotdist.capture.reach import reach
+from aotdist.capture.results import (
+    Shown,
+)
 from aotdist.capture.source import UNNAMED, Given, Item, Source
 from aotdist.errors import InternalError
 from aotdist.facts import Facts, NotATensor
@@ -79,7 +82,8 @@ class Returned:
         log: what the program does in Python; results in it are outputs, those in assignments the next ones.
         replaced: attributes of wrappers that are assigned the next outputs: position of the wrapper among the
             program's inputs, and path.
-        checks: what to raise if one of the outputs behind `replaced` is false.
+        shown: classes and attributes of outputs; the last outputs are what these attributes hold.
+        checks: what to raise if one of the outputs between `replaced` and `shown` is false.
         shares: whether an object that the program makes is in several places.
         counted: paths of numbers among the arguments that the program changes to others of their type.
     """
@@ -87,6 +91,7 @@ class Returned:
     spec: pytree.TreeSpec
     log: EffectLog
     replaced: tuple[tuple[int, str], ...] = ()
+    shown: tuple[Shown, ...] = ()
     checks: tuple[Check, ...] = ()
     shares: bool = False
     counted: tuple[str, ...] = ()

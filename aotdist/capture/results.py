@@ -1,17 +1,74 @@
-"""Attributes of tensors, and tensors inside of wrappers: they are handed back as the program left them."""
+"""Parameters that a program returns, and attributes of tensors: they are handed back as it made them."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from aotdist.capture.constants import is_leaf
+from aotdist.capture.environment import Reached
+from aotdist.capture.leaked_tensors import hides_traced, refusal
+from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
-from aotdist.subclasses.protocol import inner_tensors
+from aotdist.subclasses.protocol import inner_tensors, is_real, is_wrapper
 from aotdist.torch_seam.classes import attributes_from_users
 from aotdist.torch_seam.functional import FunctionalTensor, given_attributes
+from aotdist.torch_seam.trees import pytree
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """The class and the attributes of one output.
+
+    Args:
+        out: its position among the outputs.
+        cls: its class: `torch.Tensor`, or `nn.Parameter`.
+        attributes: of each its name, the structure of its value, and which output is its first leaf.
+    """
+
+    out: int
+    cls: type[torch.Tensor]
+    attributes: tuple[tuple[str, pytree.TreeSpec, int], ...]
+
+
+def with_attributes(
+    outs: Sequence[Any], inputs: Sequence[torch.Tensor], reached: Reached, existing: Collection[int]
+) -> tuple[list[Any], list[Shown]]:
+    """`outs`, followed by what the attributes of tensors among them hold, and how these are shown.
+
+    An object that stands at a place of the caller's, and in the result, is given by that place.
+
+    Inputs keep their class; their attributes are assigned by `Assignments`.
+
+    Args:
+        outs: what the program returns, as leaves.
+        inputs: the tensors that it is given.
+        reached: what it can reach.
+        existing: identities of objects that were there before the call.
+
+    Raises:
+        UnsupportedProgram: an attribute hides tensors that the program computes.
+    """
+    places = _places(reached)
+    flat, shown, seen = list(outs), list[Shown](), set(map(id, inputs))
+    for position, out in enumerate(flat):  # which grows meanwhile
+        if id(out) in seen or not isinstance(out, torch.Tensor) or is_real(out) or is_wrapper(out):
+            continue
+        seen.add(id(out))
+        cls, attributes = appearance(out)
+        found: list[tuple[str, pytree.TreeSpec, int]] = []
+        for name, value in attributes.items():
+            leaves, spec = pytree.tree_flatten(value, is_leaf=lambda v: is_leaf(v) or id(v) in places)
+            found.append((name, spec, len(flat)))
+            flat += [places.get(id(leaf), leaf) for leaf in leaves]
+            _refuse_hidden(cls, name, leaves, existing)
+        if found or cls is not torch.Tensor:
+            shown.append(Shown(position, cls, tuple(found)))
+    return flat, shown
 
 
 def appearance(tensor: torch.Tensor) -> tuple[type[torch.Tensor], dict[str, Any]]:
@@ -30,6 +87,31 @@ def hand_over_attributes(stand_ins: Iterable[torch.Tensor], examples: Iterable[t
             for name in held.keys() - given.keys():
                 del held[name]
             held.update(given)
+
+
+def show_as(tensor: torch.Tensor, cls: type[torch.Tensor], attributes: Mapping[str, Any]) -> None:
+    """Let a real tensor be of a class, with these attributes."""
+    if type(tensor) is not cls:
+        tensor.__class__ = cls
+    vars(tensor).update(attributes)
+
+
+def _places(reached: Reached) -> Mapping[int, Source]:
+    """Of the objects that are not constants, by identity, the place where each is read."""
+    known = [*reached.assignable.containers, *reached.assignable.owners, *reached.identities]
+    return {id(value): source for source, value in known if not isinstance(value, torch.Tensor)}
+
+
+def _refuse_hidden(
+    cls: type[torch.Tensor], name: str, leaves: Sequence[Any], existing: Collection[int]
+) -> None:
+    for leaf in leaves:
+        if hides_traced(leaf, existing):
+            raise refusal(
+                f"the attribute `{name}` of a {cls.__name__} is a {type(leaf).__name__} that holds tensors "
+                "which the program computes",
+                "assign the tensors themselves",
+            )
 
 
 def inside_wrappers(inputs: Sequence[torch.Tensor]) -> dict[tuple[int, str], torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, assert_never
@@ -21,6 +22,7 @@ from aotdist.capture.effects import (
     TensorResult,
 )
 from aotdist.capture.instances import MadeObject
+from aotdist.capture.results import Shown, show_as
 from aotdist.capture.source import Source
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, function_view, rewrite, viewer
 from aotdist.facts import (
@@ -226,6 +228,9 @@ def print_return(
     _print_prints(printer, returned.log, leaf)
     for position, check in enumerate(returned.checks, returned.first_checked()):
         printer.line(printer.call(require, f"o{position}", printer.bind("CHECK", check)))
+    for shown in returned.shown:
+        if not isinstance(outputs[OutIdx(shown.out)], IsInput):
+            _print_shown(printer, shown)
     result = print_tree(printer, returned.spec, iter(names))
     if returned.shares:  # objects in it may be in other places as well, which are assigned before
         printer.line(f"result = {result}")
@@ -271,3 +276,13 @@ def _print_changes(
                 printer.line(place.deletion(bind))
             case Print():
                 pass
+
+
+def _print_shown(printer: Printer, shown: Shown) -> None:
+    """Print that an output gets its class and attributes."""
+    values = [
+        f"{name!r}: {print_tree(printer, spec, map('o{}'.format, itertools.count(first)))}"
+        for name, spec, first in shown.attributes
+    ]
+    cls = printer.bind(shown.cls.__name__, shown.cls)
+    printer.line(printer.call(show_as, f"o{shown.out}", cls, f"{{{', '.join(values)}}}"))

@@ -9,12 +9,17 @@ from typing import Any
 import torch
 
 from aotdist.aliasing.view_log import ViewLog
-from aotdist.capture.results import appearance
-from aotdist.errors import UnsupportedProgram
-from aotdist.facts import InputFact, IsInput, NodeOut, NotATensor
+from aotdist.facts import (
+    Fresh,
+    InputFact,
+    NodeOut,
+    ViewOfInput,
+    ViewOfIntermediate,
+    ViewOfOutput,
+)
 from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.sizes import NumberStep, numbers_of_data
-from aotdist.subclasses.protocol import is_wrapper, leaves, recipe_of, refuse_unknown_subclass, same_layout
+from aotdist.subclasses.protocol import leaves, recipe_of, refuse_unknown_subclass, same_layout
 from aotdist.torch_seam.autograd import is_leaf_with_grad
 from aotdist.torch_seam.functional import data_writes, functional_value, metadata_written, storage_changes
 from aotdist.trace.backward import End, Result, requires_grad_by_itself, value_results
@@ -92,7 +97,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
         refuse_unknown_subclass(tensor, node_out.slot.path)
         if node_out.differentiable and tensor.is_leaf:
             raise requires_grad_by_itself(node_out.slot)
-    _refuse_as_results(outs, outputs, inputs, log)
+    _refuse_own_leaves(outs, outputs, inputs, log)
     is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
     outputs.order = (*outputs.order, *final_actions(outs, outputs.facts, spent, lifting.retained))
     results = value_results(recorder, node_outs, outputs.tensors)
@@ -150,26 +155,14 @@ def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
             raise refuse(stand_in, "in a way that is not repeated outside")
 
 
-def _refuse_as_results(outs: Sequence[Any], outputs: NodeOutputs, inputs: Inputs, log: ViewLog) -> None:
-    """Refuse results with what would be lost: attributes, the class of a parameter, or that they are leaves.
+def _refuse_own_leaves(outs: Sequence[Any], outputs: NodeOutputs, inputs: Inputs, log: ViewLog) -> None:
+    """Refuse results that are leaves which begin to require grad in the program, or views of such.
 
-    Of a leaf that begins to require grad in the program, or a view of one, the node is not the history.
+    The autograd node of the program is not their history: they would be leaves of the caller's.
     """
     for position, (out, fact) in enumerate(zip(outs, outputs.facts, strict=True)):
-        if isinstance(fact, (NotATensor, IsInput)):
-            continue
-        slot = Slot("output", f"out[{position}]")
-        for tensor in (out, *log.views.bases_by_operators(out)) if out.requires_grad else ():
+        made = isinstance(fact, (Fresh, ViewOfInput, ViewOfIntermediate, ViewOfOutput))
+        for tensor in (out, *log.views.bases_by_operators(out)) if made and out.requires_grad else ():
             begins = any(change.op is torch.Tensor.requires_grad_ for change in log.changes_of(tensor))
             if begins and is_leaf_with_grad(tensor) and inputs.index_of(tensor) is None:
-                raise requires_grad_by_itself(slot)
-        cls, attributes = (torch.Tensor, {}) if is_wrapper(out) else appearance(out)
-        if attributes or cls is not torch.Tensor:
-            what = next(
-                (f"is given the attribute `{name}`" for name in attributes), f"is a new {cls.__name__}"
-            )
-            raise UnsupportedProgram(
-                f"`{slot}`, which the program makes, {what}",
-                stage="joint",
-                fix="return, or assign, what the attribute holds; make parameters outside",
-            )
+                raise requires_grad_by_itself(Slot("output", f"out[{position}]"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,7 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "detached": lambda x, y: (x.detach(), x.data, (x * 2).detach()),
     "as plain": lambda x, y: (x.as_subclass(torch.Tensor), (x * 2).as_subclass(torch.Tensor) * y),
     "as another": lambda x, y: (x * 2).as_subclass(type(y)) + torch.Tensor(y),
+    "a parameter": lambda x, y: nn.Parameter(y * 2, requires_grad=False),
     "no grad": lambda x, y: no_grad(lambda: (x * 2, x.t())),
     "functions": lambda x, y: nn.functional.layer_norm(x, (4,)) + torch.cat([x, y]).mean(),
     "the other way round": lambda x, y: y.matmul(x.t()),
@@ -158,25 +160,24 @@ def test_tensors_that_an_argument_holds_are_inputs() -> None:
         same_as_eager(lambda cls=cls: [scene(cls), scene(cls)], calls=2, compilations=None)
 
 
-def test_results_that_would_lose_what_they_are_are_refused() -> None:
-    def noted(x: torch.Tensor) -> torch.Tensor:
-        z = x * 2
-        z.note = "made"  # type: ignore[attr-defined]
-        return z
+def test_attributes_of_results() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> Any:
+        z, parameter = x * 2, nn.Parameter(y * 2, requires_grad=False)
+        z.parent, z.many, z.words = x, [y * 2, {"y": y}], ("a", 1)  # type: ignore[attr-defined]
+        parameter.is_shared = True  # type: ignore[attr-defined]
+        return z, z + 1, parameter
 
-    made = lambda x: nn.Parameter(x.detach() * 2, requires_grad=False)  # noqa: E731
-    for fn, says in ((noted, "is given the attribute `note`"), (made, "is a new Parameter")):
-        with pytest.raises(UnsupportedProgram, match=rf"`out\[0\]`, which the program makes, {says}"):
-            aotdist.compile(fn, backend="fx")(torch.randn(3))
+    same_as_eager(lambda: Scene(fn, (of(Silent), torch.randn(3, 4, requires_grad=True))), calls=2)
 
 
-def test_a_closed_over_tensor_with_attributes_is_a_result() -> None:
-    held = torch.ones(3)
-    held.note = "held"  # type: ignore[attr-defined]
-    weight = nn.Parameter(torch.ones(3), requires_grad=False)
-    compiled = aotdist.compile(lambda x: (held.add_(x), weight.mul_(2)), backend="fx")
-    one, two = compiled(torch.ones(3))
-    assert one is held and two is weight and held.note == "held"  # type: ignore[attr-defined]
+def test_an_attribute_of_a_result_that_hides_tensors_is_refused() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        y.parts = SimpleNamespace(parts=[SimpleNamespace(value=x + 1)])  # type: ignore[attr-defined]
+        return y
+
+    with pytest.raises(UnsupportedProgram, match="attribute `parts` of a Tensor is a SimpleNamespace that"):
+        aotdist.compile(fn, backend="fx")(torch.randn(3))
 
 
 class Holder(nn.Module):
