@@ -40,9 +40,9 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (56_325, 42_000),
-    "lines of its core": (31_550, 23_500),
-    "classes of its core": (279, 200),
+    "lines of aotdist/": (56_495, 42_000),
+    "lines of its core": (31_717, 23_500),
+    "classes of its core": (280, 200),
     "files of aotdist/": (286, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),

@@ -197,6 +197,11 @@ EXAMPLES: dict[str, Example] = {
         lambda: [torch.randn(3, requires_grad=True), torch.randn(3, 2)],
         training=True,
     ),
+    "layouts of backwards": Example(
+        lambda x: F.huber_loss(*(F.group_norm(part.mT, 2).mT for part in (x, x * x))),
+        lambda: [torch.randn(2, 5, 8, requires_grad=True)],
+        training=True,
+    ),
     "layouts of batch norms": Example(
         lambda x: F.batch_norm(x * 2, None, None, training=True).movedim(1, -1).reshape(-1, 3) * 2,
         lambda: [torch.randn(2, 4, 3).mT],

@@ -238,6 +238,12 @@ CORRECTIONS: tuple[Correction, ...] = (
         "the cache of fakes forgets offsets of what is no view",
     ),
     Correction(
+        "layouts of backwards",
+        "fake",
+        fakes.LAID_OUT,
+        "strides are those of a decomposition, and not of the kernel",
+    ),
+    Correction(
         "layouts of batch norms",
         "fake on a CPU",
         fakes.NORMALISED,

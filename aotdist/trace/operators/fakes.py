@@ -5,6 +5,9 @@ that come.
 
 - Of batch normalisation on a CPU, fakes claim that whatever is permuted stays so; the kernels give a
   contiguous result, or one with the channels last if the input has them there.
+- Of some backwards (of layer norms, losses, activations, paddings) fakes claim strides that the kernels do
+  not give. A kernel behind them that needs a contiguous gradient (of group norms) would read it wrongly: the
+  trace keeps no `contiguous()` of what is so already.
 - Some fakes make numbers of symbolic sizes, unless PyTorch is told to run its kernels in Python: those of
   `constant_pad_nd`, Fourier transforms, `complex` and `polar`. Each size would have an artifact of its own.
 - Grouped products (of experts) fakes allow in bf16 only, and without the gaps behind rows that the kernels
@@ -131,6 +134,67 @@ def _made_and_laid_out(op: OpOverload, made: Callable[..., Any], *args: Any, **k
         first = first.clone(memory_format=kept)
     return first, *others
 
+
+def _laid_out(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Results that lie as `_LAYOUTS` says; where all arguments are contiguous, fakes are right."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    if all(tensor.is_contiguous() for tensor in tensors):
+        return NotImplemented
+    layout = _LAYOUTS[func](tensors)
+
+    def laid_out(made: torch.Tensor) -> torch.Tensor:
+        if isinstance(layout, torch.Tensor):
+            return torch.empty_strided(made.size(), layout.stride(), dtype=made.dtype, device=made.device)
+        return torch.empty_like(made, memory_format=layout)
+
+    made = func(*args, **kwargs)
+    return made if layout is None else pytree.tree_map_only(torch.Tensor, laid_out, made)
+
+
+def _contiguous(_tensors: Sequence[torch.Tensor]) -> torch.memory_format:
+    return torch.contiguous_format
+
+
+def _as_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As what is computed element by element: the first of the arguments decides."""
+    return functools.reduce(torch.add, tensors)
+
+
+def _as_on_cpu(position: int, tensors: Sequence[torch.Tensor]) -> torch.memory_format | None:
+    """As one of the arguments suggests."""
+    return suggest_memory_format(tensors[position]) if tensors[position].is_cpu else None
+
+
+def _contiguous_on_cpu(tensors: Sequence[torch.Tensor]) -> torch.memory_format | None:
+    return torch.contiguous_format if tensors[0].is_cpu else None
+
+
+_AS_FIRST, _AS_LAST = functools.partial(_as_on_cpu, 0), functools.partial(_as_on_cpu, -1)
+_LAYOUTS: Mapping[Any, Callable[[Sequence[torch.Tensor]], torch.Tensor | torch.memory_format | None]] = {
+    _ATEN.native_layer_norm_backward.default: _contiguous,
+    _ATEN.mse_loss_backward.default: _contiguous,
+    _ATEN.smooth_l1_loss_backward.default: _contiguous,
+    _ATEN.huber_loss_backward.default: _contiguous,
+    _ATEN._log_softmax_backward_data.default: _contiguous,
+    _ATEN.log_sigmoid_forward.default: _contiguous_on_cpu,
+    _ATEN.elu_backward.default: _as_sum,
+    _ATEN.hardswish_backward.default: _as_sum,
+    _ATEN.hardtanh_backward.default: _as_sum,
+    _ATEN.logit_backward.default: _as_sum,
+    _ATEN.native_dropout_backward.default: _as_sum,
+    _ATEN.softplus_backward.default: _as_sum,
+    _ATEN.xlogy.Tensor: _as_sum,
+    _ATEN.channel_shuffle.default: _AS_FIRST,
+    _ATEN.max_unpool2d.default: _AS_FIRST,
+    _ATEN.reflection_pad2d_backward.default: _AS_LAST,
+    _ATEN.reflection_pad3d.default: _AS_LAST,
+    _ATEN.reflection_pad3d_backward.default: _AS_LAST,
+    _ATEN.replication_pad2d_backward.default: _AS_LAST,
+    _ATEN.replication_pad3d.default: _AS_LAST,
+    _ATEN.replication_pad3d_backward.default: _AS_LAST,
+}
+LAID_OUT: Mapping[Any, Callable[..., Any]] = dict.fromkeys(_LAYOUTS, _laid_out)
+"""Operators whose results lie otherwise than fakes claim, if an argument is not contiguous."""
 
 GROUPED: Mapping[Any, Callable[..., Any]] = {_ATEN._grouped_mm.default: _grouped_product}
 SETTLED: Mapping[Any, Callable[..., Any]] = dict.fromkeys(
