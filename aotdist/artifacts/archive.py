@@ -23,7 +23,7 @@ from aotdist.artifacts.typed import made
 from aotdist.errors import AotdistError, BadArtifact
 from aotdist.files import AS_USUAL, write_whole
 
-FORMAT = 15
+FORMAT = 16
 """Goes up with every change of what is written; an artifact of another format is built again."""
 
 Kind: TypeAlias = Literal["compiled", "exported"]

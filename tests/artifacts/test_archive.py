@@ -11,7 +11,7 @@ import torch
 
 import aotdist
 from aotdist.artifacts import load as loading
-from aotdist.artifacts.archive import open_archive
+from aotdist.artifacts.archive import FORMAT, open_archive
 from tests.artifacts.programs import counting, mlp
 
 Contents = dict[str, bytes]
@@ -62,7 +62,7 @@ RECORD = "variants/0.json"
         (with_manifest(members=[]), "`Manifest.members`"),
         (with_manifest(more=1), "a `Manifest` has no `more`"),
         (lambda c: c | {"manifest.json": b"[" * 10**6}, "cannot be read"),
-        (with_manifest(format=1), "has format 1, and this aotdist reads format 12"),
+        (with_manifest(format=1), f"has format 1, and this aotdist reads format {FORMAT}"),
         (with_manifest(target="sm_90"), "built for sm_90, and here is no GPU"),
         (with_manifest(versions={"torch": "2.0.0"}), "built with torch 2.0.0, and here is 2"),
         (with_manifest(versions={"aotdist": "9.9"}), "built with aotdist 9.9, and here is"),

@@ -121,7 +121,7 @@ def test_what_we_never_write_is_not_read(json_: Any, values: Values) -> None:
 
 
 def step(**fields: Any) -> dict[str, Any]:
-    plain = {"args": [], "kwargs": [], "pick": None, "grad": True, "serial": 0, "shared": False}
+    plain = {"args": [], "kwargs": [], "pick": None, "grad": True, "serial": 0}
     return {"is": "ViewStep", "op": {"is": "operator", "name": "aten.t.default"}, **plain, **fields}
 
 
