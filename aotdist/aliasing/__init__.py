@@ -15,8 +15,8 @@ that the user handles, wrappers included, under `no_grad` too. The chain stops a
 `autograd.Function`, whose backward would be lost if the operators inside it were replayed.
 
 After a write to its base, autograd rebuilds the history of a view: in eager from the memory layout of the
-two, in a trace from the operators that made the view. So a view whose base was reshaped in place since is
-refused. Steps that no operator shows, such as reading `x.a` of a wrapper or wrapping a tensor anew, are
-added to such a chain afterwards (`Inside`, `Around`): outside the graph, `x.a` is read once `x` has been
-written.
+two, in a trace from the operators that made the view. So a view whose base was reshaped in place since, or
+that was reshaped itself, is made again in the trace (`aliasing/metadata.py`). Steps that no operator shows,
+such as reading `x.a` of a wrapper or wrapping a tensor anew, are added to such a chain afterwards (`Inside`,
+`Around`): outside the graph, `x.a` is read once `x` has been written.
 """
