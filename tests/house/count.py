@@ -40,8 +40,8 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (56_495, 42_000),
-    "lines of its core": (31_717, 23_500),
+    "lines of aotdist/": (56_479, 42_000),
+    "lines of its core": (31_701, 23_500),
     "classes of its core": (280, 200),
     "files of aotdist/": (286, 235),
     "import floors": (15, 15),

@@ -96,26 +96,6 @@ def _with_offset(func: OpOverload, *args: Any, **kwargs: Any) -> torch.Tensor:
         return func(*args, **kwargs)
 
 
-def _normalised(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Results, the first of which is made like the input, or like the gradient that a backward gets."""
-    first, *others = func(*args, **kwargs)
-    kept = _format_of_normalised(func, args)
-    if not isinstance(first, torch.Tensor) or kept is None:
-        return first, *others
-    return torch.empty_like(first, memory_format=kept), *others
-
-
-def _format_of_normalised(func: OpOverload, args: Sequence[Any]) -> torch.memory_format | None:
-    """How the first result of a batch norm, or of its backward, lies; None where that is not known."""
-    is_forward = func is not _ATEN.native_batch_norm_backward.default
-    like = args[0 if is_forward else 1]
-    if like.device.type != "cpu":
-        return None
-    # The forward asks first whether its input is contiguous; with sizes of one it may be so in both formats.
-    contiguous = is_forward and like.is_contiguous()
-    return torch.contiguous_format if contiguous else suggest_memory_format(like)
-
-
 def norms_laid_out(table: Mapping[OpOverload, Callable[..., Any]]) -> dict[OpOverload, Callable[..., Any]]:
     """Decompositions, of which those of batch norms give results that lie as eager's.
 
@@ -129,23 +109,23 @@ def norms_laid_out(table: Mapping[OpOverload, Callable[..., Any]]) -> dict[OpOve
 
 def _made_and_laid_out(op: OpOverload, made: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     first, *others = made(*args, **kwargs)
-    kept = _format_of_normalised(op, args)
+    kept = _BATCH_NORMS[op]([arg for arg in args if isinstance(arg, torch.Tensor)])
     if isinstance(first, torch.Tensor) and kept is not None and not first.is_contiguous(memory_format=kept):
         first = first.clone(memory_format=kept)
     return first, *others
 
 
 def _laid_out(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Results that lie as `_LAYOUTS` says; where all arguments are contiguous, fakes are right."""
+    """Results that lie as the tables say; where all arguments are contiguous, fakes are right."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if all(tensor.is_contiguous() for tensor in tensors):
         return NotImplemented
-    layout = _LAYOUTS[func](tensors)
+    layout = {**_BATCH_NORMS, **_LAYOUTS}[func](tensors)
 
     def laid_out(made: torch.Tensor) -> torch.Tensor:
         if isinstance(layout, torch.Tensor):
             return torch.empty_strided(made.size(), layout.stride(), dtype=made.dtype, device=made.device)
-        return torch.empty_like(made, memory_format=layout)
+        return torch.empty_like(made, memory_format=layout if made.dim() > 3 else torch.contiguous_format)
 
     made = func(*args, **kwargs)
     return made if layout is None else pytree.tree_map_only(torch.Tensor, laid_out, made)
@@ -163,6 +143,12 @@ def _as_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 def _as_on_cpu(position: int, tensors: Sequence[torch.Tensor]) -> torch.memory_format | None:
     """As one of the arguments suggests."""
     return suggest_memory_format(tensors[position]) if tensors[position].is_cpu else None
+
+
+def _as_batch_norm(tensors: Sequence[torch.Tensor]) -> torch.memory_format | None:
+    """As the input; the kernel asks first whether that is contiguous, which it may be in two formats."""
+    is_contiguous = tensors[0].is_cpu and tensors[0].is_contiguous()
+    return torch.contiguous_format if is_contiguous else _as_on_cpu(0, tensors)
 
 
 def _contiguous_on_cpu(tensors: Sequence[torch.Tensor]) -> torch.memory_format | None:
@@ -193,6 +179,16 @@ _LAYOUTS: Mapping[Any, Callable[[Sequence[torch.Tensor]], torch.Tensor | torch.m
     _ATEN.replication_pad3d.default: _AS_LAST,
     _ATEN.replication_pad3d_backward.default: _AS_LAST,
 }
+_BATCH_NORMS: Mapping[Any, Callable[[Sequence[torch.Tensor]], torch.memory_format | None]] = {
+    _ATEN.native_batch_norm.default: _as_batch_norm,
+    _ATEN._native_batch_norm_legit.default: _as_batch_norm,
+    _ATEN._native_batch_norm_legit.no_stats: _as_batch_norm,
+    _ATEN._native_batch_norm_legit_functional.default: _as_batch_norm,
+    _ATEN._native_batch_norm_legit_no_training.default: _as_batch_norm,
+    _ATEN.native_batch_norm_backward.default: functools.partial(_as_on_cpu, 1),
+}
+NORMALISED: Mapping[Any, Callable[..., Any]] = dict.fromkeys(_BATCH_NORMS, _laid_out)
+"""Operators whose first result is made like one of the arguments."""
 LAID_OUT: Mapping[Any, Callable[..., Any]] = dict.fromkeys(_LAYOUTS, _laid_out)
 """Operators whose results lie otherwise than fakes claim, if an argument is not contiguous."""
 
@@ -224,18 +220,6 @@ OFFSETS: Mapping[Any, Callable[..., Any]] = dict.fromkeys(
     ),
     _with_offset,
 )
-NORMALISED: Mapping[Any, Callable[..., Any]] = dict.fromkeys(
-    (
-        _ATEN.native_batch_norm.default,
-        _ATEN._native_batch_norm_legit.default,
-        _ATEN._native_batch_norm_legit.no_stats,
-        _ATEN._native_batch_norm_legit_functional.default,
-        _ATEN._native_batch_norm_legit_no_training.default,
-        _ATEN.native_batch_norm_backward.default,
-    ),
-    _normalised,
-)
-"""Operators whose first result is made like one of the arguments."""
 
 _ABOUT_ARGUMENTS = (RuntimeError, IndexError, ValueError, TypeError)
 _MOST_ELEMENTS = 1 << 16
