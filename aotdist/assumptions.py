@@ -333,7 +333,7 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
                 fakes=fakes,
                 finds_out=job.finds_out,
             )
-            times.counting(recorder.num_nodes)
+            times.num_nodes = recorder.num_nodes
             recorder.draws.allow(captured.environment.reached.generators)
             if job.backend.name == "fx" and not dims:  # compilers make kernels of the other path
                 scope.enter_context(fast_paths_on())

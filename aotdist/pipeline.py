@@ -149,8 +149,8 @@ def loaded_together(
 
 def _compile(job: Job) -> Compilation:
     warn_of_untested_torch()
-    with showing(job.call.name) as progress, users_modes_off(), ExitStack() as on_failure:
-        compilation = _run_stages(job, StageTimes(progress=progress), on_failure)
+    with showing(job.call.name) as times, users_modes_off(), ExitStack() as on_failure:
+        compilation = _run_stages(job, times, on_failure)
         on_failure.pop_all()  # nothing is undone
         return compilation
 
@@ -171,7 +171,7 @@ def _run_stages(job: Job, times: StageTimes, on_failure: ExitStack) -> Compilati
         plans = Plans.of(traced.program, traced.facts, drawn_on(traced.graph))
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
     with times.stage("passes"):
-        times.counting(lambda: len(traced.graph.gm.graph.nodes))
+        times.num_nodes = lambda: len(traced.graph.gm.graph.nodes)
         joint, records = _joint_passes(_to_prepare(traced, backend), backend, settings)
     if traced.has_backward():
         region, more = _compile_training(joint, traced, plans, emitter, times)
