@@ -124,7 +124,7 @@ def _closed_over(compilation: Compilation) -> list[str]:
     """The tensors that the trace met besides the program's inputs, by name."""
     captured, program = compilation.captured, compilation.traced.program
     found: list[str] = []
-    for idx in compilation.met():
+    for idx in compilation.lifted_inputs():
         if id(program.examples[idx]) not in captured.closed_over:
             raise UnsupportedProgram(
                 "the program uses a tensor that nothing leads to, which an artifact cannot name",

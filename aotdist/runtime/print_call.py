@@ -86,7 +86,7 @@ def print_call(
     """
     quiet = print_classes_off(printer) if fit.has_classes() else nullcontext()
     with printer.block("def call(args, kwargs):"), quiet:
-        for function, argument in fit.around.prepare:
+        for function, argument in fit.environment.prepare:
             printer.line(f"{printer.bind('prepare', function)}({printer.bind('module', argument)})")
         _print_arguments(printer, fit)
         held = held_in([*returned.log.places(), *(count.place for count in fit.numbers.counts)])
@@ -105,7 +105,7 @@ def print_call(
         printer.comment("run")
         for idx in plans.epilogue.switched_on:
             printer.line(f"{primals[idx]}.requires_grad_()")
-        do = action_printer(printer, plans.epilogue, primals, fit.around.ambient, bind)
+        do = action_printer(printer, plans.epilogue, primals, fit.environment.ambient, bind)
         with printer.block(f"with {printer.call(torch.enable_grad)}:") if enables_grad else nullcontext():
             _print_run(printer, run, _print_given(printer, plans.writes, primals, hooks), fit)
             if hooks.shielded:
@@ -115,8 +115,8 @@ def print_call(
                 for write in plans.writes.writes:
                     print_write(printer, primals, write)
         _print_epilogue(printer, plans.epilogue, primals, hooks.gates, do)
-        if fit.leaves is not None:
-            printer.line(f"{printer.bind('leave_objects', fit.leaves)}()")
+        if fit.leave_objects is not None:
+            printer.line(f"{printer.bind('leave_objects', fit.leave_objects)}()")
         print_return(printer, returned, plans.epilogue.outputs, fit.variables, bind)
 
 
@@ -140,7 +140,7 @@ def _print_epilogue(
 def _print_run(printer: Printer, run: str, given: Sequence[str], fit: Guards) -> None:
     """Print the call of the region, and bind the numbers that it has read off tensors."""
     printer.spread(f"values = {run}(", [*given, *(["symbols"] if fit.numbers else [])], ")")
-    for name in fit.numbers.told:
+    for name in fit.numbers.unbacked:
         printer.line(f"{name} = symbols[{name!r}]")
 
 
@@ -312,22 +312,23 @@ def _conditions(
     printer: Printer, fit: Guards, bind: Callable[[str, Any], str], *, changes_arguments: bool
 ) -> list[str]:
     """Everything that must be as it was at capture; what is cheap, and likely to differ, comes first."""
-    conditions = [f"{printer.bind('modes_hold', ambient_guard(fit.around.ambient))}()"]
+    conditions = [f"{printer.bind('modes_hold', ambient_guard(fit.environment.ambient))}()"]
     if changes_arguments:
         conditions.append(printer.call(are_apart, "args", "kwargs"))
-    for source, value in fit.around.identities:
+    for source, value in fit.environment.identities:
         expected = printer.bind(f"{source.path} at capture", value)
         conditions.append(f"{source.expression(bind)} is {expected}")
     conditions += [
-        f"{source.expression(bind)} is {first.expression(bind)}" for source, first in fit.around.again
+        f"{source.expression(bind)} is {first.expression(bind)}"
+        for source, first in fit.environment.same_objects
     ]
-    for source, value in fit.around.constants:
+    for source, value in fit.environment.constants:
         conditions.append(_same(printer, source.expression(bind), value, source.path))
     for count in fit.numbers.counts:
         name = count.kind.__name__
         kind = name if count.kind in (int, float) else printer.bind(name, count.kind)
         conditions.append(f"type({count.name}) is {kind}")
-    conditions += [f"{printer.bind(name, function)}()" for name, function in fit.around.holds]
+    conditions += [f"{printer.bind(name, function)}()" for name, function in fit.environment.holds]
     for idx, primal in fit.dedupe.source.enumerate():
         if fit.dedupe.kept[primal] != idx:
             conditions.append(f"{fit.variables[idx]} is {fit.variables[fit.dedupe.kept[primal]]}")

@@ -19,7 +19,7 @@ from aotdist.runtime.backward import Backward
 from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import let_go, run_once
 from aotdist.runtime.plan import NodePlan, saved_beside
-from aotdist.runtime.printer import Printer, Told, print_size, print_step, remark, sequence
+from aotdist.runtime.printer import Printer, Unbacked, print_size, print_step, remark, sequence
 from aotdist.runtime.tangent import Tangent, TangentMismatch, rebuilt
 from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import Expression, NumberStep, concrete, is_symbolic
@@ -74,14 +74,14 @@ class ForwardPrinter:
         printer: where to print.
         names: a variable for each primal.
         symbols: the symbols' names; their values are one more argument, a dictionary.
-        told: symbols that are added to that dictionary once the graph has run.
+        unbacked: symbols that are added to that dictionary once the graph has run.
         call: plain inputs, sizes -> results, then saved values.
     """
 
     printer: Printer
     names: Sequence[str]
     symbols: Sequence[str]
-    told: Told
+    unbacked: Unbacked
     call: BoxedCall
 
     def parameters(self) -> list[str]:
@@ -90,7 +90,7 @@ class ForwardPrinter:
 
     def all_symbols(self) -> list[str]:
         """The symbols, and those that the graph tells."""
-        return [*self.symbols, *self.told]
+        return [*self.symbols, *self.unbacked]
 
     def print_run(self, inside: InsidePlans, sizes: Sequence[Expression]) -> list[str]:
         """Print the call of the graph, the writes, and what is told; returns the plain inputs."""
@@ -109,7 +109,7 @@ class ForwardPrinter:
                     printer.line(_write(printer, plains[plain], f"results[{position}]", bumps))
         for idx, count in unwrap.bumps:
             printer.line(printer.call(bump, self.names[idx], count))
-        _print_told(printer, self.told)
+        _print_unbacked(printer, self.unbacked)
         return plains
 
 
@@ -375,9 +375,9 @@ def _print_symbols(printer: Printer, symbols: Sequence[str], place: str) -> None
     printer.line(f"{sequence(list(symbols))} = symbols.values()")
 
 
-def _print_told(printer: Printer, told: Told) -> None:
+def _print_unbacked(printer: Printer, unbacked: Unbacked) -> None:
     """Read numbers that depend on data off the results that hold them, and compute what follows."""
-    for name, one in told.items():
+    for name, one in unbacked.items():
         value = print_step(printer, one) if isinstance(one, NumberStep) else f"results[{one}].item()"
         printer.line(f"{name} = symbols[{name!r}] = {value}")
 

@@ -127,7 +127,7 @@ def sequence(items: list[str]) -> str:
     return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
 
 
-Told: TypeAlias = Mapping[str, int | NumberStep]
+Unbacked: TypeAlias = Mapping[str, int | NumberStep]
 """Unbacked symbols: the position of the result that holds each, or how Python computes it."""
 
 

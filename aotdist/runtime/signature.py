@@ -35,7 +35,7 @@ def changed_since(
         modes: those around the call.
         numbers: those that are known to change.
     """
-    alike = [artifact for artifact in artifacts if artifact.fit.around.ambient == modes]
+    alike = [artifact for artifact in artifacts if artifact.fit.environment.ambient == modes]
     if not alike and not numbers:
         return {}, ()
     with users_modes_off(), class_functions_off():
@@ -141,7 +141,7 @@ def _dims_that_differ(one: torch.Tensor, other: torch.Tensor) -> list[int]:
 
 def _parts(artifact: Artifact) -> dict[str, str]:
     fit = artifact.fit
-    parts = {f"{mode}": repr(value) for mode, value in fit.around.ambient._asdict().items()}
+    parts = {f"{mode}": repr(value) for mode, value in fit.environment.ambient._asdict().items()}
     for leaf in fit.arguments.leaves:
         if isinstance(leaf, (ConstantLeaf, CodeLeaf)):
             is_code = isinstance(leaf, CodeLeaf)
@@ -150,11 +150,11 @@ def _parts(artifact: Artifact) -> dict[str, str]:
         parts[f"what `{instance.path}` holds"] = f"{instance.cls.__name__}: {instance.spec}"
     for slot, example in zip(fit.slots, fit.examples, strict=True):
         parts[f"`{slot.path}`"] = _describe(example)
-    for _, holds in fit.around.holds:
+    for _, holds in fit.environment.holds:
         parts |= holds.described() if isinstance(holds, ModuleGuard) else {}
-    for source, value in fit.around.constants:
+    for source, value in fit.environment.constants:
         parts[f"`{source.path}`"] = repr(value)
-    for source, first in fit.around.again:
+    for source, first in fit.environment.same_objects:
         parts[f"what `{source.path}` is"] = f"`{first.path}`"
     return parts
 
