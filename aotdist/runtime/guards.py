@@ -148,11 +148,10 @@ class Guards:
                 yield from holds.constants()
 
     def reads_places(self) -> bool:
-        """Whether a call has to look anything up besides its arguments."""
-        places = self.sources or self.environment.constants or self.numbers.counts
-        return bool(
-            places or self.environment.identities or self.environment.same_objects or self.base_variables
-        )
+        """Whether a call reads places besides its arguments."""
+        around = self.environment
+        places = self.sources or around.constants or self.numbers.counts or around.identities
+        return bool(places or around.same_objects or self.base_variables)
 
     def distinct_variables(self) -> list[str]:
         """The variable that holds each distinct tensor."""

@@ -113,8 +113,6 @@ def _wrap(hooks: MutableMapping[int, Hook] | None, wrapped: Callable[[Hook], Hoo
 def with_silenced_hooks(positions: Sequence[int], *inputs: Any) -> Sequence[Any]:
     """`inputs`, with a node in between for those at `positions` that have hooks."""
     hooked = with_hooks(positions, inputs)
-    return (
-        [_Silencing.apply(each) if k in hooked else each for k, each in enumerate(inputs)]
-        if hooked
-        else inputs
-    )
+    if not hooked:
+        return inputs
+    return [_Silencing.apply(each) if k in hooked else each for k, each in enumerate(inputs)]

@@ -1,4 +1,4 @@
-"""Prints the autograd node around one compiled forward and backward; `plan.py` has its plan."""
+"""Prints the autograd node around a compiled forward and backward, from its plan (`plan.py`)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from aotdist.torch_seam.tensors import counter_of, set_versions
 
 
 def print_plains(recipe: Recipe, name: str) -> list[str]:
-    """Expressions for the plain tensors beneath the variable `name`; each is evaluated once."""
+    """Expressions for the plain tensors inside the variable `name`."""
     match recipe:
         case Plain():
             return [name]
@@ -41,7 +41,7 @@ def print_plains(recipe: Recipe, name: str) -> list[str]:
 
 
 def print_rebuild(printer: Printer, recipe: Recipe, plains: list[str], hint: str) -> str:
-    """An expression for the tensor that `recipe` puts together from `plains`."""
+    """An expression for the tensor that `recipe` makes of `plains`."""
     if isinstance(recipe, Plain):
         return plains[0]
     if is_symbolic(recipe) and _has_sizes(recipe):
@@ -50,7 +50,7 @@ def print_rebuild(printer: Printer, recipe: Recipe, plains: list[str], hint: str
 
 
 def _has_sizes(recipe: Recipe) -> bool:
-    """Whether a wrapper is made of numbers, too, and not only of what is in it."""
+    """Whether rebuilding a wrapper takes sizes, besides the tensors inside it."""
     is_wrapper = isinstance(recipe, Wrapper)
     return is_wrapper and (wrapper_rule(recipe.cls).sized or is_symbolic(recipe.context))
 
@@ -58,7 +58,7 @@ def _has_sizes(recipe: Recipe) -> bool:
 def print_results(
     printer: Printer, recipes: Sequence[Recipe], names: Iterable[str], hints: Sequence[str]
 ) -> list[str]:
-    """Expressions for the tensors that `recipes` put together from consecutive `names`."""
+    """Expressions for the tensors that `recipes` make of consecutive `names`."""
     remaining = iter(names)
     return [
         print_rebuild(printer, recipe, [next(remaining) for _ in leaves(recipe)], hint)
@@ -68,12 +68,12 @@ def print_results(
 
 @dataclass(frozen=True, slots=True)
 class ForwardPrinter:
-    """How the forward graph of a region runs, for the code that runs it.
+    """Prints the call of a forward or inference graph.
 
     Args:
         printer: where to print.
         names: a variable for each primal.
-        symbols: the symbols' names; their values are one more argument, a dictionary.
+        symbols: names of the symbols, whose values are one more argument: a dictionary.
         unbacked: symbols that are added to that dictionary once the graph has run.
         call: plain inputs, sizes -> results, then saved values.
     """
@@ -85,15 +85,15 @@ class ForwardPrinter:
     call: BoxedCall
 
     def parameters(self) -> list[str]:
-        """What the printed function takes."""
+        """The parameters of the printed function."""
         return [*self.names, "symbols"] if self.all_symbols() else list(self.names)
 
     def all_symbols(self) -> list[str]:
-        """The symbols, and those that the graph tells."""
+        """The symbols, then the unbacked ones."""
         return [*self.symbols, *self.unbacked]
 
     def print_run(self, inside: InsidePlans, sizes: Sequence[Expression]) -> list[str]:
-        """Print the call of the graph, the writes, and what is told; returns the plain inputs."""
+        """Print the call of the graph, the writes, and the unbacked symbols; returns the plain inputs."""
         printer, unwrap, writes, rng = self.printer, inside.unwrap, inside.writes, inside.rng
         _print_symbols(printer, self.symbols, "symbols")
         pairs = zip(unwrap.ins, self.names, strict=True)
@@ -124,9 +124,9 @@ def print_node(
     """Print the class `Node`.
 
     Args:
-        region: how its forward runs.
+        region: prints the call of its forward.
         plan: how tensors pass through the node.
-        backward: what runs in the backward; called itself for what is no ordinary request.
+        backward: runs every backward but that of all results in one go, which is printed.
         changes: what the backward changes in Python.
         has_classes: whether inputs have a `__torch_function__`, which must not be called.
     """
@@ -134,10 +134,10 @@ def print_node(
     with printer.block(f"class Node({printer.bind('Function', node_base())}):"):
         _print_forward(region, plan)
         printer.line()
-        quiet = print_classes_off(printer) if has_classes else nullcontext()
+        classes_off = print_classes_off(printer) if has_classes else nullcontext()
         tangents = [f"t{idx}" for idx in plan.outs.indices()]
         printer.line("@staticmethod")
-        with printer.block(f"def backward(ctx, {', '.join(tangents)}):"), quiet:
+        with printer.block(f"def backward(ctx, {', '.join(tangents)}):"), classes_off:
             _print_backward(printer, tangents, region.all_symbols(), plan, backward)
             _print_gradients(printer, plan, backward.after, changes, has_symbols=bool(region.all_symbols()))
     printer.line()
@@ -151,14 +151,14 @@ def print_inference(
     views: frozenset[int],
     recorded: bool,
 ) -> None:
-    """Print the function `region`: like the node's forward, without a node.
+    """Print the function `region`, which runs an inference graph: the node's forward without a node.
 
     Args:
-        region: how it runs.
-        inside: what is done around the graph.
+        region: prints the call of the graph.
+        inside: the convention layers around the graph.
         sizes: the numbers that the graph takes.
-        views: results that are made as views, see `aotdist.runtime.plan.result_views`.
-        recorded: whether autograd has to be switched off, or it would record the graph's operations.
+        views: results that have to be detached, see `aotdist.runtime.plan.result_views`.
+        recorded: whether autograd would record the graph's operations, and has to be switched off.
     """
     printer, recipes = region.printer, list(inside.unwrap.outs)
     printer.spread("def region(", region.parameters(), "):")
@@ -175,14 +175,14 @@ def print_inference(
 
 
 def _print_versions(printer: Printer, versions: Mapping[NodeOutIdx, int]) -> None:
-    """Print that the version counters of outputs are set to how often the program wrote them."""
+    """Print that the version counters of outputs are set to the number of writes in the program."""
     if versions:
         outs, counts = sequence([f"o{idx}" for idx in versions]), tuple(versions.values())
         printer.line(printer.call(set_versions, outs, counts))
 
 
 def _values(writes: PlainWrites, views: frozenset[int]) -> list[str]:
-    """Expressions for the results that are not new values of inputs."""
+    """Expressions for the results that come before the new values of inputs."""
     return [f"results[{k}]{'.detach()' if k in views else ''}" for k in range(writes.num_values)]
 
 
@@ -248,14 +248,14 @@ def _version(printer: Printer, plan: NodePlan, names: Sequence[str], idx: Primal
 
 
 def print_classes_off(printer: Printer) -> AbstractContextManager[None]:
-    """What is printed inside calls no `__torch_function__`: the program's calls of it happened at capture."""
+    """A block that calls no `__torch_function__`: the trace contains what those calls did."""
     return printer.block(f"with {printer.call(class_functions_off)}:")
 
 
 def _print_backward(
     printer: Printer, names: Sequence[str], symbols: Sequence[str], plan: NodePlan, backward: Backward
 ) -> None:
-    """Print how the graph of the backward runs, or another in its place."""
+    """Print the call of the backward graph, and when `Backward` runs another in its place."""
     if wrappers := plan.saved.wrappers:
         printer.line(printer.call(check_unwritten, "ctx.wrappers", printer.bind("WRAPPERS", wrappers.names)))
     if plan.backward_writes.once:
@@ -298,9 +298,9 @@ def _print_gradients(
     *,
     has_symbols: bool,
 ) -> None:
-    """Print what is done with the results of the backward's graph."""
+    """Print what is done with the results of the backward graph."""
     if plan.shares:
-        return  # another way was taken
+        return  # `Backward` has returned the gradients
     grads = [recipe for recipe in plan.grads if recipe is not None]
     count = sum(1 for recipe in grads for _ in leaves(recipe))
     late = plan.backward_writes
@@ -328,7 +328,7 @@ def _print_gradients(
 def _print_other_ways(
     printer: Printer, names: Sequence[str], symbols: Sequence[str], plan: NodePlan, returned: str
 ) -> None:
-    """Print when the backward is not that of all results, run in one go for gradients as they are assumed."""
+    """Print `returned` for requests other than all results in one go, with tangents as the trace assumed."""
     pairs = list(zip((names[idx] for idx in plan.differentiable()), plan.tangents, strict=True))
     conditions = [printer.call(torch.is_grad_enabled)]
     conditions += [_differs(printer, name, tangent) for name, tangent in pairs]
@@ -348,7 +348,7 @@ def _print_other_ways(
 
 
 def _differs(printer: Printer, name: str, tangent: Tangent) -> str:
-    """Whether a gradient is missing, or is known not to be as the graph takes it."""
+    """The condition that a tangent is missing, or no plain tensor where the graph takes one."""
     recipe = tangent.recipe
     if not isinstance(recipe, Plain) or not tangent.is_any_plain():
         return f"{name} is None"
@@ -358,7 +358,7 @@ def _differs(printer: Printer, name: str, tangent: Tangent) -> str:
 
 
 def _lies_as_assumed(printer: Printer, name: str, recipe: Wrapper) -> str:
-    """Whether what lies inside of a gradient has the strides that the trace assumed."""
+    """The condition that the tensors inside a tangent have the strides that the trace assumed."""
     strides = tuple(leaf.stride for _, leaf in leaves(recipe))
     plains = wrapper_rule(recipe.cls).unwrap_source(name, recipe)
     found = sequence([f"{plain}.stride()" for plain in plains])
@@ -367,7 +367,7 @@ def _lies_as_assumed(printer: Printer, name: str, recipe: Wrapper) -> str:
 
 
 def _print_symbols(printer: Printer, symbols: Sequence[str], place: str) -> None:
-    """Bind each symbol to a variable of its name, and all of them to `symbols`."""
+    """Print that each symbol is bound to a variable of its name, and all of them to `symbols`."""
     if not symbols:
         return
     if place != "symbols":
@@ -376,7 +376,7 @@ def _print_symbols(printer: Printer, symbols: Sequence[str], place: str) -> None
 
 
 def _print_unbacked(printer: Printer, unbacked: Unbacked) -> None:
-    """Read numbers that depend on data off the results that hold them, and compute what follows."""
+    """Print that numbers that depend on data are read from results, or computed from such numbers."""
     for name, one in unbacked.items():
         value = print_step(printer, one) if isinstance(one, NumberStep) else f"results[{one}].item()"
         printer.line(f"{name} = symbols[{name!r}] = {value}")
