@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.fx import Interpreter, Node
@@ -62,6 +62,8 @@ class Compiled:
     reads: tuple[int, ...]
 
 
+B = TypeVar("B", "Compiled", DoubleBackward)
+
 DoubleBackwards: TypeAlias = Callable[[TracedDoubleBackward, NodePlan], DoubleBackward]
 """Compiles a backward that is differentiated itself, as a program with a backward."""
 
@@ -89,9 +91,7 @@ class Backwards:
     emitter: Emitter
     doubles: DoubleBackwards
     guarded: Guard = _as_it_is
-    _made: dict[tuple[BackwardRequest, bool], list[Compiled | DoubleBackward]] = field(
-        init=False, default_factory=dict
-    )
+    _made: dict[tuple[BackwardRequest, bool], list[Any]] = field(init=False, default_factory=dict)
 
     def has_trace(self) -> bool:
         """Whether autograd's graph of the trace is in memory."""
@@ -111,31 +111,31 @@ class Backwards:
 
     def of(self, request: BackwardRequest, arrived: Arrived) -> Compiled:
         """The backward for a request without `create_graph`, compiled if there is none for these tangents."""
-        backward = self._of(request, arrived)
-        assert isinstance(backward, Compiled), "the request is without `create_graph`"
-        return backward
+        return self._cached(request, arrived, self._compile)
 
     def double(self, request: BackwardRequest, arrived: Arrived) -> DoubleBackward:
         """The backward for a request with `create_graph`, likewise."""
-        backward = self._of(request, arrived)
-        assert isinstance(backward, DoubleBackward), "the request is with `create_graph`"
-        return backward
+        return self._cached(request, arrived, self._compile_double)
 
-    def _of(self, request: BackwardRequest, arrived: Arrived) -> Compiled | DoubleBackward:
+    def _cached(
+        self, request: BackwardRequest, arrived: Arrived, compiled: Callable[[BackwardRequest], B]
+    ) -> B:
         # Tangents that differ in their strides alone need no other graph, so each graph is asked.
-        key = replace(request, kinds=()), bool(request.kinds)
-        made = self._made.setdefault(key, [])
+        made = self._made.setdefault((replace(request, kinds=()), bool(request.kinds)), [])
         backward = next((one for one in made if not request.kinds or _takes(one, arrived)), None)
         if backward is None:
-            backward = self._compile(request)
+            backward = compiled(request)
             made.append(backward)
         return backward
 
     @alone
-    def _compile(self, request: BackwardRequest) -> Compiled | DoubleBackward:
+    def _compile_double(self, request: BackwardRequest) -> DoubleBackward:
         with users_modes_off():
-            if request.create_graph:
-                return self.doubles(derive_double(self.joint, request), self.node)
+            return self.doubles(derive_double(self.joint, request), self.node)
+
+    @alone
+    def _compile(self, request: BackwardRequest) -> Compiled:
+        with users_modes_off():
             if request == self.ahead:
                 graph = self.joint.graphs.split.backward
                 derived = Derived(graph, self.joint.facts.backward.grads, {})

@@ -43,7 +43,7 @@ def changed_since(
     with users_modes_off(), class_functions_off():
         try:
             arguments, flat, _ = read_arguments(call.args, call.kwargs)
-        except Exception:  # raised again by the compilation, whose failure peers are told of
+        except Exception:  # the compilation raises it again, and tells peers
             return {}, ()
         tensors = dict(zip(arguments.tensor_paths(), flat, strict=True))
         dims: dict[int, frozenset[int]] = {}

@@ -280,8 +280,8 @@ def _instructions() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    told = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()
+    features = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return hashlib.sha256("\n".join(features).encode()).hexdigest()
 
 
 def _compiler() -> str:
