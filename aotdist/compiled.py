@@ -23,7 +23,7 @@ from aotdist.origins import short_tracebacks, shortened
 from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting
 from aotdist.runtime.guards import MISS
-from aotdist.runtime.kinds import Kind, Kinds
+from aotdist.runtime.kinds import Kind
 from aotdist.runtime.ranks import number_of_its_kind, present
 from aotdist.subclasses.protocol import ContainerRule
 from aotdist.torch_seam.dynamo import tapes_off
@@ -141,11 +141,8 @@ class Compiled(Explained):
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> UserCall:
         return UserCall(self._target(), self._run, args, kwargs, number=self._number)
 
-    def _made_so_far(self) -> Sequence[Artifact]:
-        return self.artifacts
-
-    def _decided(self) -> Sequence[Kinds]:
-        return [self.artifacts.kinds]
+    def _compiled_parts(self) -> Sequence[Artifacts]:
+        return [self.artifacts]
 
     def reset(self) -> None:
         """Forget every artifact."""
@@ -208,11 +205,8 @@ class CompiledFunction(Compiled):
         # A compiled function in a class body is a method like any other.
         return self if instance is None else functools.partial(self, instance)
 
-    def _made_so_far(self) -> Sequence[Artifact]:
-        return super()._made_so_far() if self._step is None else self._step._made_so_far()
-
-    def _decided(self) -> Sequence[Kinds]:
-        return super()._decided() if self._step is None else self._step._decided()
+    def _compiled_parts(self) -> Sequence[Artifacts]:
+        return super()._compiled_parts() if self._step is None else self._step._compiled_parts()
 
     def reset(self) -> None:
         """Forget every artifact."""

@@ -23,8 +23,7 @@ from aotdist.report.details import (
     differences_of_ranks,
 )
 from aotdist.report.summary import Report, report_of
-from aotdist.runtime.artifact import Artifact
-from aotdist.runtime.kinds import Kinds
+from aotdist.runtime.artifact import Artifact, Artifacts
 
 
 def render_page(programs: Sequence[Details]) -> str:
@@ -56,12 +55,11 @@ class Explained(ABC):
     """A callable that is compiled when it is called, and can then be asked what was compiled."""
 
     @abstractmethod
-    def _made_so_far(self) -> Sequence[Artifact]:
-        """The artifacts compiled so far."""
+    def _compiled_parts(self) -> Sequence[Artifacts]:
+        """The artifacts of each part: of a training step, its programs are parts."""
 
-    @abstractmethod
-    def _decided(self) -> Sequence[Kinds]:
-        """Which kinds of calls run eagerly."""
+    def _made_so_far(self) -> Sequence[Artifact]:
+        return [artifact for part in self._compiled_parts() for artifact in part]
 
     @abstractmethod
     def reset(self) -> None:
@@ -83,7 +81,7 @@ class Explained(ABC):
     def explain(self, *, html: str | Path | None = None) -> Report:
         """What was compiled: graphs, collectives, saved bytes, writes, seconds; see `aotdist.explain`."""
         artifacts = self._made_so_far()
-        reasons = dict.fromkeys(reason for kinds in self._decided() for reason in kinds.refused.values())
+        reasons = dict.fromkeys(r for part in self._compiled_parts() for r in part.kinds.refused.values())
         if html is not None:
             html = path_of(html, "html")
             programs = [details_of(artifact) for artifact in artifacts]
