@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NewType, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Literal, NewType, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 
+from aotdist.errors import InternalError
 from aotdist.torch_seam.nodes import calls_of, copied_graph, inputs_of
 from aotdist.torch_seam.proxies import graph_module
 
@@ -135,6 +136,13 @@ class Program(Generic[I]):
     fn: Callable[..., list[Any]]
     ins: Row[I, Slot]
     examples: Row[I, torch.Tensor]
+
+
+def uncalled(*args: Any) -> NoReturn:
+    """The function of a program whose graph is all that runs."""
+    raise InternalError(
+        "a program is called after it was compiled; only its graph is to run", stage="runtime"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
-from aotdist.artifacts.typed import made
+from aotdist.artifacts.typed import ERRORS_OF_READING, made
 from aotdist.artifacts.values import Json
 from aotdist.errors import AotdistError, BadArtifact
 from aotdist.files import AS_USUAL, write_whole
@@ -37,10 +37,7 @@ _MADE_BY: Mapping[Kind, str] = {"compiled": "build", "exported": "save"}
 _READ_BY: Mapping[Kind, str] = {"compiled": "`aotdist.load`", "exported": "`aotdist.export.load`"}
 
 _MANIFEST = "manifest.json"
-_UNREADABLE = (
-    *(OSError, LookupError, TypeError, ValueError, RuntimeError, EOFError, MemoryError),
-    *(zlib.error, zipfile.BadZipFile),
-)
+_UNREADABLE = (*ERRORS_OF_READING, OSError, EOFError, zlib.error, zipfile.BadZipFile)
 """What `zipfile` and `json` raise for a file that is damaged."""
 
 _ALWAYS_BYTES, _MAX_RATIO = 64 * 2**20, 100

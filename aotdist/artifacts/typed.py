@@ -42,7 +42,7 @@ Test: TypeAlias = Callable[[Any], bool]
 MAX_INT = 2**63 - 1
 """Of PyTorch's numbers; a file has no others."""
 
-NOT_OURS = (
+ERRORS_OF_READING = (
     *(LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError),
     *(ArithmeticError, NameError, SyntaxError, MemoryError, StopIteration),
 )
@@ -64,7 +64,7 @@ def only_ours() -> Generator[None]:
         raise damaged(f"the artifact contradicts itself: {error.what}") from error
     except AotdistError:
         raise
-    except NOT_OURS as error:
+    except ERRORS_OF_READING as error:
         what = f"the artifact contradicts itself ({type(error).__name__}: {error})"
         # contextlib re-raises a `StopIteration` that is the cause of an error, instead of the error.
         raise damaged(what) from None

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from aotdist.artifacts.kinds import CLASSES, FUNCTIONS, HIGHER_ORDER, NAMES_OF_FUNCTIONS, NOT_WRITTEN
 from aotdist.artifacts.live import GroupName, Live, MeshName, Place, class_named
-from aotdist.artifacts.typed import NOT_OURS, damaged, made, require
+from aotdist.artifacts.typed import ERRORS_OF_READING, damaged, made, require
 from aotdist.capture.source import Source
 from aotdist.codegen.triton import Packed
 from aotdist.errors import AotdistError, BadArtifact, UnsupportedProgram
@@ -209,7 +209,7 @@ class Values:
             return reader(json)
         except AotdistError:
             raise
-        except NOT_OURS as error:
+        except ERRORS_OF_READING as error:
             what = f"a {kind} is written in another way than ours ({type(error).__name__}: {error})"
             raise damaged(what) from error
 

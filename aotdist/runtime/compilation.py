@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn
+from typing import Literal
 
 import torch
 
@@ -16,11 +16,10 @@ from aotdist.convention.bases import BasePlan
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import shell_of
-from aotdist.errors import InternalError
 from aotdist.partition.gates import Gate, plan_gates
 from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
-from aotdist.program import Graph, I, PrimalIdx, Program, Row, TrainingGraphs
+from aotdist.program import Graph, I, PrimalIdx, Program, Row, TrainingGraphs, uncalled
 from aotdist.runtime.backwards import Backwards, DoubleBackwards
 from aotdist.runtime.derive import BackwardRequest, Joint
 from aotdist.runtime.plan import NodePlan, node_plan
@@ -210,8 +209,4 @@ def shell(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _without_tensors(program: Program[I]) -> Program[I]:
-    return Program(_never, program.ins, Row[I, torch.Tensor](map(shell, program.examples)))
-
-
-def _never(*args: Any) -> NoReturn:
-    raise InternalError("a program is traced again after it was compiled", stage="runtime")
+    return Program(uncalled, program.ins, Row[I, torch.Tensor](map(shell, program.examples)))

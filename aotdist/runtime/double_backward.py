@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from aotdist.codegen.contract import Strides
 from aotdist.codegen.emit import with_strides
 from aotdist.convention.subclass import shell_of
-from aotdist.errors import InternalError, UnsupportedProgram
+from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Untouched
-from aotdist.program import GRADIENT_ROLES, Call, Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
+from aotdist.program import GRADIENT_ROLES, Call, Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot, uncalled
 from aotdist.runtime.held import Arguments, check_unwritten
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.tangent import Tangent, restrided, tangent_like
@@ -165,12 +165,8 @@ def _as_program(
         related=True,
     )
     ins = Row[PrimalIdx, Slot]([*traced.ins, *new_slots])
-    program = Program(_never, ins, facts.recipes.map(shell_of))
+    program = Program(uncalled, ins, facts.recipes.map(shell_of))
     return Traced(program, graph, facts, fake_mode, symbols, traced.later)
-
-
-def _never(*args: Any) -> NoReturn:
-    raise InternalError("the program of a backward was called; only its graph is to run", stage="runtime")
 
 
 def failing_later(grad: torch.Tensor | None, failure: str) -> torch.Tensor | None:

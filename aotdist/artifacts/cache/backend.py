@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 from aotdist.artifacts.cache.folder import Entry, Folder, Turn
 from aotdist.artifacts.cache.key import about, key_of, key_of_toolchain, read, with_origins, written
 from aotdist.artifacts.live import NOTHING_LIVE
+from aotdist.artifacts.typed import ERRORS_OF_READING
 from aotdist.artifacts.values import Json, Values
 from aotdist.codegen.contract import Backend, Emission, Emitted, Portable
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.codegen.portable import emitted_from
-from aotdist.errors import AotdistError, UnsupportedProgram
+from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph
 from aotdist.settings import Settings
 from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode
@@ -162,9 +163,6 @@ def _portable_in(entry: Entry) -> Portable:
 
 T = TypeVar("T")
 
-_UNREADABLE = (AotdistError, OSError, ImportError, LookupError, TypeError, ValueError, AttributeError)
-"""Errors of reading an entry whose content is not as this aotdist writes it."""
-
 
 class Lookup:
     """The search for one entry; after a miss, it holds the right of this process to make the entry.
@@ -208,6 +206,6 @@ class Lookup:
             return None
         try:
             return read(entry)
-        except _UNREADABLE as error:
+        except (*ERRORS_OF_READING, OSError, ImportError) as error:
             self._folder.warn(f"the entry {self._key} is ignored: {type(error).__name__}: {error}")
             return None

@@ -263,15 +263,10 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 def own_files() -> list[Path]:
     """The files of the package `aotdist`, all rooms."""
-    return sorted(_python_files(_PACKAGE))
-
-
-def _python_files(folder: Path) -> Iterator[Path]:
-    for path in folder.iterdir():  # some folders are links, which `rglob` does not follow
-        if path.is_dir():
-            yield from _python_files(path)
-        elif path.suffix == ".py":
-            yield path
+    folders = os.walk(_PACKAGE, followlinks=True)  # `rglob` does not follow links
+    return sorted(
+        Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")
+    )
 
 
 def _instructions() -> str:
