@@ -139,27 +139,27 @@ class Backward:
             UnsupportedProgram: there is no backward for such gradients, or none that can be differentiated.
         """
         pairs = zip(self.plan.differentiable(), tangents, strict=True)
-        there = {idx: arrived for idx, arrived in pairs if arrived is not None}
-        changes = self._changes(there)
-        some: Sequence[torch.Tensor | None] = ()
+        arrived = {idx: tangent for idx, tangent in pairs if tangent is not None}
+        changes = self._changes(arrived)
+        grads: Sequence[torch.Tensor | None] = ()
         kept: Sequence[torch.Tensor | None] = ()
-        if there:
-            plainly = functools.partial(self._without_history, ctx, changes, there)
+        if arrived:
+            plainly = functools.partial(self._without_history, ctx, changes, arrived)
             has_history = torch.is_grad_enabled()
-            some, kept = self._with_history(ctx, there, None, plainly) if has_history else plainly()
+            grads, kept = self._with_history(ctx, arrived, None, plainly) if has_history else plainly()
         changes.replay(list(kept), getattr(ctx, "symbols", {}))
         # Where the backward is a program itself, saved values are its last inputs, and get no gradient.
-        return (*some, *[None] * (len(self.plan.grads) - len(some)))
+        return (*grads, *[None] * (len(self.plan.grads) - len(grads)))
 
-    def _changes(self, there: Arrived) -> EffectLog:
+    def _changes(self, arrived: Arrived) -> EffectLog:
         """What this backward changes in Python.
 
         Raises:
             UnsupportedProgram: user code keeps tensors of it, and the trace did not show which for these
                 results.
         """
-        changes = NOTHING if self.in_python is None or not there else self.in_python.changes(there.keys())
-        is_known = len(there) == len(self.plan.tangents) or tuple(there) in self.plan.variants.of_results
+        changes = NOTHING if self.in_python is None or not arrived else self.in_python.changes(arrived.keys())
+        is_known = len(arrived) == len(self.plan.tangents) or tuple(arrived) in self.plan.variants.of_results
         if changes.kept and not is_known:
             raise UnsupportedProgram(
                 "the backward (a hook, an autograd function) keeps tensors that it computes, and of the "
@@ -170,12 +170,12 @@ class Backward:
             )
         return changes
 
-    def _without_history(self, ctx: Any, changes: EffectLog, there: Arrived) -> Gradients:
+    def _without_history(self, ctx: Any, changes: EffectLog, arrived: Arrived) -> Gradients:
         """The gradients without a history, and what user code keeps."""
         plan = specialize_sizes(ctx, self.plan)
-        request = self._request(ctx, plan, there)
+        request = self._request(ctx, plan, arrived)
         ordinary = not (request.watched or request.kinds)
-        compiled, args, rebuilder = self._prepared(ctx, plan, request, there)
+        compiled, args, rebuilder = self._prepared(ctx, plan, request, arrived)
         if plan.saved.frees:
             let_go(ctx)
         with class_functions_off():  # wrappers may come for plain tensors
@@ -187,48 +187,50 @@ class Backward:
         kept = changes.kept if compiled.kept is None else compiled.kept
         return tuple(grads), rebuilder.in_order(specialize_sizes(ctx, kept), results)
 
-    def _request(self, ctx: Any, plan: NodePlan, there: Arrived) -> BackwardRequest:
+    def _request(self, ctx: Any, plan: NodePlan, arrived: Arrived) -> BackwardRequest:
         """The backward that these tangents need."""
-        results, is_part = tuple(there), len(there) < len(plan.tangents)
+        results, is_part = tuple(arrived), len(arrived) < len(plan.tangents)
         if is_watched(ctx):
             return BackwardRequest(results, watched=True)
-        if plan.variants.of_kinds and (not plan.takes(there) or (is_part and plan.variants.of_layouts)):
-            return BackwardRequest(results, kinds=tuple(map(recipe_of, there.values())))
+        if plan.variants.of_kinds and (not plan.takes(arrived) or (is_part and plan.variants.of_layouts)):
+            return BackwardRequest(results, kinds=tuple(map(recipe_of, arrived.values())))
         return BackwardRequest(results)
 
     def _prepared(
-        self, ctx: Any, plan: NodePlan, request: BackwardRequest, there: Arrived
+        self, ctx: Any, plan: NodePlan, request: BackwardRequest, arrived: Arrived
     ) -> tuple[Compiled, list[Any], GradRebuilder]:
         """The backward for a request, its arguments, and what rebuilds its gradients.
 
         Raises:
             UnsupportedProgram: there is no backward for such tangents.
         """
-        if request.watched and not plan.converts(there):
-            kinds = ", ".join(type(grad).__name__ for grad in there.values())
+        if request.watched and not plan.converts(arrived):
+            kinds = ", ".join(type(grad).__name__ for grad in arrived.values())
             raise UnsupportedProgram(
                 f"gradients of other kinds than the results arrive ({kinds}), and hooks, `retain_grad` or "
                 "`torch.autograd.grad` look at what passes between them",
                 stage="runtime",
                 fix="convert them before calling `backward`",
             )
-        compiled = self.backwards.of(request, there)
+        compiled = self.backwards.of(request, arrived)
         tangents = specialize_sizes(ctx, compiled.tangents)
-        converted = {idx: tangent.converted(there[idx]) for idx, tangent in tangents.items()}
+        converted = {idx: tangent.converted(arrived[idx]) for idx, tangent in tangents.items()}
         given = [plain for idx, tangent in tangents.items() for plain in tangent.laid_out(converted[idx])]
         ordinary = not (request.watched or request.kinds)
-        saved = self._saved(ctx, there, compiled) if ordinary else saved_by(ctx, plan)
+        saved = self._saved(ctx, arrived, compiled) if ordinary else saved_by(ctx, plan)
         return compiled, compiled.arguments.read(ctx, plan, saved, given), GradRebuilder(converted.values())
 
-    def _saved(self, ctx: Any, there: Grads, compiled: Compiled) -> Sequence[torch.Tensor]:
+    def _saved(self, ctx: Any, arrived: Grads, compiled: Compiled) -> Sequence[torch.Tensor]:
         """The saved values; what a later backward of other results needs is kept for it."""
         if not self.plan.saved.frees:
             return ()
-        writes = bool(self.plan.backward_writes.plains) and tuple(there) not in self.plan.variants.of_results
-        if len(there) == len(self.plan.tangents) or writes:
+        writes = (
+            bool(self.plan.backward_writes.plains) and tuple(arrived) not in self.plan.variants.of_results
+        )
+        if len(arrived) == len(self.plan.tangents) or writes:
             return list(ctx.saved_tensors)
-        saved = saved_for(ctx, self.plan, there, compiled.reads)
-        keep_for_others(ctx, self.plan, there, saved)
+        saved = saved_for(ctx, self.plan, arrived, compiled.reads)
+        keep_for_others(ctx, self.plan, arrived, saved)
         return saved
 
     def _write(
@@ -242,60 +244,60 @@ class Backward:
             counts: number of writes by input, if the backward of these results was traced separately; None
                 for the writes of the backward of all results.
         """
-        late = self.plan.backward_writes
-        counts = late.counts if counts is None else counts
-        values = [next(results) if idx in counts else None for idx in late.inputs]
-        for position, (value, bumps) in enumerate(zip(values, late.bumps(counts), strict=True)):
+        writes = self.plan.backward_writes
+        counts = writes.counts if counts is None else counts
+        values = [next(results) if idx in counts else None for idx in writes.inputs]
+        for position, (value, bumps) in enumerate(zip(values, writes.bumps(counts), strict=True)):
             if value is not None:
                 write_plain(ctx.written[position], value, bumps)
         if any(value is not None for value in values):
-            for position, idx in enumerate(late.wrappers):
+            for position, idx in enumerate(writes.wrappers):
                 if idx in counts:
                     bump(ctx.bumped[position], counts[idx])
 
     def pieces(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
         """The pieces of a gate, given the node's context and the gradients that have arrived so far."""
-        there = {idx: grad for idx in sorted(arrived) if (grad := arrived[idx]) is not None}
-        if not there:
+        tangents = {idx: grad for idx in sorted(arrived) if (grad := arrived[idx]) is not None}
+        if not tangents:
             return [None] * len(gate.pieces)
-        plainly = functools.partial(self._pieces, ctx, gate, there)
+        plainly = functools.partial(self._pieces, ctx, gate, tangents)
         return list(
-            self._with_history(ctx, there, gate, plainly)[0] if torch.is_grad_enabled() else plainly()[0]
+            self._with_history(ctx, tangents, gate, plainly)[0] if torch.is_grad_enabled() else plainly()[0]
         )
 
-    def _pieces(self, ctx: Any, gate: Gate, there: Arrived) -> Gradients:
-        request = BackwardRequest(tuple(there), watched=True, gate=gate)
-        compiled, args, rebuilder = self._prepared(ctx, specialize_sizes(ctx, self.plan), request, there)
+    def _pieces(self, ctx: Any, gate: Gate, arrived: Arrived) -> Gradients:
+        request = BackwardRequest(tuple(arrived), watched=True, gate=gate)
+        compiled, args, rebuilder = self._prepared(ctx, specialize_sizes(ctx, self.plan), request, arrived)
         with class_functions_off():
             results = iter(compiled.call(args))
         return rebuilder.in_order(specialize_sizes(ctx, compiled.returned), results), []
 
     def _with_history(
-        self, ctx: Any, there: Arrived, gate: Gate | None, plainly: Callable[[], Gradients]
+        self, ctx: Any, arrived: Arrived, gate: Gate | None, plainly: Callable[[], Gradients]
     ) -> Gradients:
         """The gradients, or the pieces of a gate, with a history, and what user code keeps.
 
         Args:
             ctx: the context of the node.
-            there: the gradients that arrived.
+            arrived: the gradients that arrived.
             gate: the gate whose pieces to compute; None for the gradients of inputs.
             plainly: computes the same without a history.
         """
         request = BackwardRequest(
-            tuple(there),
-            kinds=tuple(map(recipe_of, there.values())),
+            tuple(arrived),
+            kinds=tuple(map(recipe_of, arrived.values())),
             create_graph=True,
-            recorded=tuple(idx for idx, grad in there.items() if grad.requires_grad),
+            recorded=tuple(idx for idx, grad in arrived.items() if grad.requires_grad),
             watched=gate is not None or is_watched(ctx),
             gate=gate,
         )
-        double = self.backwards.double(request, there)
+        double = self.backwards.double(request, arrived)
         if double.node is None:
             with torch.no_grad():
                 grads, kept = plainly()
                 return [failing_later(grad, double.failure) for grad in grads], kept
         tangents = specialize_sizes(ctx, double.tangents)
-        given = [laid_out_with_history(tangent, there[idx]) for idx, tangent in tangents.items()]
+        given = [laid_out_with_history(tangent, arrived[idx]) for idx, tangent in tangents.items()]
         return double.run(ctx, self.plan, saved_by(ctx, self.plan), given)
 
 
