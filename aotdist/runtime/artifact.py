@@ -11,12 +11,10 @@ from typing import Any, assert_never
 
 from aotdist.capture.captured import Returned
 from aotdist.capture.effects import NOTHING
-from aotdist.capture.in_backward import InBackward
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.facts import Facts
 from aotdist.program import Call, Graph, PrimalIdx
 from aotdist.runtime.backward import Backward
-from aotdist.runtime.backwards import Guard
 from aotdist.runtime.compilation import Compilation, Inference, Training, without_tensors
 from aotdist.runtime.double_backward import Nodes
 from aotdist.runtime.gate import Gates, schedule
@@ -121,7 +119,7 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
     printer = Printer(fit.variables)
     agreed = fingerprint_of(compilation)
     watches = watches_of(compilation, agreed)
-    hooks = HookPlan((), (), ())
+    hooks, run = HookPlan((), (), ()), "region"
     forward, *_ = compilation.emitted().values()
     printing = ForwardPrinter(
         printer,
@@ -134,9 +132,8 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
         case Training() as region:
             backward = _backward(compilation, region, agreed, watches["backward"])
             hooks = _hooks(compilation, region, backward)
-            changes = compilation.captured.in_backward.whole
+            changes, run = compilation.captured.in_backward.whole, "Node.apply"
             print_node(printing, region.node, backward, changes, has_classes=fit.has_classes())
-            run = "Node.apply"
         case Inference() as region:
             print_inference(
                 printing,
@@ -145,15 +142,16 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
                 views=result_views(region.graph),
                 recorded=_is_recorded(compilation),
             )
-            run = "region"
         case _:
             assert_never(compilation.region)
     enables_grad = _enables_grad(compilation)
     returned = Returned.of(compilation.traced.facts)
     print_call(printer, fit, run, compilation.plans, returned, hooks, enables_grad=enables_grad)
     call = printer.load("call", compilation.captured.name)
-    kept, watch = (without_tensors(compilation), fit.without_tensors()), watches["forward"]
-    return Artifact(call, printer.source(), *kept, agreed, None if watch is None else watch.check)
+    check = None if (watch := watches["forward"]) is None else watch.check
+    return Artifact(
+        call, printer.source(), without_tensors(compilation), fit.without_tensors(), agreed, check
+    )
 
 
 def without_autocast(call: BoxedCall) -> BoxedCall:
@@ -190,27 +188,18 @@ def _backward(
             around = None if watch is None else watch.checking(check)
         return _watched(call, around)
 
-    return backward_of(region, guarded, after if rules else None, compilation.captured.in_backward)
-
-
-def backward_of(
-    region: Training, guarded: Guard, after: Callable[[], None] | None, in_python: InBackward | None = None
-) -> Backward:
-    """What the backward of a region's node runs.
-
-    Args:
-        region: the region.
-        guarded: wraps the call of each backward graph.
-        after: called after each backward, if given.
-        in_python: what backwards change in Python.
-    """
-    return Backward(region.node, replace(region.backwards, guarded=guarded), after, in_python)
+    backwards = replace(region.backwards, guarded=guarded)
+    return Backward(region.node, backwards, after if rules else None, compilation.captured.in_backward)
 
 
 def nodes_of(region: Training) -> Nodes:
     """The autograd node of a backward that is differentiated itself, for the sizes of a call."""
     forward = without_autocast(region.halves.forward.call)
-    backward = backward_of(region, lambda call, _: without_autocast(call), None)
+
+    def guarded(call: BoxedCall, _: Graph) -> BoxedCall:
+        return without_autocast(call)
+
+    backward = Backward(region.node, replace(region.backwards, guarded=guarded))
     primals = [f"primal_{number}" for number in range(len(region.node.grads))]
 
     @functools.cache

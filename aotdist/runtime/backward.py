@@ -126,7 +126,7 @@ class Backward:
 
     plan: NodePlan
     backwards: Backwards
-    after: Callable[[], None] | None
+    after: Callable[[], None] | None = None
     in_python: InBackward | None = None
 
     @short_tracebacks
