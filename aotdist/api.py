@@ -257,7 +257,7 @@ def explain(target: Any, *, html: str | Path | None = None) -> Report:
             says how the others differ.
 
     Returns:
-        a report to `print`, or to `show` as a table.
+        a report, to be printed.
 
     Raises:
         BadSettings: `target` did not go through `compile`, or `html` cannot be written.

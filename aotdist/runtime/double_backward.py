@@ -18,7 +18,7 @@ from aotdist.convention.subclass import shell_of
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Untouched
 from aotdist.program import GRADIENT_ROLES, Call, Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot, uncalled
-from aotdist.runtime.held import Arguments, check_unwritten
+from aotdist.runtime.held import Arguments, check_kept_inputs
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.tangent import Tangent, restrided, tangent_like
 from aotdist.sizes import Expression, evaluate
@@ -83,7 +83,7 @@ class DoubleBackward:
                     fix="compile with `Settings(dynamic=False)`",
                 )
         assert self.node is not None, "the gradients have a history"
-        check_unwritten(ctx, plan, self.needed)
+        check_kept_inputs(ctx, plan, self.needed)
         inputs = dict(zip(plan.kept_inputs.primals, ctx.kept_primals, strict=True))
         for idx in self.primals:
             _check_history(inputs[idx], *ctx.next_functions[idx])

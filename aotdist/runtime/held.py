@@ -61,7 +61,7 @@ class Arguments:
         held = [*saved, *(ctx.written[position] for position in plan.backward_writes.read.values())]
         held += [*(ctx.rng if plan.inside.rng.draw else ()), *gradients]
         if self.inputs:
-            check_unwritten(ctx, plan, self.inputs)
+            check_kept_inputs(ctx, plan, self.inputs)
             held += [plain for primal in ctx.kept_primals for plain in plain_tensors(primal)]
         return [evaluate(at, ctx.symbols) if isinstance(at, str) else held[at] for at in self.sources]
 
@@ -75,7 +75,7 @@ def saved_by(ctx: Any, plan: NodePlan) -> Sequence[torch.Tensor]:
     return ctx.saved_tensors if plan.saved.frees else ()
 
 
-def check_unwritten(ctx: Any, plan: NodePlan, needed: Collection[Slot]) -> None:
+def check_kept_inputs(ctx: Any, plan: NodePlan, needed: Collection[Slot]) -> None:
     """Check that the needed ones among the kept inputs have not been written since the forward.
 
     Raises:
