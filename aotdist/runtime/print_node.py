@@ -138,8 +138,7 @@ def print_node(
         tangents = [f"t{idx}" for idx in plan.outs.indices()]
         printer.line("@staticmethod")
         with printer.block(f"def backward(ctx, {', '.join(tangents)}):"), classes_off:
-            _print_backward(printer, tangents, region.all_symbols(), plan, backward)
-            _print_gradients(printer, plan, backward.after, changes, has_symbols=bool(region.all_symbols()))
+            _print_backward(printer, tangents, region.all_symbols(), plan, backward, changes)
     printer.line()
 
 
@@ -215,11 +214,11 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
             printer.spread("ctx.versions = (", [_version(printer, plan, names, idx) for idx in kept], ",)")
         if region.all_symbols():
             printer.line("ctx.symbols = symbols")
-        late = plan.backward_writes
-        if late.plains:
-            printer.line(f"ctx.written = {sequence([plains[idx] for idx in late.plains])}")
-        if late.wrappers:
-            printer.line(f"ctx.bumped = {sequence([names[idx] for idx in late.wrappers])}")
+        writes = plan.backward_writes
+        if writes.plains:
+            printer.line(f"ctx.written = {sequence([plains[idx] for idx in writes.plains])}")
+        if writes.wrappers:
+            printer.line(f"ctx.bumped = {sequence([names[idx] for idx in writes.wrappers])}")
         printer.line("ctx.set_materialize_grads(False)")
         if wrappers := plan.saved.wrappers:
             noted = [f"({names[idx]}, {names[idx]}._version)" for idx in wrappers.ins]
@@ -253,7 +252,12 @@ def print_classes_off(printer: Printer) -> AbstractContextManager[None]:
 
 
 def _print_backward(
-    printer: Printer, names: Sequence[str], symbols: Sequence[str], plan: NodePlan, backward: Backward
+    printer: Printer,
+    names: Sequence[str],
+    symbols: Sequence[str],
+    plan: NodePlan,
+    backward: Backward,
+    changes: EffectLog,
 ) -> None:
     """Print the call of the backward graph, and when `Backward` runs another in its place."""
     if wrappers := plan.saved.wrappers:
@@ -288,6 +292,7 @@ def _print_backward(
     if plan.saved.frees:
         printer.line(printer.call(let_go, "ctx"))
     printer.line(f"results = {printer.bind('BACKWARD', backward.backwards.of_all())}(args)")
+    _print_gradients(printer, plan, backward.after, changes, has_symbols=bool(symbols))
 
 
 def _print_gradients(
@@ -299,21 +304,19 @@ def _print_gradients(
     has_symbols: bool,
 ) -> None:
     """Print what is done with the results of the backward graph."""
-    if plan.shares:
-        return  # `Backward` has returned the gradients
     grads = [recipe for recipe in plan.grads if recipe is not None]
     count = sum(1 for recipe in grads for _ in leaves(recipe))
-    late = plan.backward_writes
-    for offset, bumps in enumerate(late.bumps(late.counts)):
+    writes = plan.backward_writes
+    for offset, bumps in enumerate(writes.bumps(writes.counts)):
         printer.line(_write(printer, f"ctx.written[{offset}]", f"results[{count + offset}]", bumps))
-    for offset, idx in enumerate(late.wrappers):
-        printer.line(printer.call(bump, f"ctx.bumped[{offset}]", late.counts[idx]))
+    for offset, idx in enumerate(writes.wrappers):
+        printer.line(printer.call(bump, f"ctx.bumped[{offset}]", writes.counts[idx]))
     built = iter(
         print_results(printer, grads, [f"results[{k}]" for k in range(count)], ["grad"] * len(grads))
     )
     if after is not None:
         printer.line(f"{printer.bind('after_backward', after)}()")
-    first = count + len(late.plains)
+    first = count + len(writes.plains)
     plains = (f"results[{k}]" for k in itertools.count(first))
     if changes:
         kept = print_results(printer, changes.kept, plains, ["kept"] * len(changes.kept))
