@@ -301,12 +301,6 @@ def _words(what: Communication) -> str:
     return " ".join(filter(None, (what.collective, what.serves and f"of {what.serves}")))
 
 
-def busy_seconds(lane: Lane) -> float:
-    """The time in which at least one span of a lane ran."""
-    return total(stretches(lane.spans)) / 1e6
-
-
 def seconds_exposed(lane: Lane, lanes: Lanes) -> float:
     """The time in which a process group ran something and nothing computed."""
-    exposed: Stretches = stretches(lanes.exposed.spans)
-    return total(within(stretches(lane.spans), exposed)) / 1e6
+    return total(within(stretches(lane.spans), stretches(lanes.exposed.spans))) / 1e6

@@ -29,7 +29,6 @@ from aotdist.report.lanes import (
     STEP_MARK,
     Lane,
     Lanes,
-    busy_seconds,
     exposed_percent,
     lanes_of,
     minus,
@@ -244,7 +243,7 @@ def _profile(lanes: Lanes, path: Path | None) -> Profile:
         GroupTime(
             lane.name,
             len(lane.spans) / number,
-            busy_seconds(lane) / number,
+            total(stretches(lane.spans)) / 1e6 / number,
             seconds_exposed(lane, lanes) / number,
         )
         for lane in lanes.groups

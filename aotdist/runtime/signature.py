@@ -27,15 +27,15 @@ def changed_since(
 ) -> tuple[dict[int, frozenset[int]], tuple[str | Source, ...]]:
     """The sizes and numbers of a call that differ from those of artifacts for the same modes.
 
-    Returns:
-        dimensions by the identity of their tensor, and numbers: the paths of those among the arguments, and
-        the places of others.
-
     Args:
         call: the call.
         artifacts: what was compiled.
         modes: the modes around the call.
         numbers: those that are known to change.
+
+    Returns:
+        dimensions by the identity of their tensor, and numbers: the paths of those among the arguments, and
+        the places of others.
     """
     same_modes = [artifact for artifact in artifacts if artifact.fit.environment.ambient == modes]
     if not same_modes and not numbers:
