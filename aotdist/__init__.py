@@ -109,8 +109,8 @@ _NAMES = {
     "aotdist.subclasses.float8": ("to_float8",),
     "aotdist.subclasses.sparse24_linear": ("Sparsified", "sparsify_24"),
 }
-"""Where each public name is defined. Its module is imported when the name is first used: all of them take as
-long as torch itself, and many programs need one."""
+"""The public names of each module. A module is imported when one of its names is first used: importing all of
+them takes as long as importing torch, and many programs need one."""
 
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 

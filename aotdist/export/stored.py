@@ -15,12 +15,11 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from aotdist.artifacts.archive import FORMAT, Manifest, check_versions, open_archive, version_of
+from aotdist.artifacts.archive import FORMAT, Manifest, check_versions, merged, open_archive, version_of
 from aotdist.artifacts.archive import save as save_archive
 from aotdist.artifacts.graphs import Graphs
 from aotdist.artifacts.kinds import Shape
 from aotdist.artifacts.live import GroupName, Live
-from aotdist.artifacts.ranks import merged
 from aotdist.artifacts.typed import damaged, made, only_ours, require
 from aotdist.artifacts.values import Json, Values
 from aotdist.codegen.fx import attribute_of
