@@ -18,7 +18,6 @@ from aotdist.launch.checkpoints.snapshot import NEVER, TrainState
 from aotdist.launch.config import JobOptions
 from aotdist.launch.data import ByteStream, Corpus, Windows, load_corpus
 from aotdist.launch.going_on import batch_ranks, other_ranks, run_before, with_same_batch
-from aotdist.launch.lease import Lease, unwritable
 from aotdist.launch.loggers import make_loggers, require_loggers
 from aotdist.launch.loop import Trainer
 from aotdist.launch.metrics import METRICS_FILE, EndRecord, cut_metrics
@@ -29,13 +28,14 @@ from aotdist.launch.profiling import PROFILE_FOLDER, StepProfiler, require_gpu_f
 from aotdist.launch.progress import Reporter, make_reporter
 from aotdist.launch.recorder import RecordingReporter
 from aotdist.launch.run_folder import RunFolder, claim_run_folder, write_config
+from aotdist.launch.run_lock import RunLock, unwritable
 from aotdist.launch.sample import write_sample
 from aotdist.launch.shutdown import Interrupted, StopRequest, naming_lost_ranks
 from aotdist.settings import Settings
 
 
 def run_job(
-    asked: JobOptions, place: Place, stop: StopRequest, lease: Lease, *, is_batch_anew: bool = False
+    asked: JobOptions, place: Place, stop: StopRequest, lock: RunLock, *, is_batch_anew: bool = False
 ) -> None:
     """Trains as the options say; leaves the process group, if any, to the caller.
 
@@ -44,7 +44,7 @@ def run_job(
             another batch for each rank than is asked for.
         place: of this process.
         stop: asks for an early end.
-        lease: not yet taken; given back by the caller.
+        lock: not yet taken; released by the caller.
         is_batch_anew: whether the command line says what the batch is to be from now on.
 
     Raises:
@@ -72,11 +72,11 @@ def run_job(
     aotdist.compile(model, backend=options.compile.backend, settings=settings)
     state = TrainState(model, build_optimizer(model, options.optim), _training_stream(options, world, corpus))
     text = _text_facts(options, world, corpus)
-    run = world.from_rank_0(lambda: claim_run_folder(options, place, lease))
+    run = world.from_rank_0(lambda: claim_run_folder(options, place, lock))
     checkpoints = run.path / CHECKPOINTS_FOLDER
     resumed = None if run.is_new else resume(state, checkpoints, world, text)
     if resumed is not None:
-        facts["going on"] = str(resumed) + _left_out(options, resumed.step) + run.left
+        facts["going on"] = str(resumed) + _left_out(options, resumed.step)
     if before is not None:
         facts["going on"] += other_ranks(before, place.world_size, options, num_dp_ranks)
     saver = Saver(checkpoints, options.checkpoint, world, text, NEVER if resumed is None else resumed.step)
@@ -88,7 +88,7 @@ def run_job(
         held_out = Windows(corpus.validation, options.data.seq_len)
         profiler = StepProfiler(options.profile, run.path / PROFILE_FOLDER, place.rank)
         with closing(profiler):
-            finished = Trainer(options, world, held_out, stop, lease, reporter, saver, profiler).run(state)
+            finished = Trainer(options, world, held_out, stop, reporter, saver, profiler).run(state)
         if finished and options.run.sample_bytes:
             # Inductor takes longer to compile the logits (8 s) than eager does to write 240 bytes (5 s).
             with aotdist.disable():

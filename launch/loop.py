@@ -19,7 +19,6 @@ from aotdist.launch.checkpoints.snapshot import TrainState
 from aotdist.launch.config import JobOptions
 from aotdist.launch.data import Batch, Windows, validation_batches
 from aotdist.launch.going_on import sequences
-from aotdist.launch.lease import Lease
 from aotdist.launch.metrics import StepRecord, ValidationRecord
 from aotdist.launch.optim import clip_gradients, learning_rate, set_learning_rate
 from aotdist.launch.parallel import World, sync_gradients
@@ -51,7 +50,6 @@ class Trainer:
         world: the ranks.
         held_out: the validation text.
         stop: asks for an early end.
-        lease: of the run's folder, on rank 0.
         reporter: is told of everything that is measured.
         saver: makes the checkpoints.
         profiler: looks at some steps closely.
@@ -61,7 +59,6 @@ class Trainer:
     world: World
     held_out: Windows
     stop: StopRequest
-    lease: Lease
     reporter: Reporter
     saver: Saver
     profiler: StepProfiler
@@ -72,7 +69,6 @@ class Trainer:
         Raises:
             TrainingDiverged: the loss is no longer finite.
             CheckpointFailed: the last checkpoint could not be written.
-            RunInUse: another process has taken the folder over.
         """
         finished = self._train(state)
         if self.saver.has_save:
@@ -144,20 +140,12 @@ class Trainer:
     def _report(self, state: TrainState, steps: list[StepTensors], since: float) -> bool:
         """Records the steps taken since the last report, and returns whether any rank was asked to stop.
 
-        The answer travels with the losses, so that all ranks stop after the same step at no cost; and so
-        do whether their save is done, so that all hear of its end, or its failure, after the same step, and
-        whether the run's folder is still theirs.
+        The answer travels with the losses, so that all ranks stop after the same step at no extra cost. So
+        does whether their save is done: all learn of its end, or its failure, after the same step.
         """
-        asks = [
-            float(self.stop.signal_number is not None),
-            float(self.saver.is_writing),
-            float(self.lease.is_lost),
-        ]
-        told = torch.stack([tensors.loss for tensors in steps])
-        told = torch.cat([told, torch.tensor(asks, device=self.world.device)])
-        *losses, stopping, writing, lost = self.world.mean(told).tolist()
-        if lost:
-            raise self.lease.lost()
+        flags = [float(self.stop.signal_number is not None), float(self.saver.is_writing)]
+        values = [*(tensors.loss for tensors in steps), *torch.tensor(flags, device=self.world.device)]
+        *losses, stopping, writing = self.world.mean(torch.stack(values)).tolist()
         seconds = (time.perf_counter() - since) / len(steps)
         first = state.step - len(steps) + 1
         for step, (loss, tensors) in enumerate(zip(losses, steps, strict=True), start=first):

@@ -15,8 +15,8 @@ import torch
 from aotdist.errors import BadSettings
 from aotdist.files import AS_USUAL, with_checksum, write_whole
 from aotdist.launch.config import AUTO, CONFIG_FILE, JobOptions, RunOptions
-from aotdist.launch.lease import LEASE_FILE, Lease, in_use, living
 from aotdist.launch.parallel import Place, World
+from aotdist.launch.run_lock import LOCK_FILE, RunLock, is_locked, refuse_locked
 
 CURVE_FILE = "loss.png"
 
@@ -28,15 +28,13 @@ class RunFolder:
     Args:
         path: the folder.
         is_new: whether this process made it; otherwise the run that began there goes on.
-        left: who had left its lease behind, in words; empty if nobody had.
     """
 
     path: Path
     is_new: bool
-    left: str = ""
 
 
-def claim_run_folder(options: JobOptions, place: Place, lease: Lease) -> RunFolder:
+def claim_run_folder(options: JobOptions, place: Place, lock: RunLock) -> RunFolder:
     """Takes the folder of the run that the options mean: a new one, or that of a run that is to go on.
 
     Only rank 0 may do this.
@@ -47,7 +45,8 @@ def claim_run_folder(options: JobOptions, place: Place, lease: Lease) -> RunFold
     """
     before = folder_of_run(options, place)
     folder = before or _new_folder(options.run)
-    return RunFolder(folder, is_new=before is None, left=lease.take(folder))
+    lock.take(folder)
+    return RunFolder(folder, is_new=before is None)
 
 
 def folder_of_run(options: JobOptions, place: Place) -> Path | None:
@@ -81,8 +80,8 @@ def refuse_taken(options: JobOptions) -> None:
         RunInUse: another process of this machine trains in its folder.
     """
     run, before = options.run, _folder_named(options)
-    if before is not None and (holder := living(before)) is not None:
-        raise in_use(before, holder)
+    if before is not None:
+        refuse_locked(before)
     if options.resume is None and run.name is not None and (run.folder / run.name).exists():
         if not _died_at_birth(run.folder / run.name):
             raise _taken(run, run.name)
@@ -133,10 +132,10 @@ def _new_folder(options: RunOptions) -> Path:
 
 def _died_at_birth(folder: Path) -> bool:
     """Whether a process made the folder and was gone before it had written down its options."""
-    of_birth = (LEASE_FILE, f".{LEASE_FILE}.", f".{CONFIG_FILE}.")
+    of_birth = (LOCK_FILE, f".{CONFIG_FILE}.")
     if not folder.is_dir() or any(not path.name.startswith(of_birth) for path in folder.iterdir()):
         return False
-    return living(folder) is None
+    return not is_locked(folder)
 
 
 def write_config(folder: Path, options: JobOptions, world: World, batch_ranks: int) -> None:

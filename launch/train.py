@@ -9,8 +9,8 @@ from aotdist.launch import shutdown
 from aotdist.launch.config import PROGRAM, parse_options
 from aotdist.launch.going_on import says_batch_anew
 from aotdist.launch.job import run_job
-from aotdist.launch.lease import Lease
 from aotdist.launch.parallel import Place, leave
+from aotdist.launch.run_lock import RunLock
 
 
 def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
@@ -22,12 +22,12 @@ def main(arguments: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """
     words = sys.argv[1:] if arguments is None else arguments
     place = Place()  # until it is known, what goes wrong is everyone's to say
-    with shutdown.StopRequest() as stop, shutdown.watching_launcher(stop), Lease() as lease:
+    with shutdown.StopRequest() as stop, shutdown.watching_launcher(stop), RunLock() as lock:
         try:
             place = Place.from_environment()
             options = parse_options(words, speaks=place.rank == 0, program=program)
             is_batch_anew = says_batch_anew(words, options, place)
-            run_job(options, place, stop, lease, is_batch_anew=is_batch_anew)
+            run_job(options, place, stop, lock, is_batch_anew=is_batch_anew)
             return shutdown.EXIT_DONE
         except BaseException as error:  # the last door: every fault leaves through one report
             return shutdown.end(error, place, stop)

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from aotdist.files import with_checksum
-from aotdist.launch import lease, loop, metrics, recorder, train
+from aotdist.launch import loop, metrics, recorder, run_folder, train
 from aotdist.launch.checkpoints import writer
 from aotdist.launch.checkpoints.manifest import facts_of, read_manifest
 from aotdist.launch.metrics import CheckpointRecord, EndRecord
@@ -288,7 +288,7 @@ def test_a_folder_that_may_not_be_written_is_named(job, capsys, monkeypatch):
     def read_only(*_, **__):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    for module in (lease, metrics):
+    for module in (run_folder, metrics):
         with monkeypatch.context() as patch:
             patch.setattr(module, "write_whole", read_only)
             assert resume(job, "locked", "--optim.steps=3") == 2
