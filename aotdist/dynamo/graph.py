@@ -1,9 +1,8 @@
-"""A graph of Dynamo's as a function of named tensors and constants: what `capture` can take.
+"""A graph of Dynamo as a function of named tensors and constants, which `capture` can take.
 
-Dynamo passes sizes that it left open as numbers beside the tensors that have them. Here each is read off
-its tensor, so that it is a size like any other; a number that is none is passed as the size of an empty
-tensor. Floats that it left open come as tensors, and are numbers again: eager computes with those. Objects
-(meshes) are constants, told by who they are.
+Dynamo passes dynamic sizes as numbers, beside the tensors that have them: each is read off its tensor
+instead. Other integers become the size of an empty tensor. Dynamic floats come as tensors and become numbers
+again, since eager computes with numbers. Objects (meshes) become constants, compared by identity.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ Kind = Literal["tensors", "size", "integer", "float", "other"]
 
 
 SizePlace: TypeAlias = tuple[int, int, int]
-"""Where a size is read: which input, which of the tensors in it, and which dimension."""
+"""Where a size is read: position of the input, position of the tensor in it, dimension."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +39,10 @@ class Input:
 
     Args:
         name: as the user would write it.
-        kind: `tensors`, one or a list of them; `size`, of one of the tensors; `integer`, any other; `float`,
-            which comes as a tensor; `other`, a constant or an object.
-        dims: the dimensions whose size Dynamo left open, of each of its tensors.
-        place: of a size: where it is read.
+        kind: `tensors`: a tensor, or a list of them; `size`: of one of the tensors; `integer`: any other;
+            `float`, which comes as a tensor; `other`: a constant or an object.
+        dims: the dynamic dimensions of each of its tensors.
+        place: where a `size` is read.
     """
 
     name: str
@@ -54,14 +53,14 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class DynamoGraph:
-    """A graph, and what it takes.
+    """A graph, and its inputs.
 
     Args:
         gm: the graph.
-        inputs: what the graph takes, in order.
-        left_grad_mode: what gradients are switched to for whatever follows, or None.
-        objects: what it was called with that is neither a tensor nor a constant, by names that tell these
-            apart. They are kept: others could have their address later.
+        inputs: of the graph, in order.
+        left_grad_mode: the grad mode that the graph leaves behind; None if it does not set it.
+        objects: arguments that are neither tensors nor constants, by a unique name. They are kept alive, so
+            that no other object gets their address.
     """
 
     gm: GraphModule
@@ -71,7 +70,7 @@ class DynamoGraph:
 
     @classmethod
     def of(cls, gm: GraphModule) -> DynamoGraph:
-        """Read a graph that Dynamo handed to its backend.
+        """Read the inputs of a graph.
 
         Raises:
             UnsupportedProgram: it has hooks, which differ from call to call.
@@ -83,7 +82,7 @@ class DynamoGraph:
         return cls(gm, inputs, grad_mode_left_by(gm))
 
     def named(self, values: Sequence[Any]) -> dict[str, Any]:
-        """The arguments of a call of the graph by name: tensors, and constants."""
+        """The arguments of a call of the graph as tensors and constants, by name; sizes are left out."""
         return {
             each.name: self._argument(each.kind, value)
             for each, value in zip(self.inputs, values, strict=True)
@@ -91,7 +90,7 @@ class DynamoGraph:
         }
 
     def open_dims(self, named: Mapping[str, Any]) -> dict[int, frozenset[int]]:
-        """Which dimensions of those arguments may differ from call to call, by the identity of the tensor."""
+        """The dynamic dimensions of these arguments, by the `id` of the tensor."""
         found: dict[int, frozenset[int]] = {}
         for each in self.inputs:
             if each.kind == "tensors":
@@ -102,7 +101,7 @@ class DynamoGraph:
         return {identity: dims for identity, dims in found.items() if dims}
 
     def run(self, **named: Any) -> Any:
-        """Run the graph node by node, while it is captured or because nothing is to be compiled."""
+        """Run the graph node by node, in a trace or eagerly."""
         with torch.set_grad_enabled(torch.is_grad_enabled()):  # see `left_grad_mode`
             return Replay(self.gm).run(*(self._value(each, named) for each in self.inputs))
 
@@ -120,7 +119,7 @@ class DynamoGraph:
                 return value
 
     def _value(self, each: Input, named: Mapping[str, Any]) -> Any:
-        """What the graph takes for an argument."""
+        """The value of an input; the inverse of `_argument`."""
         if each.place is not None:
             owner, number, dim = each.place
             return _tensors(named[self.inputs[owner].name])[number].size(dim)
@@ -135,12 +134,12 @@ class DynamoGraph:
 
 
 def _tensors(value: Any) -> Sequence[Any]:
-    """The tensors of an input: itself, or those of a list, which is what a compiled tape takes."""
+    """The tensors of an input: itself, or those of a list, which tapes take."""
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def _first_places(examples: Sequence[Any]) -> dict[str, SizePlace]:
-    """The first tensor, and its dimension, that has each symbol for a size."""
+    """For each symbol, the first tensor and dimension of that size."""
     found: dict[str, SizePlace] = {}
     for position, example in enumerate(examples):
         for number, tensor in enumerate(_tensors(example) if _is_of_tensors(example) else ()):
@@ -173,7 +172,7 @@ def _input(name: str, node: Node, places: Mapping[str, SizePlace]) -> Input:
 
 
 def _reads_number(node: Node) -> bool:
-    """Whether a node uses a number that is passed as a tensor as what it is, or a body does that it calls."""
+    """Whether a node reads the number inside of a tensor (`item`), itself or in a body that it calls."""
     if isinstance(node.target, HigherOrderOperator):
         return True
     return node.op == "call_method" and node.target == "item"

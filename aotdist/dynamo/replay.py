@@ -1,4 +1,4 @@
-"""Runs a graph of Dynamo's node by node, as the program that it was made of: with its lines and modules."""
+"""Runs a graph of Dynamo node by node, with the source lines and modules of the program."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from aotdist.torch_seam.trees import pytree
 
 
 class Replay(Interpreter):
-    """Runs a graph; what is recorded meanwhile has the user's lines, not those of the graph's code.
+    """Runs a graph; a trace records the user's source lines instead of those of the graph's code.
 
     Args:
         gm: the graph.
@@ -37,7 +37,7 @@ class Replay(Interpreter):
     def run_node(self, n: Node) -> Any:
         """Run one node."""
         set_current_module(_module_of(n))
-        # Left as it is if the node raises: whoever words the error asks for it.
+        # It stays set if the node raises: the error names it.
         set_current_line(line_of_stack(n.stack_trace or ""))
         if is_data_assignment(n):
             (tensor, data), _ = self.fetch_args_kwargs_from_env(n)
@@ -46,10 +46,10 @@ class Replay(Interpreter):
         return super().run_node(n)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a function; what Dynamo made an operator of that only marks a region is called as it was."""
-        if lowers_version(target):  # what it would take back was not counted
+        """Call a function; of higher-order operators that only mark a region, the region is run."""
+        if lowers_version(target):  # the write that it takes back was not counted
             return args[0]
-        if reads_version(target):  # beneath a stand-in, the operator would find another counter
+        if reads_version(target):  # the operator would read the counter of the tensor inside a stand-in
             return args[0]._version
         if sets_versions(target):
             return set_versions(*map(tuple, args))
@@ -68,7 +68,7 @@ class Replay(Interpreter):
                 return super().call_function(target, args, kwargs)
 
     def call_method(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Call a method; a number that Dynamo takes for a tensor, to read it there, is there already."""
+        """Call a method; `item` of a float, which Dynamo passes as a tensor, is the float."""
         if target == "item" and isinstance(args[0], float):
             return args[0]
         return super().call_method(target, args, kwargs)
@@ -80,7 +80,7 @@ def _module_of(node: Node) -> str:
 
 
 class _Last(torch.autograd.Function):
-    """A gradient that cannot be differentiated in turn, with what it was computed from."""
+    """A gradient that depends on `sources`, and raises when it is differentiated."""
 
     @staticmethod
     def forward(ctx: Any, grad: torch.Tensor, *sources: Any) -> torch.Tensor:
@@ -92,10 +92,10 @@ class _Last(torch.autograd.Function):
 
 
 def _applied(forward: GraphModule, backward: GraphModule, *args: Any, **options: Any) -> Any:
-    """What an autograd function returns that Dynamo went through.
+    """Apply an autograd function that Dynamo has traced into two graphs.
 
-    What it saves is saved, with its history. Dynamo does not say what in its backward is under `no_grad`, and
-    by PyTorch's operator gradients of gradients would be wrong: here there are none.
+    Its saved tensors are saved, with their history. Gradients of its gradients raise: Dynamo does not record
+    what its backward does under `no_grad`, so PyTorch's own operator computes wrong ones.
     """
     to_save = frozenset(options["saved_for_backward_idx"])
 
@@ -126,10 +126,10 @@ def _applied(forward: GraphModule, backward: GraphModule, *args: Any, **options:
 
 
 def _checkpointed(body: GraphModule, *args: Any, **kwargs: Any) -> Any:
-    """What a checkpoint of `body` returns; PyTorch's operator would only tag it for its own partition.
+    """Run `body` in a checkpoint; PyTorch's operator would only tag its nodes for the partition.
 
-    Among the tensors are those that the program closes over, which it may write: a checkpoint that was given
-    them would refuse that.
+    The arguments contain tensors that the program closes over and may write. As arguments of `checkpoint`
+    these may not be written, so `body` closes over them here too.
     """
     context_fn = body.meta.get("_checkpoint_context_fn", noop_context_fn)
     options: dict[str, Any] = {**kwargs, "use_reentrant": False, "context_fn": context_fn}
@@ -146,19 +146,19 @@ _ATTRIBUTE = re.compile(r"\.__dict__\['([^']+)'\]")
 def as_written(source: str) -> str:
     """`blocks.3.scale` for `L['self']._modules['blocks']._modules['3']._parameters['scale']`.
 
-    What hangs on the module whose `forward` is compiled has the names that it has in its `state_dict`.
+    Parameters of the module whose `forward` is compiled have the names that they have in its `state_dict`.
     """
     source = _LOCAL.sub(r"\1", _OF_THE_MODULE.sub("", source))
     return _IN_DICTIONARY.sub(r".\1", _ATTRIBUTE.sub(r".\1", source)).removeprefix(".")
 
 
 def path_of_module(path: str) -> str:
-    """`blocks.3` for `L['self'].blocks.3`, as Dynamo names modules; of the compiled one an empty string."""
+    """`blocks.3` for `L['self'].blocks.3`, as Dynamo names modules; empty for the compiled module itself."""
     return as_written(_MODULE.sub("", path))
 
 
 def distinct(names: Iterable[str]) -> list[str]:
-    """The names, with a number behind those that were there before."""
+    """The names, with a number behind each that stands before."""
     found: dict[str, None] = {}
     for name in names:
         number, new = 1, name

@@ -10,9 +10,8 @@ from torch.fx import GraphModule
 
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export.assembly import Assembly
-from aotdist.export.call import Call
-from aotdist.export.refusals import view_made_by
-from aotdist.export.trace import ExportTrace, trace_for_export
+from aotdist.export.refusals import unsupported, view_made_by
+from aotdist.export.trace import Call, ExportTrace, trace_for_export
 from aotdist.facts import (
     DataWritten,
     Facts,
@@ -83,11 +82,8 @@ def _is_flat(structure: TreeSpec) -> bool:
 
 
 def _not_simple(fault: str) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        f"`aot_export_joint_simple` cannot keep the function's convention: {fault}",
-        stage="export",
-        fix="clone or flatten it, or use `aot_export_module`",
-    )
+    what = f"`aot_export_joint_simple` cannot keep the function's convention: {fault}"
+    return unsupported(what, "clone or flatten it, or use `aot_export_module`")
 
 
 def _refuse_what_is_not_simple(traced: ExportTrace) -> None:
@@ -121,6 +117,6 @@ def _refuse_result(traced: ExportTrace, position: OutIdx, fact: OutputFact) -> N
 
 
 def _is_reshaped(facts: Facts, position: OutIdx) -> bool:
-    """Whether a result shows other dimensions than what its gradient belongs to."""
+    """Whether a result is reshaped in place, so that its gradient has another shape than the node's."""
     writes = (write for write in facts.metadata_writes() if write.target == ViewOfOutput(position, ()))
     return any(view_made_by(write) is not None for write in writes)

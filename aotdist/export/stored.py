@@ -25,7 +25,7 @@ from aotdist.artifacts.typed import damaged, made, only_ours, require
 from aotdist.artifacts.values import Json, Values
 from aotdist.codegen.fx import attribute_of
 from aotdist.errors import BadSettings, UnsupportedProgram
-from aotdist.export.signature import BackwardSignature, GraphSignature
+from aotdist.export.export_module import BackwardSignature, GraphSignature
 from aotdist.files import refuse_unwritable
 from aotdist.partition.builder import GraphBuilder
 from aotdist.program import Graph, Slot

@@ -31,16 +31,16 @@ from aotdist.torch_seam.trees import pytree
 
 
 class Frozen(Compiled):
-    """A frozen module: a callable that is never differentiated, and compiles itself for each kind of call.
+    """A frozen module: a callable for inference, which compiles itself for each kind of call.
 
-    Constants are computed once for all calls. `.source`, `.graphs` and `.explain()` are as of everything that
-    is compiled.
+    Constants are computed once for all calls. `.source`, `.graphs` and `.explain()` are those of all compiled
+    callables.
 
     Args:
         module: the module, in evaluation mode.
         backend: turns graphs into callables.
         settings: how to compile.
-        steps: what is done beside folding.
+        steps: what is done besides folding.
         discard_parameters: empty the module's parameters once a call is compiled.
     """
 
@@ -63,14 +63,14 @@ class Frozen(Compiled):
 
     @property
     def constant_bytes(self) -> int:
-        """Bytes of memory that the constants of all calls hold, parameters that are constants included."""
+        """Bytes of memory that the constants of all calls hold, including parameters."""
         return self._constants.num_bytes()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns, detached.
 
         Raises:
-            UnsupportedProgram: an argument requires grad in grad mode; or the module was written since.
+            UnsupportedProgram: an argument requires grad in grad mode; or the module was written meanwhile.
         """
         self._state.refuse_writes()
         _refuse_gradients(args, kwargs)
@@ -78,10 +78,10 @@ class Frozen(Compiled):
             return super().__call__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Frozen:
-        """A copy of the module, frozen as this is: it has constants of its own, and compiles anew.
+        """A copy of the module, frozen with the same options; it computes its own constants, and recompiles.
 
         Raises:
-            UnsupportedProgram: the parameters were discarded; or the module was written since.
+            UnsupportedProgram: the parameters were discarded; or the module was written meanwhile.
         """
         self._state.refuse_writes()
         self._state.refuse_discarded()
@@ -92,16 +92,16 @@ class Frozen(Compiled):
 
     @short_tracebacks
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compile for such a call, without calling."""
+        """Compile for a call with these arguments, without calling."""
         _refuse_gradients(tuple(args), kwargs)
         with torch.no_grad():
             self._made(tuple(args), kwargs)
 
     def discard_parameters(self) -> None:
-        """Empty the module's parameters, and keep what the calls compiled until now need of them.
+        """Free the module's parameters; constants of the calls compiled so far stay.
 
-        A call of another kind needs constants of its own then: it is refused if these are made of parameters
-        in a way that no call before it did. The module cannot be called any more.
+        A later kind of call is refused if it needs a constant that no earlier call has computed. The module
+        itself cannot be called any more.
         """
         self._state.discard_parameters()
 
@@ -128,27 +128,27 @@ def freeze(
     channels_last: bool | None = None,
     discard_parameters: bool = False,
 ) -> Frozen:
-    """An inference program of a module in evaluation, with its parameters and buffers as constants.
+    """An inference program of a module in evaluation mode, with its parameters and buffers as constants.
 
-    What is computed from them alone (casts, transposes, quantised weights, tables) is computed once, by the
-    operators of the program itself, unless it would take more memory than what it is made of, and more than
-    1 MiB. The module itself stays as it is, unless its parameters are discarded; until then, constants share
-    its memory, and a call after one of its parameters was written is refused.
+    What depends on them alone (casts, transposes, quantised weights, tables) is computed once, by the
+    operators of the program itself, unless it takes more than 1 MiB and more memory than the parameters it is
+    computed from. The module stays as it is, unless its parameters are discarded. Until then, constants share
+    its memory: a call after one of its parameters was written is refused.
 
-    With the backend `fx` results are eager's bit for bit. Batch norms and layouts round otherwise, and are
-    left alone there unless they are asked for.
+    With the backend `fx` results are eager's bit for bit. Folded batch norms and channels last change the
+    rounding, so `fx` applies them only when asked to.
 
     Args:
-        module: a plain module, all of it in evaluation.
-        args: positional arguments to compile for at once; without, the first call compiles.
-        kwargs: keyword arguments likewise.
+        module: a plain module in evaluation mode.
+        args: positional arguments to compile for now; by default the first call compiles.
+        kwargs: keyword arguments to compile for.
         backend: as for `aotdist.compile`.
         settings: as for `aotdist.compile`.
-        fold_batch_norms: make batch norms parts of the convolutions and linear layers before them. None is
-            yes, but for the backend `fx`.
-        channels_last: lay convolutions out with channels last; results keep eager's strides. None as above.
-        discard_parameters: empty the module's parameters once the first call is compiled, so that memory
-            holds the constants alone. The module cannot be called any more then.
+        fold_batch_norms: fold batch norms into the convolutions and linear layers before them. None means
+            True, but False for the backend `fx`.
+        channels_last: run convolutions in channels last; results keep eager's strides. None means the same.
+        discard_parameters: free the module's parameters once the first call is compiled, so that memory holds
+            the constants alone. The module itself cannot be called any more then.
 
     Returns:
         a callable that takes what the module takes; it has `.source`, `.graphs`, `.explain()` and
