@@ -190,13 +190,13 @@ class WeightScales:
         self._seen: dict[int, tuple[Any, int]] = {}
         """The parameter and its version at the latest pass, by the identity of what lies in it."""
 
-    def wrap(self, linear: nn.Linear) -> None:
-        """Make the weight of `linear` one that is gathered in 8 bits."""
+    def gathered_weight(self, linear: nn.Linear) -> nn.Parameter:
+        """The weight of `linear` as one that is gathered in 8 bits; the layer is to have it from now on."""
         weight = linear.weight
         scale = scale_for(amax_of(weight), E4M3)
         wrapped = on_local(lambda part: Float8GatherWeight(part, scale, self), weight.detach())
-        linear.weight = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
         self._linears.append(linear)
+        return nn.Parameter(wrapped, requires_grad=weight.requires_grad)
 
     def prepare(self, shard: Float8GatherWeight) -> None:
         """Compute all scales anew if this weight has changed, which it does on all ranks alike."""

@@ -22,14 +22,22 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from aotdist.errors import BadSettings
-from aotdist.subclasses.conversion import Filter, in_words, left_out, refuse_what_is_no_module, sort_linears
+from aotdist.subclasses.conversion import (
+    ConvertedLayer,
+    Filter,
+    convert,
+    in_words,
+    refuse_what_is_no_module,
+    sort_linears,
+    undo_all,
+)
 from aotdist.subclasses.protocol import CONVERSION
 from aotdist.subclasses.sparse24_operators import choose_24
 from aotdist.subclasses.sparse24_packing import MaskKind, refusal
@@ -144,7 +152,7 @@ class Sparsified:
     skipped: Mapping[str, str]
     dense_bytes: int
     packed_bytes: int
-    _layers: tuple[tuple[Sparse24Linear, nn.Parameter], ...] = field(repr=False)
+    _layers: tuple[ConvertedLayer, ...] = field(repr=False)
 
     def undo(self) -> None:
         """Make the layers what they were, with the very parameters that they had.
@@ -155,14 +163,7 @@ class Sparsified:
         Raises:
             BadSettings: a layer is no longer what `sparsify_24` made it; nothing is changed then.
         """
-        self._require_unchanged()
-        for layer, weight in self._layers:
-            if layer.scheme.select == "packed":
-                layer.weight = weight
-            for name in ("scheme", CONVERSION, HELD):
-                if hasattr(layer, name):
-                    delattr(layer, name)
-            layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+        undo_all(self._layers, "sparsify_24")
 
     def choose(self) -> None:
         """Choose anew what is held (`select="held"`), by today's magnitudes; a collective if it is sharded.
@@ -170,23 +171,11 @@ class Sparsified:
         Raises:
             BadSettings: nothing is held, or a layer is no longer what `sparsify_24` made it.
         """
-        if any(getattr(layer, HELD, None) is None for layer, _ in self._layers):
+        linears: list[Any] = [layer.linear for layer in self._layers]
+        if any(getattr(linear, HELD, None) is None for linear in linears):
             raise BadSettings("no choice is held that could be made anew", fix='convert with select="held"')
-        for layer, _ in self._layers:
-            layer.choose()
-
-    def _require_unchanged(self) -> None:
-        for name, (layer, _) in zip(self.converted, self._layers, strict=True):
-            if type(layer) is not Sparse24Linear:
-                raise BadSettings(
-                    f"`{name}` is a {type(layer).__name__} now, and cannot be made an nn.Linear again",
-                    fix="undo before the layer is wrapped or sharded, and only once",
-                )
-            if layer.scheme.select == "packed" and isinstance(layer.weight, DTensor):
-                raise BadSettings(
-                    f"the packed weight of `{name}` has been sharded, its dense one has not",
-                    fix="undo before the model is sharded",
-                )
+        for linear in linears:
+            linear.choose()
 
     def __str__(self) -> str:
         lines = [f"2:4 sparse: {len(self.converted)} layers: {', '.join(self.converted)}"]
@@ -232,9 +221,7 @@ def sparsify_24(
     scheme.check()
     refuse_what_is_no_module(module)
     tied = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-    chosen, skipped = sort_linears(
-        module, lambda name, layer: left_out(filter, name, layer) or _reason_against(layer, scheme, tied)
-    )
+    chosen, skipped = sort_linears(module, filter, lambda layer: _reason_against(layer, scheme, tied))
     if not chosen:
         reasons = in_words(skipped) or "it has no nn.Linear"
         raise BadSettings(
@@ -247,15 +234,11 @@ def sparsify_24(
         MappingProxyType(skipped),
         sum(weight.numel() * weight.element_size() for weight in weights),
         sum(_packed_bytes(weight, mask) for weight in weights),
-        tuple(_convert(layer, scheme) for layer in chosen.values()),
+        tuple(_convert(path, layer, scheme) for path, layer in chosen.items()),
     )
 
 
 def _reason_against(layer: nn.Linear, scheme: Scheme, tied: Mapping[int, int]) -> str | None:
-    if isinstance(layer, Sparse24Linear):
-        return "is 2:4 already"
-    if type(layer) is not nn.Linear:
-        return f"is a {type(layer).__name__}, whose forward may be another"
     weight = layer.weight
     if type(weight) is not nn.Parameter:
         return f"has a {type(weight).__name__} for its weight: convert it before it is sharded or quantised"
@@ -274,18 +257,13 @@ def _packed_bytes(weight: torch.Tensor, mask: MaskKind) -> int:
 
 
 @torch.no_grad()
-def _convert(layer: nn.Linear, scheme: Scheme) -> tuple[Sparse24Linear, nn.Parameter]:
-    weight = layer.weight
-    assert isinstance(weight, nn.Parameter)
-    layer.__class__ = Sparse24Linear
-    assert isinstance(layer, Sparse24Linear)
-    layer.scheme = scheme
-    vars(layer)[CONVERSION] = str(scheme)
-    if scheme.select == "held":
-        layer.register_buffer(HELD, _choice(weight, scheme.mask))
+def _convert(path: str, layer: nn.Linear, scheme: Scheme) -> ConvertedLayer:
+    weight, packed = layer.weight, None
     if scheme.select == "packed":
-        layer.weight = nn.Parameter(sparsify(weight, scheme.mask), requires_grad=False)
-    return layer, weight
+        packed = nn.Parameter(sparsify(weight, scheme.mask), requires_grad=False)
+    buffers = {HELD: _choice(weight, scheme.mask)} if scheme.select == "held" else None
+    attributes = {"scheme": scheme, CONVERSION: str(scheme)}
+    return convert(path, layer, Sparse24Linear, attributes, buffers=buffers, weight=packed)
 
 
 def _choice(weight: torch.Tensor, mask: MaskKind) -> torch.Tensor:
