@@ -18,18 +18,16 @@ from aotdist.launch.checkpoints.snapshot import NEVER, TrainState
 from aotdist.launch.config import JobOptions
 from aotdist.launch.data import ByteStream, Corpus, Windows, load_corpus
 from aotdist.launch.going_on import batch_ranks, other_ranks, run_before, with_same_batch
-from aotdist.launch.loggers import make_loggers, require_loggers
-from aotdist.launch.loop import Trainer
+from aotdist.launch.loggers import RecordingReporter, make_loggers, require_loggers
+from aotdist.launch.loop import Trainer, write_sample
 from aotdist.launch.metrics import METRICS_FILE, EndRecord, cut_metrics
 from aotdist.launch.model import Decoder, build_decoder, num_parameters
 from aotdist.launch.optim import build_optimizer
 from aotdist.launch.parallel import Place, World, join, spread
 from aotdist.launch.profiling import PROFILE_FOLDER, StepProfiler, require_gpu_for_snapshots
 from aotdist.launch.progress import Reporter, make_reporter
-from aotdist.launch.recorder import RecordingReporter
 from aotdist.launch.run_folder import RunFolder, claim_run_folder, write_config
 from aotdist.launch.run_lock import RunLock, unwritable
-from aotdist.launch.sample import write_sample
 from aotdist.launch.shutdown import Interrupted, StopRequest, naming_lost_ranks
 from aotdist.settings import Settings
 

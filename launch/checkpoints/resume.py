@@ -15,8 +15,7 @@ from aotdist.launch.checkpoints.manifest import (
     read_manifest,
     step_of,
 )
-from aotdist.launch.checkpoints.reader import CheckedReader
-from aotdist.launch.checkpoints.snapshot import NEVER, TrainState, load_tensors
+from aotdist.launch.checkpoints.snapshot import NEVER, CheckedReader, TrainState, load_tensors
 from aotdist.launch.parallel import World
 
 _TEXT_FLAGS = {

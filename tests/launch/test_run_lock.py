@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from aotdist import BadSettings
-from aotdist.launch import recorder, run_lock, train
+from aotdist.launch import loggers, run_lock, train
 from aotdist.launch.config import JobOptions
 from aotdist.launch.run_folder import refuse_taken
 from aotdist.launch.run_lock import LOCK_FILE, RunInUse, RunLock
@@ -135,7 +135,7 @@ def everything_in(folder):
 
 
 def test_a_run_that_is_under_way_is_not_resumed_and_no_file_of_it_changes(job, monkeypatch, capsys):
-    monkeypatch.setattr(recorder, "draw_curve", lambda folder: None)
+    monkeypatch.setattr(loggers, "draw_curve", lambda folder: None)
     assert train.main(job.arguments("used", "--checkpoint.every=2", steps=2)) == 0
     folder = job.folder / "used"
     with RunLock() as held:
