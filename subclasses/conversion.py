@@ -68,7 +68,7 @@ def undo_all(layers: Sequence[ConvertedLayer], function: str) -> None:
             raise BadSettings(
                 f"`{path}` is a {kind.__name__} now, not the {layer.new_class.__name__} that `{function}` "
                 "made it",
-                fix="undo once, and before `fully_shard` is called on the layer itself",
+                fix="undo only once, and before `fully_shard` is called on the layer itself",
             )
         if layer.weights is not None and layer.linear.weight is not layer.weights[1]:
             raise BadSettings(

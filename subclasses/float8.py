@@ -1,8 +1,8 @@
 """`to_float8`: linear layers that multiply in 8 bits, and the way back.
 
-A layer is given another class, attributes and, for delayed scaling, a buffer. The module, its parameters,
-their names and its hooks stay, so optimizers, `fully_shard`, `parallelize_module` and checkpoints may come
-before or after; parameters and gradients keep their dtype.
+A layer gets another class, attributes and, for delayed scaling, a buffer. It keeps its identity, parameters,
+their names and its hooks, so optimizers, `fully_shard`, `parallelize_module` and checkpoints may come before
+or after. Parameters and gradients keep their dtype.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Float8Converted:
     _layers: tuple[ConvertedLayer, ...] = field(repr=False)
 
     def undo(self) -> None:
-        """Make the layers what they were; their parameters are the same objects, as they are now.
+        """Make the layers `nn.Linear`s again; their parameters are the same objects, as they are now.
 
         Raises:
             BadSettings: a layer is no longer what `to_float8` made it. Nothing is changed then.
@@ -77,7 +77,7 @@ def to_float8(
     *,
     float8_all_gather: bool = False,
 ) -> Float8Converted:
-    """Let the linear layers of `module` multiply in 8 bits, in place; all else keeps its precision.
+    """Let the linear layers of `module` multiply in 8 bits, in place.
 
     Inputs, weights and gradients are scaled, rounded to float8 and multiplied, in forward and in backward;
     parameters, their gradients and `state_dict` stay as precise as they are. On a CPU the rounding is the
@@ -98,7 +98,7 @@ def to_float8(
 
     Raises:
         BadSettings: the recipe is unknown, torchao is missing, or nothing can be converted; or
-            `float8_all_gather` is asked of another recipe, or after `fully_shard`.
+            `float8_all_gather` is given with another recipe, or after `fully_shard`.
     """
     if recipe not in get_args(Recipe):
         raise BadSettings(f"{recipe!r} is no FP8 recipe", fix=f"choose one of {', '.join(get_args(Recipe))}")

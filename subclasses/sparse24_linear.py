@@ -1,19 +1,17 @@
 """`sparsify_24`: linear layers that multiply by a 2:4 matrix, converted in place and back.
 
-A converted layer keeps its identity, its parameters and their names; only its class changes, and what it
-computes::
+A converted layer keeps its identity, its parameters and their names; its class changes, and its forward::
 
     operand="weight"   y = x @ sparse(weight).T + bias    chosen in each forward, or held, or packed for good
     operand="input"    y = sparse(x) @ weight.T + bias    for inputs that are mostly zero
 
-The weight stays dense and in high precision, except when packed: optimizers, FSDP2 and checkpoints see what
-they always saw. A held choice is a buffer, `weight_meta`, two bits a kept weight, so that it is resumed with
-a checkpoint.
+Unless it is packed, the weight stays dense and in high precision for optimizers, FSDP2 and checkpoints. A
+held choice is a buffer, `weight_meta`, of two bits for each kept weight, so it is part of a checkpoint.
 
 The squared-ReLU recipe (Haziza et al., "Accelerating Transformer Inference and Training with 2:4 Activation
-Sparsity", arXiv:2503.16672) is `operand="input"` for the layer that follows `relu(x) ** 2`. Of its two
-backward products, that for the weight takes the packed activation, whose groups run along a row, unpacked:
-the paper's split by features is left out.
+Sparsity", arXiv:2503.16672) is `operand="input"` for the layer that follows `relu(x) ** 2`. The backward
+product for the weight unpacks the activation, whose groups run along rows; the paper's split by features is
+left out.
 """
 
 from __future__ import annotations
@@ -47,11 +45,11 @@ Operand: TypeAlias = Literal["weight", "input"]
 Select: TypeAlias = Literal["forward", "held", "packed"]
 
 HELD = "weight_meta"
-"""Buffer of a layer that holds its choice."""
+"""The buffer of a held choice."""
 
 
 class Scheme(NamedTuple):
-    """How a layer is sparse; a constant of the module, so that a compiled program is specialised on it."""
+    """How a layer is sparse; a constant, on which compiled programs are specialised."""
 
     operand: Operand = "weight"
     mask: MaskKind = "row"
@@ -60,10 +58,10 @@ class Scheme(NamedTuple):
     decay: float = 0.0
 
     def check(self) -> None:
-        """Raise for values that are unknown, or that contradict each other.
+        """Check the options.
 
         Raises:
-            BadSettings: names them.
+            BadSettings: one is unknown, or two contradict each other.
         """
         for name, values in (
             ("operand", Operand),
@@ -95,7 +93,7 @@ class Scheme(NamedTuple):
 
 
 class Sparse24Linear(nn.Linear):
-    """A linear layer with one 2:4 operand; `sparsify_24` makes them of `nn.Linear`s.
+    """A linear layer with one 2:4 operand, made from an `nn.Linear` by `sparsify_24`.
 
     Attributes:
         scheme: how it is sparse.
@@ -125,9 +123,9 @@ class Sparse24Linear(nn.Linear):
 
     @torch.no_grad()
     def choose(self) -> None:
-        """Choose anew what is held, by today's magnitudes."""
+        """Renew the held choice, by the present magnitudes."""
         held = self.weight_meta
-        # Tensor parallelism replicates what it does not shard; every rank has all of the choice.
+        # Tensor parallelism replicates buffers: every rank has the whole choice.
         held = held.to_local() if isinstance(held, DTensor) else held
         held.copy_(_choice(self.weight, self.scheme.mask))
 
@@ -142,10 +140,9 @@ class Sparsified:
 
     Args:
         converted: names of the layers that are 2:4 now.
-        skipped: names of the others, and why each was left dense.
-        dense_bytes: what the converted weights take dense; 0 if it is inputs that are sparse.
-        packed_bytes: what they take packed: what a product reads, and with select="packed" all that is
-            stored.
+        skipped: names of the other linear layers, and why each was left dense.
+        dense_bytes: of the converted weights as dense ones; 0 if inputs are sparse.
+        packed_bytes: of the converted weights packed, which products read.
     """
 
     converted: tuple[str, ...]
@@ -155,10 +152,9 @@ class Sparsified:
     _layers: tuple[ConvertedLayer, ...] = field(repr=False)
 
     def undo(self) -> None:
-        """Make the layers what they were, with the very parameters that they had.
+        """Make the layers `nn.Linear`s again, with their original parameters.
 
-        A parameter that stayed dense has been trained meanwhile, and stays so; one that was packed comes back
-        as it was before.
+        A parameter that stayed dense keeps its present values; one that was packed has those from before.
 
         Raises:
             BadSettings: a layer is no longer what `sparsify_24` made it; nothing is changed then.
@@ -166,7 +162,7 @@ class Sparsified:
         undo_all(self._layers, "sparsify_24")
 
     def choose(self) -> None:
-        """Choose anew what is held (`select="held"`), by today's magnitudes; a collective if it is sharded.
+        """Renew the held choices (`select="held"`), by the present magnitudes; a collective if sharded.
 
         Raises:
             BadSettings: nothing is held, or a layer is no longer what `sparsify_24` made it.
@@ -205,14 +201,13 @@ def sparsify_24(
     Args:
         module: its `nn.Linear`s are converted, itself included.
         filter: which of them, by name and layer; None for all that can be.
-        operand: what is 2:4: the "weight", or the "input" (for what a squared ReLU leaves mostly zero).
+        operand: which one is 2:4: the "weight", or the "input" (of a layer behind a squared ReLU).
         mask: "row" keeps two of four neighbours in a row; "transposable" in a column too, so that the product
             for the input's gradient is sparse as well.
         select: "forward" chooses by magnitude in each forward; "held" chooses now and when `choose()` is
             called; "packed" stores the 2:4 weight alone, and frozen: for inference, or under adapters.
         gradient: "straight-through" hands the dense gradient to all weights; "masked" to the kept ones.
-        decay: draws weights that are not kept to zero, by this much of themselves a step (SR-STE; 2e-4
-            there).
+        decay: share of the dropped weights that is added to their gradient (SR-STE: 2e-4).
 
     Raises:
         BadSettings: an option is unknown or contradicts another, or no layer could be converted.
@@ -251,7 +246,7 @@ def _reason_against(layer: nn.Linear, scheme: Scheme, tied: Mapping[int, int]) -
 
 
 def _packed_bytes(weight: torch.Tensor, mask: MaskKind) -> int:
-    """Half the values, and a byte for eight elements; both twice if the transposed matrix is packed too."""
+    """Half of the values and a byte for eight elements, for the matrix and a transposed packing."""
     once = weight.numel() // 2 * weight.element_size() + weight.numel() // 8
     return once if mask == "row" else 2 * once
 
