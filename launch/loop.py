@@ -18,12 +18,12 @@ from aotdist.launch.checkpoints.saver import Saver
 from aotdist.launch.checkpoints.snapshot import TrainState
 from aotdist.launch.config import JobOptions, RunOptions
 from aotdist.launch.data import Batch, Windows, validation_batches
-from aotdist.launch.going_on import sequences
 from aotdist.launch.metrics import StepRecord, ValidationRecord
 from aotdist.launch.optim import clip_gradients, learning_rate, set_learning_rate
 from aotdist.launch.parallel import World, sync_gradients
 from aotdist.launch.profiling import StepProfiler
 from aotdist.launch.progress import Reporter
+from aotdist.launch.resuming import sequences
 from aotdist.launch.shutdown import StopRequest
 
 PROMPT = "class "

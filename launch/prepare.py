@@ -206,38 +206,34 @@ def _require_combinable(accelerator: Accelerator) -> None:
         DistributedType.MEGATRON_LM: "Megatron-LM",
         DistributedType.XLA: "XLA",
     }
-    other = others.get(accelerator.distributed_type)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    plugin: Any = accelerator.state.dynamo_plugin
-    for is_so, what, fix in (
-        (
-            other is not None,
-            f"the accelerator is set up for {other}, and `aotdist.prepare` shards with FSDP2",
-            "leave that out of the accelerator and its configuration",
-        ),
-        (
-            accelerator.parallelism_config is not None,
+    if accelerator.distributed_type in others:
+        raise BadSettings(
+            f"the accelerator is set up for {others[accelerator.distributed_type]}, and `aotdist.prepare` "
+            "shards with FSDP2",
+            fix="leave that out of the accelerator and its configuration",
+        )
+    if accelerator.parallelism_config is not None:
+        raise BadSettings(
             "the accelerator has a `parallelism_config`, and `aotdist.prepare` shards over all ranks alike",
-            "leave it out, or use `parallelize_module`, `fully_shard` and `aotdist.compile` yourself",
-        ),
-        (
-            accelerator.mixed_precision == "fp8",
+            fix="leave it out, or use `parallelize_module`, `fully_shard` and `aotdist.compile` yourself",
+        )
+    if accelerator.mixed_precision == "fp8":
+        raise BadSettings(
             "`aotdist.prepare` does not do accelerate's fp8",
-            "use `aotdist.to_float8(model)` and mixed_precision='bf16'",
-        ),
-        (
-            ranks > 1 and accelerator.num_processes == 1,
+            fix="use `aotdist.to_float8(model)` and mixed_precision='bf16'",
+        )
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    if ranks > 1 and accelerator.num_processes == 1:
+        raise BadSettings(
             f"there are {ranks} ranks, and the accelerator has not joined them: each would train by itself",
-            "pass `cpu=True` to `Accelerator` where there is no GPU",
-        ),
-        (
-            plugin.backend != DynamoBackend.NO and not isinstance(plugin, AotdistPlugin),
+            fix="pass `cpu=True` to `Accelerator` where there is no GPU",
+        )
+    plugin: Any = accelerator.state.dynamo_plugin
+    if plugin.backend != DynamoBackend.NO and not isinstance(plugin, AotdistPlugin):
+        raise BadSettings(
             f"the accelerator compiles by {plugin.backend.value}, and `aotdist.prepare` by aotdist",
-            "leave its dynamo backend out, or use `accelerator.prepare`",
-        ),
-    ):
-        if is_so:
-            raise BadSettings(what, fix=fix)
+            fix="leave its dynamo backend out, or use `accelerator.prepare`",
+        )
 
 
 def _only_model(objects: Sequence[Any]) -> nn.Module:

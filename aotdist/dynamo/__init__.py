@@ -3,7 +3,7 @@
 Promises: every call of the graph is right, whatever Dynamo did not guard.
 
 A graph of Dynamo's is captured like a function (`dynamo/graph.py`): its inputs, parameters among them, are
-keyword arguments with the names that the user knows. It is run node by node (`dynamo/replay.py`), so that the
+keyword arguments with the names that the user knows. It is run node by node, so that the
 trace records the lines and modules of the program. Everything after capture is as for any other call.
 
 Of Dynamo's fake tensors only the dynamic sizes are used. The trace has fakes and symbols of its own, made

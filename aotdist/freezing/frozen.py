@@ -20,8 +20,10 @@ from aotdist.compiled import Compiled
 from aotdist.compiling import Compiling
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export.refusals import refuse_arguments
+from aotdist.freezing import batch_norm
+from aotdist.freezing.channels_last import lay_channels_last
 from aotdist.freezing.folding import Constants
-from aotdist.freezing.program import Steps, frozen_program
+from aotdist.freezing.program import Edit, frozen_program
 from aotdist.freezing.state import FrozenState
 from aotdist.origins import short_tracebacks
 from aotdist.runtime.artifact import Artifact, Artifacts
@@ -40,7 +42,7 @@ class Frozen(Compiled):
         module: the module, in evaluation mode.
         backend: turns graphs into callables.
         settings: how to compile.
-        steps: what is done besides folding.
+        edits: of graphs before they are folded.
         discard_parameters: empty the module's parameters once a call is compiled.
     """
 
@@ -49,7 +51,7 @@ class Frozen(Compiled):
         module: nn.Module,
         backend: Backend,
         settings: Settings,
-        steps: Steps,
+        edits: Sequence[Edit],
         *,
         discard_parameters: bool,
     ) -> None:
@@ -58,7 +60,7 @@ class Frozen(Compiled):
         self._state = FrozenState(module)
         self._constants = Constants(self._state)
         self._compile = Compiling(backend, settings, else_eager=False)
-        self._settings, self._steps = settings, steps
+        self._settings, self._edits = settings, edits
         self._discards = discard_parameters
 
     @property
@@ -86,7 +88,7 @@ class Frozen(Compiled):
         self._state.refuse_writes()
         self._state.refuse_discarded()
         module = copy.deepcopy(self._module, memo)
-        frozen = Frozen(module, self._backend, self._settings, self._steps, discard_parameters=self._discards)
+        frozen = Frozen(module, self._backend, self._settings, self._edits, discard_parameters=self._discards)
         memo[id(self)] = frozen
         return frozen
 
@@ -109,7 +111,7 @@ class Frozen(Compiled):
         """See `aotdist.api.Maker`."""
         _refuse_training(call.target)
         program = frozen_program(
-            call.target, call.args, call.kwargs, self._state, self._constants, self._steps, self._settings
+            call.target, call.args, call.kwargs, self._state, self._constants, self._edits, self._settings
         )
         artifact = self._compile(replace(call, target=program.holder, run=program), artifacts)
         if self._discards:
@@ -165,11 +167,12 @@ def freeze(
     chosen = settings_of(settings)
     resolved = resolve(backend)
     rounds = not isinstance(resolved, FxBackend)
-    steps = Steps(
-        rounds if fold_batch_norms is None else fold_batch_norms,
-        rounds if channels_last is None else channels_last,
-    )
-    frozen = Frozen(module, caching(resolved, chosen), chosen, steps, discard_parameters=discard_parameters)
+    edits: list[Edit] = []
+    if rounds if fold_batch_norms is None else fold_batch_norms:
+        edits.append(batch_norm.fold_batch_norms)
+    if rounds if channels_last is None else channels_last:
+        edits.append(lay_channels_last)
+    frozen = Frozen(module, caching(resolved, chosen), chosen, edits, discard_parameters=discard_parameters)
     if args is not None or kwargs is not None:
         frozen.compile_for(args or (), kwargs or {})
     return frozen

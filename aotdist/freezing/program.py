@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -14,10 +14,8 @@ from aotdist.capture.constants import is_leaf
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.export.assembly import Assembly
 from aotdist.export.export_module import refuse_writes
-from aotdist.export.trace import Call, ExportTrace, Input, state_of, trace_for_export
+from aotdist.export.trace import Call, ExportTrace, state_of, trace_for_export
 from aotdist.facts import DataWritten, IsInput, OutputFact, ViewOfInput, ViewOfOutput
-from aotdist.freezing.batch_norm import fold_batch_norms
-from aotdist.freezing.channels_last import lay_channels_last
 from aotdist.freezing.folding import Constants
 from aotdist.freezing.state import FrozenState
 from aotdist.origins import set_current_line, set_current_module
@@ -27,18 +25,8 @@ from aotdist.sizes import Expression, evaluate
 from aotdist.torch_seam.functional import is_fake
 from aotdist.torch_seam.trees import TreeSpec, pytree
 
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """What is done to a graph besides folding; each changes results by rounding.
-
-    Args:
-        batch_norms: fold batch norms into the weights before them.
-        channels_last: run convolutions in channels last.
-    """
-
-    batch_norms: bool
-    channels_last: bool
+Edit: TypeAlias = Callable[[GraphModule, set[str]], None]
+"""Edits a graph, given the names of the inputs that are parameters and buffers; it changes the rounding."""
 
 
 def frozen_program(
@@ -47,7 +35,7 @@ def frozen_program(
     kwargs: Mapping[str, Any],
     state: FrozenState,
     constants: Constants,
-    steps: Steps,
+    edits: Sequence[Edit],
     settings: Settings,
 ) -> FrozenProgram:
     """Trace one call of a module and compute what depends on its state alone.
@@ -58,7 +46,7 @@ def frozen_program(
         kwargs: keyword arguments of the call.
         state: its parameters and buffers.
         constants: those of earlier calls; new ones are added.
-        steps: what to do besides folding.
+        edits: of the graph before it is folded.
         settings: how to compile.
 
     Raises:
@@ -81,16 +69,29 @@ def frozen_program(
         for node, leaf in zip(placeholders, traced.inputs, strict=True)
         if leaf.kind != "argument"
     }
-    if steps.batch_norms:
-        fold_batch_norms(gm, set(of_state))
-    if steps.channels_last:
-        lay_channels_last(gm, set(of_state))
+    for edit in edits:
+        edit(gm, set(of_state))
     gm.graph.eliminate_dead_code()
     folded, held = constants.fold(gm, of_state)
     holder = nn.Module()
     vars(holder)["__name__"] = type(module).__name__
     vars(holder)["_buffers"].update(_in_mode_of(traced, held))
-    return FrozenProgram.of(traced, folded, list(written), holder)
+    arguments = [leaf for leaf in traced.inputs if leaf.kind == "argument"]
+    position = {leaf: at for at, leaf in enumerate(arguments)}
+    leaves, sizes = dict(traced.primals()), traced.trace.symbols.sizes()
+    return FrozenProgram(
+        gm=folded,
+        holder=holder,
+        written=tuple(position[leaf] for leaf in written),
+        same={
+            out: position[leaves[fact.input]]
+            for out, fact in enumerate(traced.outputs())
+            if isinstance(fact, IsInput) and leaves[fact.input] in written
+        },
+        spec=traced.returned().spec,
+        symbols=tuple((name, position[leaves[m.input]], m.dim) for name, m in sizes.symbols),
+        guards=sizes.guards,
+    )
 
 
 def _in_mode_of(traced: ExportTrace, constants: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -125,36 +126,6 @@ class FrozenProgram:
     spec: TreeSpec
     symbols: tuple[tuple[str, int, int], ...]
     guards: tuple[Expression, ...]
-
-    @classmethod
-    def of(
-        cls, traced: ExportTrace, folded: GraphModule, written: list[Input], holder: nn.Module
-    ) -> FrozenProgram:
-        """The program of a folded graph.
-
-        Args:
-            traced: the trace that the graph was made of.
-            folded: the graph.
-            written: the arguments whose new values are its first results.
-            holder: the module that has its constants.
-        """
-        arguments = [leaf for leaf in traced.inputs if leaf.kind == "argument"]
-        position = {leaf: at for at, leaf in enumerate(arguments)}
-        leaves, sizes = dict(traced.primals()), traced.trace.symbols.sizes()
-        same = {
-            out: position[leaves[fact.input]]
-            for out, fact in enumerate(traced.outputs())
-            if isinstance(fact, IsInput) and leaves[fact.input] in written
-        }
-        return cls(
-            gm=folded,
-            holder=holder,
-            written=tuple(position[leaf] for leaf in written),
-            same=same,
-            spec=traced.returned().spec,
-            symbols=tuple((name, position[leaves[m.input]], m.dim) for name, m in sizes.symbols),
-            guards=sizes.guards,
-        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the graph on the leaves of these arguments."""
