@@ -22,8 +22,6 @@ def own_corner(store: Store, rank: int, world_size: int, timeout_s: float) -> St
 
     Args:
         store: of all ranks; earlier starts may have written to it.
-        rank: of this process.
-        world_size: number of ranks.
         timeout_s: how long rank 0 waits for the others, which wait as long as the store's own timeout.
 
     Raises:

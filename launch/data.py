@@ -123,11 +123,8 @@ class ByteStream:
     `num_ranks * batch_size` consecutive windows, a rank takes its own `batch_size`.
 
     Args:
-        windows: the training text.
         batch_size: sequences of one batch, per rank.
         rank: place among the data-parallel ranks.
-        num_ranks: data-parallel ranks.
-        seed: decides the order.
         position: windows that all ranks together have consumed; the whole state of a stream.
     """
 

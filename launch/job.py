@@ -40,8 +40,6 @@ def run_job(
     Args:
         asked: the options. A run that is resumed on other ranks keeps the sequences of a step, so the batch
             of a rank may differ from these.
-        place: of this process.
-        stop: requests an early end.
         lock: not yet taken; released by the caller.
         sets_batch: whether the command sets the batch for the present ranks, see `command_sets_batch`.
 

@@ -50,8 +50,6 @@ def make_loggers(options: JobOptions, folder: Path, first_step: int) -> list[Rep
     """The loggers that the options name.
 
     Args:
-        options: the job's.
-        folder: of the run.
         first_step: the step that training goes on from; what an earlier process logged after it is dropped.
     """
     return [

@@ -48,17 +48,7 @@ class StepTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """Trains a state in a world.
-
-    Args:
-        options: the job's.
-        world: the ranks.
-        held_out: the validation text.
-        stop: asks for an early end.
-        reporter: takes the records.
-        saver: makes the checkpoints.
-        profiler: profiles some steps.
-    """
+    """Trains a state in a world."""
 
     options: JobOptions
     world: World

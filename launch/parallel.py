@@ -134,9 +134,6 @@ class World:
     """This rank's place, device and meshes.
 
     Args:
-        place: of this process.
-        layout: sizes of the mesh axes.
-        device: of the model.
         compute_dtype: arithmetic of the blocks.
         dp_mesh: the mesh that shards parameters, if any.
         tp_mesh: the mesh of tensor parallelism, if any.

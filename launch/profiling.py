@@ -34,13 +34,7 @@ def require_gpu_for_snapshots(options: ProfileOptions, device: torch.device) -> 
 
 @dataclass(slots=True)
 class StepProfiler:
-    """Profiles the steps that the options name, on this rank.
-
-    Args:
-        options: which steps to profile.
-        folder: where traces and snapshots go.
-        rank: of this process, for their names.
-    """
+    """Profiles the steps that the options name, on this rank."""
 
     options: ProfileOptions
     folder: Path

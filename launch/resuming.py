@@ -19,8 +19,6 @@ class EarlierRun:
     """A run when it last started.
 
     Args:
-        options: as given.
-        ranks: number of ranks.
         batch_ranks: number of data-parallel ranks that the options of the batch were given for.
     """
 
@@ -86,12 +84,6 @@ def batch_ranks(
     """The number of data-parallel ranks that the options of the batch are meant for.
 
     These are the present ranks, unless a run is resumed with its batch unchanged.
-
-    Args:
-        options: as given.
-        before: the run that is resumed.
-        num_dp_ranks: present ranks.
-        sets_batch: see `command_sets_batch`.
     """
     if before is None or sets_batch or _batch(options) != _batch(before.options):
         return num_dp_ranks
@@ -114,8 +106,6 @@ def with_same_batch(options: JobOptions, meant_for: int, num_dp_ranks: int) -> J
 
     Args:
         options: for `meant_for` data-parallel ranks.
-        meant_for: see `batch_ranks`.
-        num_dp_ranks: present ranks.
 
     Raises:
         BadSettings: the sequences of a step do not divide by the number of ranks.

@@ -26,7 +26,6 @@ class RunFolder:
     """Where a run writes.
 
     Args:
-        path: the folder.
         is_new: whether this process made it; otherwise the run that began there goes on.
     """
 
@@ -139,9 +138,6 @@ def write_config(folder: Path, options: JobOptions, world: World, batch_ranks: i
     """Write all options and the environment of the run.
 
     Args:
-        folder: of the run.
-        options: as given.
-        world: the ranks.
         batch_ranks: number of data-parallel ranks that the options of the batch are meant for.
     """
     environment = {

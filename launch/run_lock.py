@@ -10,8 +10,8 @@ import os
 import socket
 import time
 import warnings
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import TextIO
 
 from aotdist.errors import AotdistError, BadSettings
@@ -27,23 +27,11 @@ class RunInUse(AotdistError):
     """Another process trains in the folder of this run."""
 
 
-class RunLock:
+class RunLock(ExitStack):
     """What rank 0 takes before it writes into a run's folder; other ranks have one that is never taken.
 
     Leaving the context releases the lock.
     """
-
-    def __init__(self) -> None:
-        self._file: TextIO | None = None
-
-    def __enter__(self) -> RunLock:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
 
     def take(self, folder: Path) -> None:
         """Locks the folder; waits up to `PATIENCE_S` for a process of another machine to end.
@@ -53,11 +41,11 @@ class RunLock:
             BadSettings: the folder cannot be written.
         """
         try:
-            self._file = (folder / LOCK_FILE).open("a+")
-            _wait_for(self._file, folder)
-            self._file.truncate(0)
-            self._file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}")
-            self._file.flush()
+            file = self.enter_context((folder / LOCK_FILE).open("a+"))
+            _wait_for(file, folder)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}")
+            file.flush()
         except OSError as error:
             raise unwritable(folder, error) from error
 

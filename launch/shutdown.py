@@ -8,9 +8,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FrameType, TracebackType
+from collections.abc import Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -50,7 +50,7 @@ class Interrupted(Exception):
         self.signal_number = signal_number
 
 
-class StopRequest:
+class StopRequest(ExitStack):
     """Turns the first SIGINT or SIGTERM into a request, which the loop reads between steps.
 
     A second signal acts at once. torchrun's SIGTERM after another rank's death does not interrupt the report
@@ -58,19 +58,13 @@ class StopRequest:
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.signal_number: int | None = None
-        self._previous: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._receive)
+            self.callback(signal.signal, number, signal.signal(number, self._receive))
         return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
 
     def ask(self, number: int) -> None:
         """Acts as a first signal would."""

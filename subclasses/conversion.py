@@ -20,9 +20,6 @@ class ConvertedLayer:
     """A linear layer of another class, and how to undo that.
 
     Args:
-        path: its name in the module that was converted.
-        linear: the layer.
-        new_class: its class now.
         names: of the attributes and buffers that it was given.
         weights: its weight before and now, if it was given another.
     """

@@ -45,7 +45,6 @@ class Float8Converted:
     """What `to_float8` did; `print` it.
 
     Args:
-        recipe: the recipe.
         converted: paths of the layers that multiply in 8 bits now.
         skipped: why each of the other linear layers does not, by path.
     """

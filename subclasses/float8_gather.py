@@ -46,7 +46,6 @@ class Float8GatherWeight(torch.Tensor):
     Args:
         weight: (out_features, in_features), of 16 or 32 bits.
         scale: fp32 scalar, see `WeightScales`; all shards and views of a weight share one object.
-        scales: computes the scale.
     """
 
     weight: torch.Tensor

@@ -21,7 +21,6 @@ class _Seen(NamedTuple):
     """A matrix at its latest compression.
 
     Args:
-        meta: its metadata.
         state: shows whether it has changed: versions of values and metadata, address of the values, and the
             stream that compressed it, since another stream would have to wait.
         form: cuSPARSELt's, from the second compression on.

@@ -33,11 +33,6 @@ class Region(Compiled):
 
     Attributes:
         name: the frame that Dynamo compiled: `forward [0/0]`.
-
-    Args:
-        gm: the graph.
-        backend: turns graphs into callables.
-        settings: how to compile.
     """
 
     def __init__(self, gm: GraphModule, backend: Backend, settings: Settings) -> None:
@@ -111,9 +106,7 @@ def compile_graph(
     """Compile one graph of Dynamo.
 
     Args:
-        gm: the graph.
         example_inputs: of its first call; if they are fake, the first call compiles.
-        code_backend: turns graphs into callables.
         settings: how to compile; Dynamo decides which sizes are dynamic.
     """
     skip_our_frames()

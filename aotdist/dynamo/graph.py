@@ -64,8 +64,6 @@ class DynamoGraph:
     """A graph, and its inputs.
 
     Args:
-        gm: the graph.
-        inputs: of the graph, in order.
         left_grad_mode: the grad mode that the graph leaves behind; None if it does not set it.
         objects: arguments that are neither tensors nor constants, by a unique name. They are kept alive, so
             that no other object gets their address.
@@ -187,11 +185,7 @@ def _reads_number(node: Node) -> bool:
 
 
 class Replay(Interpreter):
-    """Runs a graph; a trace records the user's source lines instead of those of the graph's code.
-
-    Args:
-        gm: the graph.
-    """
+    """Runs a graph; a trace records the user's source lines instead of those of the graph's code."""
 
     def __init__(self, gm: GraphModule) -> None:
         super().__init__(gm)

@@ -21,13 +21,7 @@ from aotdist.torch_seam.dynamo import compiling_tapes, forget_tapes
 
 @dataclass(frozen=True, slots=True)
 class _TapeCompiler:
-    """Compiles tapes; compilers that are equal share the tapes that PyTorch has cached.
-
-    Args:
-        backend: as the user named it.
-        settings: how to compile.
-        dynamic: of `torch.compile`.
-    """
+    """Compiles tapes; compilers that are equal share the tapes that PyTorch has cached."""
 
     backend: str | Compiler | Backend
     settings: Settings

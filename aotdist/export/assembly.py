@@ -40,7 +40,6 @@ class Assembly:
     """Builds the exported graph of a trace.
 
     Args:
-        traced: the trace.
         prefix: name of the inputs, with a place for their number.
         loss: the result whose gradient is one. Without, each result that requires grad has a tangent.
     """
@@ -150,7 +149,6 @@ class Assembly:
         """The new node of a result, or the constant that it is.
 
         Args:
-            position: which result.
             before: position in the order of effects at which its value is taken; None for the end.
         """
         made = self._facts.order.index(position)

@@ -168,9 +168,6 @@ def _signature_of(
     """Names of what a graph takes and returns.
 
     Args:
-        gm: the graph.
-        traced: the trace that it was made of.
-        in_spec: of the signature.
         mutated: inputs whose new values are the first results.
         graded: inputs whose gradients are the last results.
         loss: position of the loss among the program's results, if any.

@@ -59,7 +59,6 @@ def save(exported: GraphModule | tuple[GraphModule, GraphSignature | None], path
     Args:
         exported: what `aot_export_module`, `aot_export_joint_simple` or `load` returned; the graph may have
             been edited since.
-        path: of the file.
 
     Raises:
         BadSettings: `exported` is something else, or the file cannot be written.
@@ -96,9 +95,6 @@ def load(path: str | Path) -> Exported:
 
     Nothing is unpickled, imported or traced. A graph calls any operator that is registered: load what you
     would run.
-
-    Args:
-        path: of the file.
 
     Raises:
         BadArtifact: the file is damaged, was saved by other versions, holds something else than an exported

@@ -44,7 +44,6 @@ class Input:
 
     Args:
         path: its name in messages; that of a parameter or a buffer is its qualified name.
-        value: a tensor, or a constant.
         kind: where it comes from.
     """
 
@@ -59,14 +58,7 @@ class Input:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The call that is exported.
-
-    Args:
-        target: the module or function.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        state: see `state_of`.
-    """
+    """The call that is exported."""
 
     target: Any
     args: tuple[Any, ...]
@@ -103,8 +95,6 @@ class ExportTrace:
 
     Args:
         trace: graph and facts; its primals are the tensors among `inputs`, then what else the program reads.
-        inputs: inputs of the exported graph.
-        requires_grad: whether each result requires grad.
         cloned: results that were cloned, to be tensors of their own.
     """
 
@@ -140,8 +130,6 @@ def trace_for_export(
     """Trace a call. Every name of a parameter is an input, also where parameters are tied.
 
     Args:
-        call: the call.
-        decompositions: operators to break up.
         loss: which result is the loss, if any.
         fresh: results to clone, so that no result is an input or another result.
         settings: whether sizes of the arguments get symbols.

@@ -59,7 +59,6 @@ class _Layout:
 
     Args:
         gm: the graph; it is edited.
-        constant: its constant nodes.
     """
 
     def __init__(self, gm: GraphModule, constant: set[Node]) -> None:

@@ -40,7 +40,6 @@ def constant_nodes(gm: GraphModule, state: Collection[str]) -> set[Node]:
     """Nodes whose value is the same in every call.
 
     Args:
-        gm: the graph.
         state: names of the inputs that are parameters and buffers.
     """
     found: set[Node] = set()
@@ -66,11 +65,7 @@ def _computes_alone(node: Node) -> bool:
 
 
 class Constants:
-    """The constants of all calls of one module.
-
-    Args:
-        state: parameters and buffers.
-    """
+    """The constants of all calls of one module."""
 
     def __init__(self, state: FrozenState) -> None:
         self._state = state
@@ -91,7 +86,6 @@ class Constants:
         Memory of results is allocated at each call, as in eager: the caller may write it.
 
         Args:
-            gm: the graph.
             state: names of parameters and buffers, by the input that each is.
 
         Returns:

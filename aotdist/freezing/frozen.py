@@ -37,13 +37,6 @@ class Frozen(Compiled):
 
     Constants are computed once for all calls. `.source`, `.graphs` and `.explain()` are those of all compiled
     callables.
-
-    Args:
-        module: the module, in evaluation mode.
-        backend: turns graphs into callables.
-        settings: how to compile.
-        edits: of graphs before they are folded.
-        discard_parameters: empty the module's parameters once a call is compiled.
     """
 
     def __init__(

@@ -41,13 +41,7 @@ def frozen_program(
     """Trace one call of a module and compute what depends on its state alone.
 
     Args:
-        module: the module, in evaluation mode.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
-        state: its parameters and buffers.
         constants: those of earlier calls; new ones are added.
-        edits: of the graph before it is folded.
-        settings: how to compile.
 
     Raises:
         UnsupportedProgram: the module writes its state, or cannot be expressed as a graph.
@@ -114,7 +108,6 @@ class FrozenProgram:
         holder: a module whose buffers are the constants; a trace replaces these with its stand-ins.
         written: positions of the leaves that are written; their new values are the first results.
         same: results that are a written leaf, with the position of the leaf.
-        spec: structure of the result.
         symbols: sizes that are symbols in the graph: name, position of the leaf, dimension.
         guards: conditions on these symbols that the graph relies on.
     """
@@ -148,12 +141,7 @@ class FrozenProgram:
 
 
 class _Lines(Interpreter):
-    """Runs a folded graph; a trace records the source lines and modules of its nodes.
-
-    Args:
-        gm: the graph.
-        holder: the module that has the constants.
-    """
+    """Runs a folded graph; a trace records the source lines and modules of its nodes."""
 
     def __init__(self, gm: GraphModule, holder: nn.Module) -> None:
         super().__init__(gm)

@@ -22,11 +22,7 @@ from aotdist.torch_seam.modules import compiled_call_of, set_compiled_call
 
 
 class FrozenState:
-    """Parameters and buffers of a module; tied ones have the first of their names.
-
-    Args:
-        module: the module.
-    """
+    """Parameters and buffers of a module; tied ones have the first of their names."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = named_modules([("", module)])

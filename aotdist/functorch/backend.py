@@ -31,11 +31,8 @@ class FunctorchBackend:
     """Cuts joint graphs with the user's partition, and hands graphs to the user's compilers.
 
     Args:
-        compilers: of the user.
-        partition_fn: of the user; cuts the joint graph.
         num_params_buffers: how many of the first tensors are parameters and buffers.
         writes_in_graph: whether forwards copy new values to their inputs instead of returning them.
-        settings: for the passes before the cut.
     """
 
     compilers: CallableBackend

@@ -48,8 +48,6 @@ class TextFacts:
 
     Args:
         seq_len: bytes of a window.
-        seed: of the order of windows.
-        sha256: of the text.
     """
 
     seq_len: int
@@ -62,11 +60,9 @@ class Heading:
     """The state of training at a checkpoint, without tensors.
 
     Args:
-        step: optimizer steps taken.
         position: windows of the text that all ranks together have consumed.
         validated: the step after which the model was last validated.
         layout: sizes of the mesh axes: replicas, shards, tensor parallel.
-        text: the text that `position` is in.
     """
 
     step: int
@@ -89,11 +85,9 @@ class Manifest:
     """A checkpoint but for the values of its tensors.
 
     Args:
-        heading: state of training.
         tensors: dtype and whole shape of each, as `float32[64, 32]`.
         files: by name, within the checkpoint's folder.
         versions: of aotdist and torch that wrote it.
-        format: see `FORMAT`.
     """
 
     heading: Heading

@@ -46,10 +46,7 @@ def resume(state: TrainState, root: Path, world: World, text: TextFacts) -> Resu
     """Load the latest checkpoint that is not damaged; every rank must take part.
 
     Args:
-        state: is overwritten.
-        root: the run's folder of checkpoints.
         world: the ranks; another number than saved the checkpoint will do.
-        text: that training reads now.
 
     Raises:
         BadCheckpoint: all checkpoints are damaged, or the latest good one is of another model.

@@ -37,8 +37,6 @@ class _Save:
     """A save in progress.
 
     Args:
-        step: of the checkpoint.
-        future: done when the save has ended.
         started: its start, by `time.perf_counter`.
         waited_s: seconds that training has waited for it.
         ended: its end; 0 before.
@@ -57,9 +55,7 @@ class Saver:
     Leaving the context waits for the save in progress, unless a rank is lost, which would never end it.
 
     Args:
-        root: the run's folder of checkpoints.
         options: when to save, and how many checkpoints to keep.
-        world: the ranks.
         text: that training reads, for the manifests.
         saved: the step of the checkpoint that training resumes from.
     """

@@ -39,10 +39,6 @@ class TrainState:
     """All that training changes.
 
     Args:
-        model: its parameters and buffers.
-        optimizer: its moments.
-        stream: its position in the text.
-        step: optimizer steps taken.
         validated: the step after which the model was last validated.
     """
 
@@ -169,9 +165,6 @@ class _IndexUnpickler(pickle.Unpickler):
 
 class CheckedReader(FileSystemReader):
     """PyTorch's reader, which loads tensors with `weights_only`; the index may hold listed classes only.
-
-    Args:
-        folder: of the checkpoint.
 
     Raises:
         BadCheckpoint: the index cannot be read, or holds something else.

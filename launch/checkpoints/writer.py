@@ -55,7 +55,6 @@ class AtomicWriter(FileSystemWriter):
 
     Args:
         root: the run's folder of checkpoints, which all ranks see.
-        heading: of this checkpoint.
         keep: how many of the latest checkpoints to keep; 0 for all.
     """
 

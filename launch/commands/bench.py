@@ -54,12 +54,9 @@ class _Contender:
     """One way to run the step.
 
     Args:
-        name: in the table.
         step: runs the step, and returns its results and gradients.
         first_s: seconds of the first step, which compiles.
-        results: of the first step.
         failure: why it has no results; empty if it has.
-        seconds: of each later step.
         peak: MiB of tensors that a step allocates at its peak.
     """
 

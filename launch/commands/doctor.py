@@ -62,9 +62,7 @@ class Finding:
     """The result of a check.
 
     Args:
-        subject: what was checked.
         state: `limited` if something is missing that not everybody needs.
-        what: in words.
         fix: empty if nothing is missing.
     """
 
