@@ -10,7 +10,7 @@ import os
 import socket
 import time
 import warnings
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -43,6 +43,7 @@ class RunLock(ExitStack):
         try:
             file = self.enter_context((folder / LOCK_FILE).open("a+"))
             _wait_for(file, folder)
+            self.callback(_unlock, file)
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}, since {time.ctime()}")
             file.flush()
@@ -72,6 +73,12 @@ def _locked(file: TextIO, kind: int, folder: Path) -> bool:
             stacklevel=2,
         )
     return True
+
+
+def _unlock(file: TextIO) -> None:
+    """Release the lock explicitly: a process that was forked meanwhile holds it as well."""
+    with suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_UN)
 
 
 def _holder(file: TextIO) -> str:

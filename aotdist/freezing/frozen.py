@@ -18,13 +18,13 @@ from aotdist.codegen.contract import Backend
 from aotdist.codegen.fx import FxBackend
 from aotdist.compiled import Compiled
 from aotdist.compiling import Compiling
-from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.errors import BadSettings
 from aotdist.export.refusals import refuse_arguments
 from aotdist.freezing import batch_norm
 from aotdist.freezing.channels_last import lay_channels_last
 from aotdist.freezing.folding import Constants
 from aotdist.freezing.program import Edit, frozen_program
-from aotdist.freezing.state import FrozenState
+from aotdist.freezing.state import FrozenState, unsupported
 from aotdist.origins import short_tracebacks
 from aotdist.runtime.artifact import Artifact, Artifacts
 from aotdist.settings import Settings, settings_of
@@ -175,10 +175,9 @@ def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise BadSettings(f"cannot freeze a {type(module).__name__}", stage="freeze", fix="pass a module")
     if communicates_around(module) or module_rules(module):
-        raise UnsupportedProgram(
+        raise unsupported(
             f"this {type(module).__name__} communicates in hooks: what it has is spread over ranks",
-            stage="freeze",
-            fix="freeze the plain module on each rank, or compile without freezing: `aotdist.compile`",
+            "freeze the plain module on each rank, or compile without freezing: `aotdist.compile`",
         )
     _refuse_training(module)
 
@@ -187,11 +186,8 @@ def _refuse_training(module: nn.Module) -> None:
     for path, part in module.named_modules():
         if part.training:
             name = f"`{path}` ({type(part).__name__})" if path else f"this {type(part).__name__}"
-            raise UnsupportedProgram(
-                f"{name} is in training mode, and what is frozen is never trained",
-                stage="freeze",
-                fix="call `eval()` on the module first",
-            )
+            what = f"{name} is in training mode, and what is frozen is never trained"
+            raise unsupported(what, "call `eval()` on the module first")
 
 
 def _refuse_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -202,8 +198,5 @@ def _refuse_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         arguments, tensors, _ = read_arguments(args, kwargs)
         pairs = zip(arguments.tensor_paths(), tensors, strict=True)
         path = next(path for path, tensor in pairs if tensor.requires_grad)
-        raise UnsupportedProgram(
-            f"`{path}` requires grad, and nothing that is frozen is differentiated",
-            stage="freeze",
-            fix="call it under `torch.no_grad()`, or pass it detached",
-        )
+        what = f"`{path}` requires grad, and nothing that is frozen is differentiated"
+        raise unsupported(what, "call it under `torch.no_grad()`, or pass it detached")

@@ -17,7 +17,7 @@ from aotdist.export.export_module import refuse_writes
 from aotdist.export.trace import Call, ExportTrace, state_of, trace_for_export
 from aotdist.facts import DataWritten, IsInput, OutputFact, ViewOfInput, ViewOfOutput
 from aotdist.freezing.folding import Constants
-from aotdist.freezing.state import FrozenState
+from aotdist.freezing.state import FrozenState, unsupported
 from aotdist.origins import set_current_line, set_current_module
 from aotdist.program import OutIdx
 from aotdist.settings import Settings
@@ -172,11 +172,8 @@ def _refuse_state_writes(traced: ExportTrace) -> None:
     for position, fact in enumerate(outputs):
         fact = _of_base(fact, outputs)
         if isinstance(fact, ViewOfInput) and isinstance(facts.inputs[fact.base], DataWritten):
-            raise UnsupportedProgram(
-                f"`out[{position}]` is a view of `{leaves[fact.base].path}`, which is written",
-                stage="freeze",
-                fix="return a clone of it, or take the view outside",
-            )
+            what = f"`out[{position}]` is a view of `{leaves[fact.base].path}`, which is written"
+            raise unsupported(what, "return a clone of it, or take the view outside")
 
 
 def _of_base(fact: OutputFact, outputs: list[OutputFact]) -> OutputFact:
@@ -186,8 +183,7 @@ def _of_base(fact: OutputFact, outputs: list[OutputFact]) -> OutputFact:
 
 
 def _written(path: str) -> UnsupportedProgram:
-    return UnsupportedProgram(
+    return unsupported(
         f"`{path}` is written by a call, and frozen state stays as it is",
-        stage="freeze",
-        fix="pass it as an argument and return its new value, or compile without freezing: `aotdist.compile`",
+        "pass it as an argument and return its new value, or compile without freezing: `aotdist.compile`",
     )

@@ -21,6 +21,11 @@ from aotdist.subclasses.protocol import is_real, is_wrapper
 from aotdist.torch_seam.modules import compiled_call_of, set_compiled_call
 
 
+def unsupported(what: str, fix: str) -> UnsupportedProgram:
+    """The error for a module, or a call of it, that cannot be frozen."""
+    return UnsupportedProgram(what, stage="freeze", fix=fix)
+
+
 class FrozenState:
     """Parameters and buffers of a module; tied ones have the first of their names."""
 
@@ -47,10 +52,8 @@ class FrozenState:
         paths = {id(self._shells.get(one.path, one.value)): one.path for one in self._held}
         for name, tensor in tensors.items():
             if id(tensor) not in paths:
-                raise UnsupportedProgram(
-                    f"`{name}` was not there when its module was frozen",
-                    stage="freeze",
-                    fix="freeze the module again",
+                raise unsupported(
+                    f"`{name}` was not there when its module was frozen", "freeze the module again"
                 )
         return {name: paths[id(tensor)] for name, tensor in tensors.items()}
 
@@ -62,10 +65,9 @@ class FrozenState:
         """
         found = self._values.get(path)
         if found is None:
-            raise UnsupportedProgram(
+            raise unsupported(
                 f"this call needs `{path}`, which was discarded: no call before it needed the same of it",
-                stage="freeze",
-                fix="freeze without `discard_parameters`, and discard them after each kind of call was made",
+                "freeze without `discard_parameters`, and discard them after each kind of call was made",
             )
         return found
 
@@ -81,11 +83,8 @@ class FrozenState:
             owner, key = one.places[0]
             is_same = owner.get(key) is one.value
             if not is_same or version_of(one.value) != self._versions[one.path]:
-                raise UnsupportedProgram(
-                    f"`{one.path}` was {'written' if is_same else 'replaced'} after its module was frozen",
-                    stage="freeze",
-                    fix="freeze the module again: what is frozen shares memory with it",
-                )
+                what = f"`{one.path}` was {'written' if is_same else 'replaced'} after its module was frozen"
+                raise unsupported(what, "freeze the module again: what is frozen shares memory with it")
 
     def refuse_discarded(self) -> None:
         """Refuse to copy a module whose parameters were discarded.
@@ -94,11 +93,8 @@ class FrozenState:
             UnsupportedProgram: they were.
         """
         if self._shells:
-            raise UnsupportedProgram(
-                "what was frozen with `discard_parameters` cannot be copied: its parameters are gone",
-                stage="freeze",
-                fix="copy the module before, and freeze both",
-            )
+            what = "what was frozen with `discard_parameters` cannot be copied: its parameters are gone"
+            raise unsupported(what, "copy the module before, and freeze both")
 
     def discard_parameters(self) -> None:
         """Free the memory of the parameters, and let calls of the module raise.
@@ -139,11 +135,8 @@ class FrozenState:
 
 def _refuse_without_parameters(name: str, *args: Any, **kwargs: Any) -> NoReturn:
     """Runs in place of a call, or of `state_dict`, of a module without its parameters."""
-    raise UnsupportedProgram(
-        f"the parameters of {name} are gone: it was frozen with `discard_parameters`",
-        stage="freeze",
-        fix="call what `aotdist.freeze` returned, or make the module again",
-    )
+    what = f"the parameters of {name} are gone: it was frozen with `discard_parameters`"
+    raise unsupported(what, "call what `aotdist.freeze` returned, or make the module again")
 
 
 def _shell(tensor: torch.Tensor) -> torch.Tensor:
