@@ -1,4 +1,4 @@
-"""The graph of a function of flat tuples, called just like the function."""
+"""Export of a function of flat tuples, without a signature."""
 
 from __future__ import annotations
 
@@ -35,19 +35,19 @@ def aot_export_joint_simple(
     num_params_buffers: int = 0,
     decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
 ) -> GraphModule:
-    """The graph of a function that takes and returns flat tuples, called just like the function.
+    """The graph of a function that takes and returns flat tuples; it is called like the function.
 
-    With `trace_joint`, if a result requires grad, it is a joint graph: `(primals, tangents)` to
-    `(results, gradients)`, with one tangent for each result that requires grad, and one gradient, or None,
-    for each primal.
+    With `trace_joint`, if a result requires grad, it is a joint graph: `(primals, tangents)` to `(results,
+    gradients)`, with one tangent for each result that requires grad, and one gradient, or None, for each
+    primal.
 
     Arguments may be fake tensors, all of one `FakeTensorMode`: the trace runs in it.
 
     Args:
-        func: writes no input; no result is an input or a view of one.
+        func: may not write inputs, or return an input or a view of one.
         args: tensors and constants.
-        trace_joint: trace the backward too. Without, the function runs under `no_grad`.
-        num_params_buffers: how many of the first arguments are parameters and buffers; makes no difference.
+        trace_joint: trace the backward, too. Otherwise the function runs under `no_grad`.
+        num_params_buffers: ignored.
         decompositions: operators to break up.
 
     Raises:
@@ -64,7 +64,7 @@ def aot_export_joint_simple(
         _refuse_what_is_not_simple(traced)
         repeated = [k for k, fact in enumerate(traced.outputs()) if isinstance(fact, ViewOfOutput)]
         if traced.trace.has_backward() and repeated:
-            # A tensor that is returned twice gets two tangents.
+            # A tensor that is returned twice has two tangents: trace again, with clones.
             traced = trace_for_export(call, table, fresh=repeated)
     joint = traced.trace.has_backward()
     assembly = Assembly(traced, prefix="primals_{}" if joint else "arg{}_1")
