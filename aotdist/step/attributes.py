@@ -7,6 +7,7 @@ and what it reads there is what a program is specialised on.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import operator
 import types
@@ -19,7 +20,8 @@ import torch
 
 from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant, is_same
-from aotdist.capture.source import ABSENT
+from aotdist.capture.source import Source
+from aotdist.capture.watched import Watched
 from aotdist.errors import UnsupportedProgram
 
 _CONTAINERS = (dict, list, set, deque)
@@ -27,84 +29,71 @@ _OF_SCHEDULES = "_opt_called"
 """An attribute of optimizers by which schedules tell that there was a step."""
 
 
-@dataclass(frozen=True, slots=True)
-class Container:
-    """A container, or the attributes of an object, and what was in it.
+def watched_attributes(owner: Any, apart: Iterable[Any]) -> list[Watched]:
+    """The attributes of an object and the containers in them, except those in `apart`, as they are now."""
+    return [watched(path, container, is_same) for path, container in _containers(owner, apart)]
+
+
+def watched(path: str, container: Any, same: Callable[[Any, Any], bool] = operator.is_) -> Watched:
+    """Watches a container for changes.
 
     Args:
-        path: where it hangs on its owner; nothing for the owner's own attributes.
-        now: the container.
-        before: a copy of it.
+        path: its place on its owner, for messages.
+        container: a dictionary, a list, a set or a deque.
+        same: whether an item is the one that was there before.
     """
+    place = Source(path, container)
+    if isinstance(container, (set, deque)):
+        read = functools.partial(tuple[Any, ...], container)
+        return Watched(place, container, read(), read, None, same)
 
-    path: str
-    now: Any
-    before: Any
+    def items() -> Any:
+        return container
 
-    def changed(self) -> Iterator[str]:
-        """Places that hold something else by now; the whole container where others are there."""
-        if isinstance(self.now, dict):
-            for key in self.now.keys() | self.before.keys():
-                if not is_same(self.now.get(key, ABSENT), self.before.get(key, ABSENT)):
-                    yield _path(self.path, key)
-        elif len(self.now) != len(self.before):
-            yield self.path
-        elif isinstance(self.now, set):
-            if self.now != self.before:
-                yield self.path
-        else:
-            for at, (now, before) in enumerate(zip(self.now, self.before, strict=True)):
-                if not is_same(now, before):
-                    yield _path(self.path, at)
+    def entry(_: int, key: Any) -> Source:
+        return place.item(key, _path(path, key))
 
-    def is_as_before(self) -> bool:
-        """Whether it holds the very objects that it held."""
-        now, before = self.now, self.before
-        if len(now) != len(before) or isinstance(now, set):
-            return now == before
-        if isinstance(now, dict):
-            return all(now.get(key, ABSENT) is item for key, item in before.items())
-        return all(map(operator.is_, now, before))
+    return Watched(place, container, container.copy(), items, entry, same)
 
-    def layout(self, ignored: Collection[int]) -> Hashable:
-        """Constants in it, and which objects else, without those `ignored`: what a step is specialised on."""
-        items = self.before
-        if isinstance(items, dict):
-            marks = ((_mark(key), _mark(item)) for key, item in items.items() if id(item) not in ignored)
-            return self.path, tuple(mark for mark in marks if mark[0] != (str, _OF_SCHEDULES))
-        return self.path, (frozenset if isinstance(items, set) else tuple)(map(_mark, items))
+
+def layout_of(attributes: Watched, ignored: Collection[int]) -> Hashable:
+    """What a step is specialised on: constants in a container and the identities of other objects.
+
+    Args:
+        attributes: the container.
+        ignored: identities of objects that do not count.
+    """
+    path, items = attributes.place.path, attributes.before
+    if isinstance(items, dict):
+        marks = ((_mark(key), _mark(item)) for key, item in items.items() if id(item) not in ignored)
+        return path, tuple(mark for mark in marks if mark[0] != (str, _OF_SCHEDULES))
+    return path, (frozenset if isinstance(attributes.held, set) else tuple)(map(_mark, items))
 
 
 @contextlib.contextmanager
 def unchanged(
     owner: Any, refusal: Callable[[str], UnsupportedProgram], apart: Iterable[Any]
 ) -> Generator[None]:
-    """What runs inside leaves the attributes of `owner` as they are, or they are put back.
+    """Refuse what changes the attributes of `owner` inside of the context, and put them back.
 
     Args:
         owner: the object.
-        refusal: what to raise, given what has changed.
+        refusal: the error to raise, given the path of what has changed.
         apart: containers that may change.
 
     Raises:
         UnsupportedProgram: something has changed.
     """
-    held = containers_of(owner, apart)
+    attributes = watched_attributes(owner, apart)
     try:
         yield
-        for path in (path for container in held for path in container.changed()):
-            if path != _OF_SCHEDULES:
-                raise refusal(path)
+        for place, _, _ in (change for each in attributes for change in each.changed()):
+            if place.path != _OF_SCHEDULES:
+                raise refusal(place.path)
     except BaseException:
-        for container in held:
-            refill(container.now, container.before)
+        for each in attributes:
+            each.undo()
         raise
-
-
-def refill(container: Any, items: Any) -> None:
-    """Let a list, dictionary, set or deque hold these items, and no others."""
-    container.clear()
-    (container.extend if isinstance(container, (list, deque)) else container.update)(items)
 
 
 def methods_of(owner: Any) -> tuple[types.FunctionType, ...]:
@@ -132,11 +121,6 @@ def _containers(owner: Any, apart: Iterable[Any] = ()) -> Iterator[tuple[str, An
             yield path, value
             items = value.items() if isinstance(value, dict) else enumerate(value)
             waiting += [(_path(path, key), item) for key, item in items if not _is_apart(item)]
-
-
-def containers_of(owner: Any, apart: Iterable[Any]) -> list[Container]:
-    """The attributes of an object, and what hangs on them, without the containers that are `apart`."""
-    return [Container(path, value, value.copy()) for path, value in _containers(owner, apart)]
 
 
 def _mark(value: Any) -> Hashable:
