@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 import types
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, MappingView
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from aotdist.capture.constants import is_constant, is_leaf, is_unreadable
 from aotdist.capture.leaked_tensors import attributes_of, hides_traced, refusal
+from aotdist.capture.source import built_in_class_of, kept_by
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree, tree_children
@@ -110,14 +110,7 @@ def slots_of(value: Any) -> dict[str, Any]:
 
 def items_of(value: Any) -> Any:
     """The items of an object of a subclass of `list` or `dict`, as a `list` or `dict`; None of any other."""
-    if isinstance(value, dict):
-        return dict(_dict_of(value).items(value))
-    return list.copy(value) if isinstance(value, list) else None
-
-
-def _dict_of(value: dict[Any, Any]) -> type[dict[Any, Any]]:
-    """Whose methods are those of no user: an `OrderedDict` does not see what those of `dict` change."""
-    return OrderedDict if isinstance(value, OrderedDict) else dict
+    return kept_by(value) if isinstance(value, (list, dict)) else None
 
 
 def make_instance(cls: type) -> Any:
@@ -136,7 +129,7 @@ def fill_instance(made: Any, attributes: dict[str, Any], items: list[Any] | dict
             own[name] = value
     if isinstance(items, dict):
         for key, item in items.items():
-            _dict_of(made).__setitem__(made, key, item)
+            built_in_class_of(made).__setitem__(made, key, item)
     elif items is not None:
         list.extend(made, items)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import keyword
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -55,30 +56,25 @@ class Applied:
     function: Callable[[Any], Any]
 
 
-def keeper_of(container: Any) -> type[Any] | None:
-    """The base class whose `__getitem__` gets the items of a list, a tuple or a dictionary as they are kept.
+def built_in_class_of(container: Any) -> type[Any]:
+    """The class of Python's whose methods read and write the items of a list, tuple or dictionary as stored.
 
-    None if the container's own class does not override it.
+    Of any other container, its own class.
     """
-    if type(container) in (dict, list, tuple):
-        return None
-    kept = next(
-        (kind.__getitem__ for kind in (dict, list, tuple) if isinstance(container, kind)),
-        type(container).__getitem__,
-    )
-    if type(container).__getitem__ is kept:
-        return None
-    return next(cls for cls in type(container).__mro__ if cls.__getitem__ is kept)
+    return next((c for c in (OrderedDict, dict, list, tuple) if isinstance(container, c)), type(container))
+
+
+def keeper_of(container: Any) -> type[Any] | None:
+    """`built_in_class_of`, if the container's own class overrides its `__getitem__`; else None."""
+    cls = built_in_class_of(container)
+    return None if type(container).__getitem__ is cls.__getitem__ else cls
 
 
 def kept_by(container: Any) -> Any:
-    """A copy of what a list or a dictionary keeps, whatever its class makes of it."""
-    if type(container) is dict:
-        return container.copy()
-    cls: Any = keeper_of(container)
+    """What a list or a dictionary stores, as a plain list or dictionary, whatever its class makes of it."""
     if isinstance(container, dict):
-        return dict(container if cls is None else cls.items(container))
-    return list(container if cls is None else cls.__iter__(container))
+        return dict(built_in_class_of(container).items(container))
+    return list.copy(container)
 
 
 _WHOLE = slice(None)
