@@ -12,12 +12,7 @@ from typing import Any
 import torch
 
 from aotdist.aliasing.metadata import Change, another_name, lies_elsewhere
-from aotdist.aliasing.view_refusals import (
-    detached_since,
-    grows_as_a_view,
-    outgrown,
-    reshaped_since,
-)
+from aotdist.aliasing.view_refusals import detached_since, outgrown, reshaped_since, view_refusal
 from aotdist.aliasing.views import Opened, Root, ViewEntry, Views, share_memory
 from aotdist.facts import Around, Inside, ViewStep
 from aotdist.subclasses.protocol import around_one, is_wrapper, plain_tensors
@@ -120,7 +115,10 @@ class ViewLog:
         self._note(change)
         stays = grown is not None and former is not None and share_memory(former, tensor)
         if grown is not None and size.numel() and tensor in self.views and not stays:
-            raise grows_as_a_view()
+            raise view_refusal(
+                "a tensor is resized in place, and grows, while another shares its memory",
+                "clone it first, or make a tensor of the size that you need",
+            )
         if grown is not None and not stays:
             views = (entry.view for entry in self.views)
             self._outgrown |= {id(view): view for view in views if self.views.is_view_of(view, tensor)}

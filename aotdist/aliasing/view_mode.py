@@ -18,12 +18,7 @@ from torch.overrides import enable_reentrant_dispatch
 from aotdist.aliasing.metadata import INVERSES, Change, another_name, make_again
 from aotdist.aliasing.overwrite import all_uncounted, bump, rewind, written_uncounted
 from aotdist.aliasing.view_log import ViewLog, is_recorded
-from aotdist.aliasing.view_refusals import (
-    from_storage,
-    refuse_overlapping_write,
-    strided_in_place,
-    uncounted_with_history,
-)
+from aotdist.aliasing.view_refusals import refuse_overlapping_write, view_refusal
 from aotdist.aliasing.views import Opened, ViewEntry, lies_in
 from aotdist.facts import DETACH, ViewStep, data_of
 from aotdist.subclasses.protocol import is_wrapper
@@ -118,7 +113,11 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
             return self._log_in_place(func, args, kwargs)
         uncounted = written_uncounted(args)
         if uncounted and targets and is_recorded((*args, *kwargs.values())):
-            raise uncounted_with_history(func)
+            raise view_refusal(
+                f"`{func}` writes a list with wrappers while autograd records: in eager, views from before "
+                "keep the gradients that they had",
+                "write each by itself (`x.mul_(2)` for `torch._foreach_mul_([x], 2)`), or under `no_grad`",
+            )
         with all_uncounted(uncounted):
             return func(*args, **kwargs)
 
@@ -149,9 +148,15 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         """Log `view.t_()`: the view is one step further from its base then, and views of it are not."""
         op: Any = func
         if func is _AS_STRIDED_:
-            raise strided_in_place()
+            raise view_refusal(
+                "`as_strided_` lets a tensor show other elements in place",
+                "let it be another tensor: `x = x.as_strided(size, stride)`",
+            )
         if func in _FROM_STORAGES:
-            raise from_storage()
+            raise view_refusal(
+                "a tensor is set to a storage, which has no memory while it is captured",
+                "set it to a tensor: `x.set_(y)`",
+            )
         changed, *rest = args
         size, stride = changed.size(), changed.stride()
         former = None if func in INVERSES else another_name_from_below(changed)

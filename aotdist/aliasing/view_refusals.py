@@ -27,72 +27,40 @@ def refuse_overlapping_write(views: Views, func: OpOverload, target: torch.Tenso
         )
         if expanded or (strided and may_repeat(shown)):
             made = "an expanded" if expanded else "a strided"
-            raise _refusal(
+            raise view_refusal(
                 f"`{func}` writes through {made} tensor of size {list(shown.size())}, "
                 "whose elements share memory",
-                fix="write the tensor before it is expanded, or `clone` the expanded one first",
+                "write the tensor before it is expanded, or `clone` the expanded one first",
             )
         shown = None if entry is None else entry.base
 
 
 def detached_since(where: str | None = None) -> UnsupportedProgram:
     """An error for a view whose history is to be made again from that of its base, which has none now."""
-    return _refusal(
+    return view_refusal(
         "a view is used whose base was detached in place (`detach_`), and then written, after it was made",
-        fix="make the view afterwards, or detach a tensor of its own (`x = x.detach()`)",
-        where=where,
+        "make the view afterwards, or detach a tensor of its own (`x = x.detach()`)",
+        where,
     )
 
 
 def reshaped_since(how: str = "", where: str | None = None) -> UnsupportedProgram:
     """An error for a view whose base has been reshaped since, and has got a history; `how` says more."""
-    return _refusal(
+    return view_refusal(
         f"a view is used whose base was reshaped in place after it was made{how and f' ({how})'}",
-        fix="make the view afterwards, or reshape without writing (`t` for `t_`)",
-        where=where,
-    )
-
-
-def grows_as_a_view() -> UnsupportedProgram:
-    """An error for a tensor that grows while another shares its memory."""
-    return _refusal(
-        "a tensor is resized in place, and grows, while another shares its memory",
-        fix="clone it first, or make a tensor of the size that you need",
+        "make the view afterwards, or reshape without writing (`t` for `t_`)",
+        where,
     )
 
 
 def outgrown() -> UnsupportedProgram:
     """An error for a view whose base has moved to other memory since."""
-    return _refusal(
+    return view_refusal(
         "a view is used whose base grew in place, or was given another storage, after it was made",
-        fix="make the view afterwards, or resize the tensor before the compiled function",
+        "make the view afterwards, or resize the tensor before the compiled function",
     )
 
 
-def uncounted_with_history(func: OpOverload) -> UnsupportedProgram:
-    """An error for a write with history that autograd does not count, so that older views keep theirs."""
-    return _refusal(
-        f"`{func}` writes a list with wrappers while autograd records: in eager, views from before keep the "
-        "gradients that they had",
-        fix="write each by itself (`x.mul_(2)` for `torch._foreach_mul_([x], 2)`), or under `no_grad`",
-    )
-
-
-def strided_in_place() -> UnsupportedProgram:
-    """An error for a program that lets a tensor show other memory than it did, in place."""
-    return _refusal(
-        "`as_strided_` lets a tensor show other elements in place",
-        fix="let it be another tensor: `x = x.as_strided(size, stride)`",
-    )
-
-
-def from_storage() -> UnsupportedProgram:
-    """An error for a program that sets a tensor to a storage, of which a trace has none."""
-    return _refusal(
-        "a tensor is set to a storage, which has no memory while it is captured",
-        fix="set it to a tensor: `x.set_(y)`",
-    )
-
-
-def _refusal(what: str, *, fix: str, where: str | None = None) -> UnsupportedProgram:
+def view_refusal(what: str, fix: str, where: str | None = None) -> UnsupportedProgram:
+    """An error that names a line of the user's; without `where`, the one that is being traced."""
     return UnsupportedProgram(what, where=where or Origins().current() or None, stage="joint", fix=fix)
