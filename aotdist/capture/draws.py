@@ -9,7 +9,6 @@ data loaders from before the call nothing may be taken at all.
 from __future__ import annotations
 
 import builtins
-import copy
 import functools
 import pickle
 import random
@@ -50,7 +49,7 @@ def no_python_random(own: Iterable[tuple[str, Any]]) -> Generator[None]:
     names = {id(generator): f"`{name}`" for name, generator in own}
     names |= {id(generator): f"the generator of {name}" for name, _, generator in _SHARED}
     reached = {id(generator): generator for _, generator in own}
-    before = [(one, copy.deepcopy(_state(one))) for one in reached.values()]
+    before = [(one, _pickled_state(one)) for one in reached.values()]
     with ExitStack() as stack:
         for _, module, generator in _SHARED:
             if id(generator) not in reached:
@@ -86,28 +85,21 @@ def _functions_of(module: Any, generator: Any) -> Iterator[tuple[Any, str]]:
 _OF_STATES = ("getstate", "setstate", "get_state", "set_state")
 
 
-def _put_back(before: Iterable[tuple[Any, Any]]) -> list[Any]:
-    """The generators that were drawn from, with the states that they had, which they have again."""
-    # Arrays are in states, which no `==` compares.
-    drawn = [(one, state) for one, state in before if pickle.dumps(_state(one)) != pickle.dumps(state)]
-    for one, state in drawn:
-        _set_state(one, state)
-    return [one for one, _ in drawn]
+def _put_back(before: Iterable[tuple[Any, bytes]]) -> list[Any]:
+    """Restore the states of the generators that were drawn from; returns these generators."""
+    drawn = [(generator, state) for generator, state in before if _pickled_state(generator) != state]
+    for generator, state in drawn:
+        _core(generator).__setstate__(pickle.loads(state))
+    return [generator for generator, _ in drawn]
 
 
-def _state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+def _pickled_state(generator: Any) -> bytes:
+    return pickle.dumps(_core(generator).__getstate__())  # as bytes: no `==` compares states with arrays
 
 
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
+def _core(generator: Any) -> Any:
+    """What keeps the state of a generator, and pickles it: of NumPy's `Generator`, its `BitGenerator`."""
+    return getattr(generator, "bit_generator", generator)
 
 
 @contextmanager
