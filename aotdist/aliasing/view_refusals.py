@@ -1,4 +1,4 @@
-"""What is refused of views and of writes through them, and the errors that say so."""
+"""Errors for views, and for writes through them, that are refused."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ _STRIDED = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.unfold.d
 
 
 def refuse_overlapping_write(views: Views, func: OpOverload, target: torch.Tensor) -> None:
-    """Raise for a write to a tensor of which several elements, or several of a base's, share memory.
+    """Raise for a write to a tensor whose own elements share memory, or to a view of such a tensor.
 
-    Eager refuses most such writes itself; for the others functionalisation would add up the repeats.
+    Eager refuses most such writes itself; in the others, functionalisation would add up repeated elements.
     """
     shown: torch.Tensor | None = target
     while shown is not None:
@@ -36,7 +36,7 @@ def refuse_overlapping_write(views: Views, func: OpOverload, target: torch.Tenso
 
 
 def detached_since(where: str | None = None) -> UnsupportedProgram:
-    """An error for a view whose history is to be made again from that of its base, which has none now."""
+    """An error for a view whose history has to be rebuilt from that of its base, which has none now."""
     return view_refusal(
         "a view is used whose base was detached in place (`detach_`), and then written, after it was made",
         "make the view afterwards, or detach a tensor of its own (`x = x.detach()`)",
@@ -45,7 +45,7 @@ def detached_since(where: str | None = None) -> UnsupportedProgram:
 
 
 def reshaped_since(how: str = "", where: str | None = None) -> UnsupportedProgram:
-    """An error for a view whose base has been reshaped since, and has got a history; `how` says more."""
+    """An error for a view whose base was reshaped since, and has a history now; `how` gives details."""
     return view_refusal(
         f"a view is used whose base was reshaped in place after it was made{how and f' ({how})'}",
         "make the view afterwards, or reshape without writing (`t` for `t_`)",
@@ -54,7 +54,7 @@ def reshaped_since(how: str = "", where: str | None = None) -> UnsupportedProgra
 
 
 def outgrown() -> UnsupportedProgram:
-    """An error for a view whose base has moved to other memory since."""
+    """An error for a view whose base has other memory since."""
     return view_refusal(
         "a view is used whose base grew in place, or was given another storage, after it was made",
         "make the view afterwards, or resize the tensor before the compiled function",

@@ -1,6 +1,6 @@
-"""Lists, dictionaries and objects among the arguments, which a program may change at every call.
+"""Changes that a program makes to lists, dictionaries and objects among its arguments.
 
-A trace is given copies made of stand-ins; their changes are repeated on the caller's at every call. Objects
+The trace gets copies that hold stand-ins. What it changes in them, each call repeats on the caller's. Objects
 that the program makes and puts into them are made anew at every call (`aotdist.capture.instances`).
 """
 
@@ -23,13 +23,14 @@ from aotdist.torch_seam.trees import pytree
 
 
 class MutatedArguments:
-    """The containers and objects that a trace is given, and what was in them.
+    """The containers and objects among the arguments of a trace, and what was in them.
 
     Args:
         args: positional arguments of the trace.
         kwargs: the others, by name.
         objects: the objects in these, with their paths.
-        apart: whether no container of the caller's is in two places; the trace has a copy in each.
+        apart: whether each container of the caller's is in one place only; the trace has a copy for each
+            place.
     """
 
     def __init__(
@@ -55,10 +56,10 @@ class MutatedArguments:
         """Places whose value changed, and the new values.
 
         Args:
-            made: numbers of the objects of the program's own that were taken apart so far, by identity.
+            made: numbers of the objects made by the program that were taken apart so far, by identity.
 
         Raises:
-            UnsupportedProgram: a list lost items, or was given what no call can repeat; or a container is
+            UnsupportedProgram: a list lost items, or got one that no call can make; or a container was
                 changed while one is in two places.
         """
         if not self._apart:

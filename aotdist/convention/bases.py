@@ -1,19 +1,19 @@
 """Inputs that share memory, one of them written: the program reads them through one base.
 
-A write to one must be seen through the others, so they cannot be values of their own. Which inputs are
-written is known from a first trace; if some of those meet others (`memory` decides, to the byte), the
+A write to one must be seen through the others, so they cannot be separate values. Which inputs are written is
+known from a first trace; if some of them overlap others (`aliasing/memory.py` decides, to the byte), the
 program is traced a second time over *bases*, of which there are two kinds:
 
-- a **span**, the stretch of storage that a group of inputs lies in, as a flat tensor without history. Each
+- a **span**, the part of the storage that contains a group of inputs, as a flat tensor without history. Each
   plain tensor of the group, also one inside a wrapper, is traced as a view of the span *beneath* autograd:
-  what autograd knows of the inputs, and the gradients that they get, stay as they are.
-- a **view base**, where a write takes part in the backward of inputs that autograd connects: it must see
-  that one is a view of another. `y = x[0]; x.mul_(w)` gives `y` a new history. The tensor that the inputs are
-  views of (an input, or their common `_base`) is traced first, and the views are made of it again. Autograd
-  connects views that share no memory, too. A plain view by itself needs none: autograd knows where it lies.
+  the histories of the inputs, and their gradients, stay as they are.
+- a **view base**, where a write with history changes the history of other inputs: autograd must see that one
+  is a view of another. `y = x[0]; x.mul_(w)` gives `y` a new history. The tensor that the inputs are views of
+  (an input, or their common `_base`) is traced first, and the views are made of it again. This concerns views
+  that share no memory, too. A single plain view needs no base: autograd knows its place in the base.
 
-What memory shares and what autograd sees are two questions: `f(x, x[0], x.detach())` takes a span of `x` and
-`x.detach()`, in which the view base of `x[0]` lies. `sharing` says which bases inputs need.
+Which inputs share memory and which autograd connects are two questions: `f(x, x[0], x.detach())` takes a span
+of `x` and `x.detach()`, in which the view base of `x[0]` lies. `needed_bases.py` decides which are needed.
 
 The inputs stay inputs, for gradients, identity and views of them; bases are put in front of them. Source:
 "Add an opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#85036), where one layer does both.
@@ -36,15 +36,15 @@ from aotdist.torch_seam.tensors import storage_id
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A plain tensor of an input, and where it lies.
+    """A plain tensor of an input, and its place in a span.
 
     Args:
         input: the input.
         leaf: which of the plain tensors beneath it.
         size: its sizes.
         stride: its strides.
-        offset: of its first element, from the beginning of the span, in elements of the span.
-        of_base: whether it is beneath the base of the input (which is no input itself) rather than the input.
+        offset: of its first element in the span, in elements.
+        of_base: whether it is in the `_base` of the input (which is no input itself), not in the input.
     """
 
     input: DistinctIdx
@@ -62,7 +62,7 @@ class Member:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of storage, as a flat tensor of its own.
+    """A part of a storage, as a flat tensor.
 
     Args:
         members: the plain tensors that lie in it; the first tells where it is.
@@ -114,12 +114,12 @@ Base: TypeAlias = Span | ViewBase
 
 @dataclass(frozen=True, slots=True)
 class BasePlan:
-    """What the traced program takes: bases, then the distinct inputs that are no bases themselves.
+    """The inputs of the traced program: bases, then the distinct inputs that are no bases themselves.
 
     Args:
         bases: how to make each; spans are before the view bases that lie in them.
         kept: the inputs that follow them.
-        num_inputs: how many inputs there were when it was made; those that only the trace meets follow.
+        num_inputs: how many inputs there were before the trace; those that the trace adds follow them.
     """
 
     bases: Row[PrimalIdx, Base] = field(default_factory=lambda: Row[PrimalIdx, Base]())
@@ -187,9 +187,9 @@ NO_BASES = BasePlan()
 def span_over(
     members: Sequence[torch.Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """The memory that `members` lie in, as a flat tensor of `dtype` on a storage of its own.
+    """The memory that contains `members`, as a flat tensor of `dtype`.
 
-    None if they do not start `offsets` elements behind its beginning, all on one storage.
+    None if they are not on one storage, or do not start at `offsets`, in elements from its beginning.
     """
     first, size = members[0], dtype.itemsize
     start, storage = start_of(first) - offsets[0] * size, storage_id(first)
@@ -209,7 +209,7 @@ def base_of(
     creations: Sequence[Any],
     base: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """What `views` are views of: `base`, if it is given.
+    """The tensor that `views` are views of: `base`, if that is given.
 
     None if they are not views of it, start at other offsets, or have other `CreationMeta`s.
     """

@@ -1,4 +1,4 @@
-"""Which bases are needed by inputs that share memory and are written.
+"""Plans the bases of inputs that share memory and are written.
 
 `aotdist.convention.bases` describes the kinds of bases.
 """
@@ -24,7 +24,7 @@ from aotdist.torch_seam.autograd import creation_meta
 
 @dataclass(frozen=True, slots=True)
 class Writes:
-    """What traces showed of writes.
+    """The writes that traces showed.
 
     Args:
         written: inputs that are written, in forward or backward.
@@ -98,7 +98,7 @@ def _connected(program: Program[DistinctIdx], writes: Writes) -> Iterator[_Group
 
 
 def _need_base(inputs: Sequence[torch.Tensor]) -> bool:
-    """Whether inputs of one base, one of them written with history, have to be traced through that base."""
+    """Whether views of one base, one of them written with history, have to be traced over that base."""
     return len(inputs) > 1 or any(map(is_made_again, inputs))
 
 
@@ -115,7 +115,7 @@ def _clusters(program: Program[DistinctIdx], groups: Collection[_Group]) -> list
 
 
 class _Cluster:
-    """Groups whose inputs autograd may connect."""
+    """Groups of inputs that autograd may connect."""
 
     def __init__(self, program: Program[DistinctIdx], groups: Sequence[_Group], writes: Writes) -> None:
         self._program, self._groups, self._writes = program, groups, writes
@@ -134,7 +134,7 @@ class _Cluster:
         return [*(self._span(list(parts)) for parts in merged if len(parts) > 1), *view_bases]
 
     def _view_bases(self) -> Iterator[ViewBase]:
-        """Bases of inputs that autograd knows as views of one tensor, if one is written with history."""
+        """Bases of inputs that are views of one tensor to autograd, where one is written with history."""
         by_root: dict[int, list[DistinctIdx]] = {}
         for idx in self._inputs:
             by_root.setdefault(id(_root_of(self._example(idx))), []).append(idx)

@@ -1,4 +1,4 @@
-"""What each random operator is made of: uniform numbers of a stream, and arithmetic."""
+"""Random operators as functions of a counter-based stream of random words (Philox)."""
 
 from __future__ import annotations
 
@@ -143,9 +143,9 @@ RULES: Mapping[OpOverload, Rule] = {
 """The operators that are functions of a stream."""
 
 
-# Random words as a function of a seed and an offset: Philox-4x32-10.
+# Philox-4x32-10: random words as a function of a seed and an offset.
 #
-# Block number `n` of the stream of a seed is four words of 32 bits, a function of the seed and of `n` alone.
+# Block `n` of the stream of a seed is four words of 32 bits, which depend on the seed and `n` alone.
 # Source: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011); words and constants are those
 # of their library Random123, the seed being the key and `n` the low half of the counter.
 
@@ -165,7 +165,7 @@ def philox_4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words
     a, b, c, d = counter
     low, high = key
     for _ in range(_ROUNDS):
-        # The product of two words has 64 bits: int64 holds them all, whatever it takes the topmost for.
+        # The product of two words has 64 bits, which int64 holds; the topmost is its sign.
         first, second = a * _MULTIPLIERS[0], c * _MULTIPLIERS[1]
         a, b, c, d = (
             _high(second) ^ b ^ low,
@@ -179,7 +179,7 @@ def philox_4x32(counter: Words, key: tuple[torch.Tensor, torch.Tensor]) -> Words
 
 def _high(value: torch.Tensor) -> torch.Tensor:
     """The upper of two words."""
-    # By name: what `>>` calls is an operator that partitions and compilers do not know.
+    # Not `>>`: partitions and compilers do not support the operator that it calls.
     return torch.bitwise_right_shift(value, 32) & _MASK
 
 
@@ -211,15 +211,15 @@ Shapes: seed and offset are int64 without dimensions, the words int64 of 32 bits
 
 
 class Stream:
-    """Hands out the words of one run of a program, in order.
+    """The words that one run of a program draws, in order.
 
     Args:
-        state: gives the seed and the offset, when a number is drawn for the first time.
+        state: returns the seed and the offset; called when numbers are drawn.
     """
 
     def __init__(self, state: Callable[[], tuple[torch.Tensor, torch.Tensor]]) -> None:
         self._state = state
-        self.blocks = 0  # how many have been handed out
+        self.blocks = 0  # drawn so far
         self.device = torch.device("cpu")  # where numbers are drawn, and so where seed and offset lie
 
     def words(self, count: int) -> torch.Tensor:
@@ -236,7 +236,7 @@ class Stream:
         return torch.bitwise_left_shift(upper, 31) | lower
 
     def uniform(self, size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Numbers in [0, 1), as many as the dtype tells apart there."""
+        """Numbers in [0, 1): multiples of 2^-n for the n bits of the dtype's mantissa."""
         bits = MANTISSA[dtype]
         if bits > 32:
             integers = torch.bitwise_right_shift(self.long_words(size), 62 - bits)
@@ -252,4 +252,4 @@ class Stream:
 
 
 MANTISSA = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-"""Bits of the integers that a dtype holds all of."""
+"""Bits of the mantissa, with the leading one."""

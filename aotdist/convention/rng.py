@@ -1,10 +1,9 @@
-"""Random operators as functions of a seed and an offset, which come last among the plain inputs.
+"""Random operators as functions of a seed and an offset, the last two of the plain inputs.
 
-A program that draws from a hidden generator is lowered to one that draws from Philox (`random_numbers.py`).
-It gives the same numbers whenever it is given the same seed and offset, so a backward may draw again what
-the forward drew. The numbers are not eager's: PyTorch's generator on the CPU is no function of a counter. At
-run time each call takes its seed from the user's generator, so `torch.manual_seed` decides all numbers as
-ever; the generator advances by that one number a call.
+A program that draws from the global generator is lowered to one that draws from Philox
+(`random_numbers.py`). With the same seed and offset it draws the same numbers, so a backward can draw again
+what the forward drew. The numbers are not eager's: PyTorch's CPU generator is not counter-based. Each call
+draws its seed from the user's generator, one number, so `torch.manual_seed` determines all others.
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ from aotdist.torch_seam.operators import OpOverload, argument_names, with_defaul
 from aotdist.torch_seam.trees import pytree
 
 SLOTS = (Slot("rng", "seed"), Slot("rng", "offset"))
-"""The inputs that decide all random numbers."""
+"""The names of the two inputs."""
 
 
 DRAWN_ON = ("cpu", "cuda")
-"""Types of devices on which the words of a stream are the same."""
+"""Types of devices for which a stream is implemented."""
 
 
 def draw_state(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Seed and offset of one call; on a GPU, nobody waits for them."""
+    """Seed and offset of one call, made on `device` without a synchronisation."""
     seed = torch.empty((), dtype=torch.int64, device=device).random_()
     return seed, torch.zeros((), dtype=torch.int64, device=device)
 
 
 def draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a random operator is asked to drop nothing, as attention mostly is."""
+    """Whether a random operator has a dropout probability of zero, as attention mostly has."""
     given = dict(zip(argument_names(func), with_defaults(func, args, kwargs), strict=False)) | dict(kwargs)
     return given.get("dropout_p") == 0
 
@@ -46,7 +45,7 @@ def draws_nothing(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, An
 def functional_draw(
     func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], stream: Stream, like: Any
 ) -> Any:
-    """What a random operator returns, drawn from `stream`, laid out as `like` is.
+    """The result of a random operator, drawn from `stream`, with the strides of `like`.
 
     Raises:
         UnsupportedProgram: the operator is not known as a function of a stream, or draws from a generator.
@@ -83,21 +82,21 @@ def _refusal(what: str) -> UnsupportedProgram:
 
 @dataclass(frozen=True, slots=True)
 class RngPlan:
-    """Whether each call brings a seed and an offset.
+    """Where the seed and the offset of a call are made.
 
     Args:
-        device: where they lie; None for a program that draws from the user's generator itself.
+        device: their device; None for a program that draws from the user's generator itself.
     """
 
     device: torch.device | None
 
     @property
     def draw(self) -> Callable[[], tuple[torch.Tensor, torch.Tensor]] | None:
-        """Where they come from."""
+        """The function that makes them."""
         return None if self.device is None else functools.partial(draw_state, self.device)
 
     def state(self) -> Sequence[torch.Tensor]:
-        """Seed and offset of one call, if it brings them."""
+        """Seed and offset of one call, if the graph takes them."""
         return () if self.device is None else draw_state(self.device)
 
     def lift(self, call: Call) -> Call:
@@ -106,4 +105,4 @@ class RngPlan:
 
 
 HIDDEN_STATE = RngPlan(None)
-"""The plan of a program that draws from the user's generator, or not at all."""
+"""The plan of a program whose graph takes no seed."""

@@ -1,7 +1,7 @@
-"""What an optimizer holds in attributes, and in what hangs on them.
+"""The attributes of an optimizer, and containers and objects in them.
 
-Python runs in the trace alone: what it counts there, in an attribute or in a list, would be counted once,
-and what it reads there is what a program is specialised on.
+The Python of an optimizer runs only while a step is traced. So it must not change these (a counter would be
+incremented once), and what it may read of them is a condition of the compiled program.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from aotdist.errors import UnsupportedProgram
 
 _CONTAINERS = (dict, list, set, deque)
 _OF_SCHEDULES = "_opt_called"
-"""An attribute of optimizers by which schedules tell that there was a step."""
+"""The attribute of optimizers by which schedules check that the optimizer has stepped."""
 
 
 def watched_attributes(owner: Any, apart: Iterable[Any]) -> list[Watched]:
@@ -97,7 +97,7 @@ def unchanged(
 
 
 def methods_of(owner: Any) -> tuple[types.FunctionType, ...]:
-    """The user's functions in the class of `owner`, and in those of what hangs on its attributes."""
+    """The user's methods in the class of `owner` and in the classes of objects in its attributes."""
     classes = {type(owner): None}
     for _, value in _containers(owner):
         items = value.values() if isinstance(value, dict) else value
@@ -109,7 +109,7 @@ def methods_of(owner: Any) -> tuple[types.FunctionType, ...]:
 
 
 def _containers(owner: Any, apart: Iterable[Any] = ()) -> Iterator[tuple[str, Any]]:
-    """The attributes of `owner`, and containers and attributes that hang on them, each with its path."""
+    """The attributes of `owner`, and the containers reached from them, each with its path."""
     seen = set(map(id, apart))
     waiting: list[tuple[str, Any]] = [("", vars(owner))]
     while waiting:
@@ -131,7 +131,7 @@ def _mark(value: Any) -> Hashable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ThisOne:
-    """Equal to itself alone; keeps the object, whose identity another one would have afterwards."""
+    """An object, compared by identity; it is kept alive so that no other gets its identity."""
 
     value: Any
 
@@ -143,7 +143,7 @@ class _ThisOne:
 
 
 def _is_apart(value: Any) -> bool:
-    """Whether what hangs on `value` is not the owner's, or is seen to elsewhere."""
+    """Whether the walk does not enter `value`: it holds nothing of the owner's, or is handled elsewhere."""
     return is_constant(value) or isinstance(value, (torch.Tensor, torch.nn.Module, type))
 
 

@@ -1,6 +1,6 @@
-"""What optimizers hold beside parameters: state and hyperparameters, tensor by tensor, number by number.
+"""The state and the hyperparameters of optimizers: each tensor and number, with its place.
 
-They stay where they are, in the optimizers; a compiled step is handed those of the moment at each call.
+They stay in the optimizers; a compiled step gets the current ones at each call.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class HeldItem:
     value: Any
 
     def numbers(self) -> tuple[float, ...]:
-        """The numbers at this place: itself, or the items of a tuple (`betas`)."""
+        """The numbers at this place: one, or those in a tuple (`betas`)."""
         return self.value if isinstance(self.value, tuple) else (self.value,)
 
     def put(self, *numbers: Any) -> None:
-        """Let other numbers be there, one for each of `numbers()`."""
+        """Assign new numbers, one for each of `numbers()`."""
         self.owner[self.key] = numbers if isinstance(self.value, tuple) else numbers[0]
 
 
@@ -48,12 +48,12 @@ class HeldState:
     """What optimizers hold at a call.
 
     Args:
-        roots: the groups and the state of each.
+        roots: `param_groups` and `state` of each optimizer.
         tensors: the tensors, each once.
-        numbers: numbers that differ from call to call.
+        numbers: numbers that may differ from call to call.
         layout: everything else, constants and structure: what a step is specialised on.
-        containers: every dictionary and list, and what is in it.
-        attributes: those of the optimizers, and what hangs on them; no step may change these.
+        containers: every dictionary and list in these.
+        attributes: the optimizers' attributes, and containers in them; no step may change these.
     """
 
     roots: tuple[Any, ...] = ()
@@ -121,7 +121,7 @@ def held_by(
     Args:
         optimizers: the optimizers.
         names: of parameters, by identity.
-        varying: hyperparameters that differ from call to call.
+        varying: names of hyperparameters that may differ from call to call.
     """
     held, seen = HeldState(_roots(optimizers)), set[int]()
     for at, optimizer in enumerate(optimizers):
