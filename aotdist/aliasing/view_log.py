@@ -12,8 +12,17 @@ from typing import Any
 import torch
 
 from aotdist.aliasing.metadata import Change, another_name, lies_elsewhere
-from aotdist.aliasing.view_refusals import detached_since, outgrown, reshaped_since, view_refusal
-from aotdist.aliasing.views import Opened, Root, ViewEntry, Views, share_memory
+from aotdist.aliasing.views import (
+    Opened,
+    Root,
+    ViewEntry,
+    Views,
+    detached_since,
+    outgrown,
+    reshaped_since,
+    share_memory,
+    view_refusal,
+)
 from aotdist.facts import Around, Inside, ViewStep
 from aotdist.subclasses.protocol import around_one, is_wrapper, plain_tensors
 from aotdist.torch_seam.autograd import history_of
@@ -112,7 +121,9 @@ class ViewLog:
             former=former,
             grown=grown,
         )
-        self._note(change)
+        self.changes.append(change)
+        if change.moves() and tensor in self.views:
+            self._moved[id(tensor)] = tensor
         stays = grown is not None and former is not None and share_memory(former, tensor)
         if grown is not None and size.numel() and tensor in self.views and not stays:
             raise view_refusal(
@@ -123,11 +134,6 @@ class ViewLog:
             views = (entry.view for entry in self.views)
             self._outgrown |= {id(view): view for view in views if self.views.is_view_of(view, tensor)}
         return change
-
-    def _note(self, change: Change) -> None:
-        self.changes.append(change)
-        if change.moves() and change.tensor in self.views:
-            self._moved[id(change.tensor)] = change.tensor
 
     def _name(self, tensor: torch.Tensor) -> torch.Tensor:
         """`another_name` of a tensor, without an entry in the log."""

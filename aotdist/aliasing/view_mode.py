@@ -18,8 +18,7 @@ from torch.overrides import enable_reentrant_dispatch
 from aotdist.aliasing.metadata import INVERSES, Change, another_name, make_again
 from aotdist.aliasing.overwrite import all_uncounted, bump, rewind, written_uncounted
 from aotdist.aliasing.view_log import ViewLog, is_recorded
-from aotdist.aliasing.view_refusals import refuse_overlapping_write, view_refusal
-from aotdist.aliasing.views import Opened, ViewEntry, lies_in
+from aotdist.aliasing.views import Opened, ViewEntry, lies_in, refuse_overlapping_write, view_refusal
 from aotdist.facts import DETACH, ViewStep, data_of
 from aotdist.subclasses.protocol import is_wrapper
 from aotdist.torch_seam.functional import FunctionalTensor
