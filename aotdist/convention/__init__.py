@@ -45,9 +45,9 @@ another, the program is traced again over a base, of one of two kinds (`conventi
   tensor, and so is a slice whose strides do not place it in its base (of a wrapper, say). Views of another
   kind than their base (`z.real`, conjugates) are refused.
 
-A view base may lie in a span: the span has all tensors that share memory, the view base those that autograd
-connects (not `x.detach()` with `x`). `convention/needed_bases.py` plans both from the writes of a trace. A
-trace over bases can show further writes; then the program is traced once more, until the plan holds.
+`convention/needed_bases.py` plans both from the writes of a trace. A trace over bases can show further
+writes; then the program is traced once more, until the plan holds. Inputs of a view base must not share
+memory with an input that autograd does not connect with them (`x` and `x[0]` with `x.detach()`).
 
 A trace rests on assumptions (`Assumptions` in `assumptions.py`): which inputs share memory, that sizes can be
 symbols, that none depends on data. One that contradicts them is repeated, in one loop, without these.

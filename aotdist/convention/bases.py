@@ -12,8 +12,8 @@ program is traced a second time over *bases*, of which there are two kinds:
   (an input, or their common `_base`) is traced first, and the views are made of it again. This concerns views
   that share no memory, too. A single plain view needs no base: autograd knows its place in the base.
 
-Which inputs share memory and which autograd connects are two questions: `f(x, x[0], x.detach())` takes a span
-of `x` and `x.detach()`, in which the view base of `x[0]` lies. `needed_bases.py` decides which are needed.
+`needed_bases.py` decides which are needed. Inputs of a view base must not share memory with others, which
+autograd does not connect with them: `f(x, x[0], x.detach())` is refused if it writes `x` with history.
 
 The inputs stay inputs, for gradients, identity and views of them; bases are put in front of them. Source:
 "Add an opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#85036), where one layer does both.
@@ -44,7 +44,6 @@ class Member:
         size: its sizes.
         stride: its strides.
         offset: of its first element in the span, in elements.
-        of_base: whether it is in the `_base` of the input (which is no input itself), not in the input.
     """
 
     input: DistinctIdx
@@ -52,12 +51,10 @@ class Member:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    of_base: bool = False
 
-    def plain(self, distinct: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The plain tensor; None if the input is a view of nothing."""
-        whole = distinct[self.input]._base if self.of_base else distinct[self.input]
-        return None if whole is None else plain_tensors(whole)[self.leaf]
+    def plain(self, distinct: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The plain tensor."""
+        return plain_tensors(distinct[self.input])[self.leaf]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +74,7 @@ class Span:
     def of(self, distinct: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The span of these inputs; None if they lie otherwise."""
         plains = [member.plain(distinct) for member in self.members]
-        found = [plain for plain in plains if plain is not None]
-        if len(found) < len(plains):
-            return None
-        return span_over(found, self.offsets(), self.numel, self.dtype)
+        return span_over(plains, self.offsets(), self.numel, self.dtype)
 
     def offsets(self) -> tuple[int, ...]:
         """Where each member starts."""
@@ -117,7 +111,7 @@ class BasePlan:
     """The inputs of the traced program: bases, then the distinct inputs that are no bases themselves.
 
     Args:
-        bases: how to make each; spans are before the view bases that lie in them.
+        bases: how to make each.
         kept: the inputs that follow them.
         num_inputs: how many inputs there were before the trace; those that the trace adds follow them.
     """
@@ -147,10 +141,6 @@ class BasePlan:
         later = idx - self.num_inputs
         return PrimalIdx(len(self.bases) + (self.kept.index(idx) if later < 0 else len(self.kept) + later))
 
-    def place(self, member: Member) -> PrimalIdx:
-        """Where the tensor that a member of a span is a part of stands among the primals."""
-        return self.views()[self.position(member.input)] if member.of_base else self.position(member.input)
-
     def is_new(self, at: PrimalIdx) -> bool:
         """Whether a primal is none of the inputs."""
         if at >= len(self.bases):
@@ -165,7 +155,7 @@ class BasePlan:
     def aliases(self) -> Mapping[tuple[PrimalIdx, int], tuple[PrimalIdx, Member]]:
         """For each plain tensor that lies in a span, by primal and leaf: which span, and where in it."""
         return {
-            (self.place(member), member.leaf): (at, member)
+            (self.position(member.input), member.leaf): (at, member)
             for at, base in self.bases.enumerate()
             if isinstance(base, Span)
             for member in base.members
@@ -247,7 +237,5 @@ def _slot(base: Base, program: Program[DistinctIdx]) -> Slot:
 
 
 def _name(program: Program[DistinctIdx], member: Member) -> str:
-    example = program.examples[member.input]
-    whole = example if example._base is None or not member.of_base else example._base
-    inner = [path for path, _ in leaves(recipe_of(whole))]
-    return f"{program.ins[member.input].path}{'._base' * member.of_base}{inner[member.leaf]}"
+    inner = [path for path, _ in leaves(recipe_of(program.examples[member.input]))]
+    return f"{program.ins[member.input].path}{inner[member.leaf]}"

@@ -132,14 +132,10 @@ def plan_plain(program: Program[PrimalIdx], facts: Facts) -> PlainWrites:
         for idx, bumps in plain_writes(facts)
         for plain in positions[idx]
     }
-    num_values = sum(_num_leaves(facts, NodeOutIdx(k)) for k in range(len(facts.node_outs))) - len(targets)
+    num_values = sum(1 for out in facts.node_outs for _ in leaves(out.recipe)) - len(targets)
     writes = tuple((idx, num_values + at, bumps) for at, (idx, bumps) in enumerate(targets.items()))
     return PlainWrites(writes, num_values)
 
 
 def _has_history(example: torch.Tensor) -> bool:
     return example.requires_grad and not example.is_leaf and not is_wrapper(example)
-
-
-def _num_leaves(facts: Facts, idx: NodeOutIdx) -> int:
-    return sum(1 for _ in leaves(facts.node_outs[idx].recipe))
