@@ -22,7 +22,7 @@ from aotdist.capture.instances import ArgumentObject
 from aotdist.capture.leaked_tensors import hides_traced, is_text_of_traced, is_traced, refusal, shows_traced
 from aotdist.capture.module_attributes import OF_EVERY_MODULE
 from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source, keeper_of, kept_by
-from aotdist.capture.watched import Watched, assign, fill, put_back
+from aotdist.capture.watched import Watched, assign, fill
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import numbers_of_data
 from aotdist.torch_seam.own_attributes import own, shared, with_shared
@@ -81,7 +81,7 @@ class Assignments:
             repeats = is_plain(shown) if place.is_whole_list else self._shows_tensors(shown)
             if repeats or shown is not value or (place.is_of_argument and value is not ABSENT):
                 found.append((place, shown))
-                put_back(place, before)
+                place.write(before)
         return found
 
     def collect_constants(self) -> tuple[list[tuple[Source, Any]], list[Source]]:
@@ -97,7 +97,7 @@ class Assignments:
                 deleted.append(place)
             elif not is_same(value, before):
                 assigned.append((place, value))
-            put_back(place, before)
+            place.write(before)
         return assigned, deleted
 
     def changed_data(self, *, tensors: bool = False) -> Iterator[tuple[Source, Any, Any]]:

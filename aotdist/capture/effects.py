@@ -15,7 +15,7 @@ import torch
 
 from aotdist.capture.constants import is_leaf, is_same
 from aotdist.capture.source import ABSENT, Source
-from aotdist.capture.watched import assign, put_back
+from aotdist.capture.watched import assign
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import Expression, NumberStep, evaluate
 from aotdist.subclasses.protocol import Recipe
@@ -181,14 +181,10 @@ class EffectLog:
         places = [each.place for each in self.effects if not isinstance(each, Print)]
         return [place.whole().whole_list() if place.is_grown_list else place for place in places]
 
-    def trees(self) -> list[Tree]:
-        """All values that are assigned or printed."""
-        return [*(value for _, value in self.assigned()), *(each.given for each in self.prints())]
-
-    def numbers(self) -> list[NumberResult]:
-        """The numbers that a backward computes."""
-        leaves = (leaf for tree in self.trees() for leaf in tree.leaves)
-        return [leaf for leaf in leaves if isinstance(leaf, NumberResult)]
+    def leaves(self) -> list[Any]:
+        """The leaves of all values that are assigned, then of all that is printed."""
+        trees = [*(value for _, value in self.assigned()), *(each.given for each in self.prints())]
+        return [leaf for tree in trees for leaf in tree.leaves]
 
     def replay(self, results: Sequence[Any], symbols: Mapping[str, Any]) -> None:
         """Repeat the effects.
@@ -219,7 +215,7 @@ class EffectLog:
                 case Add(place, step):
                     place.write(place.read() + step)
                 case Delete(place):
-                    put_back(place, ABSENT)
+                    place.write(ABSENT)
                 case Print():
                     pass
 
@@ -241,7 +237,8 @@ class EffectLog:
         """
         if not self.kept:
             return ()
-        if self.numbers():
+        marks = self.leaves()
+        if any(isinstance(mark, NumberResult) for mark in marks):
             raise UnsupportedProgram(
                 "the backward (a hook, an autograd function) keeps a number that it reads off a tensor, and "
                 "runs otherwise than with the gradients that are assumed (`create_graph`, other classes)",
@@ -250,7 +247,6 @@ class EffectLog:
             )
         found = [_left(place, tree) for place, tree in self.assigned()]
         leaves = [leaf for tree in (*found, *(each.given for each in printed)) for leaf in tree.leaves]
-        marks = [leaf for tree in self.trees() for leaf in tree.leaves]
         pairs = zip(marks, leaves, strict=True)
         kept = {mark.position: leaf for mark, leaf in pairs if isinstance(mark, TensorResult)}
         return tuple(kept[position] for position in range(len(self.kept)))

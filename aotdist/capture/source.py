@@ -235,24 +235,16 @@ class Source:
         return replace(self, root=root).read_or(None)
 
     def write(self, value: Any) -> None:
-        """Assign `value` to the place."""
+        """Assign `value` to the place; `ABSENT` deletes what is there."""
+        if value is ABSENT and self.read_or(ABSENT) is ABSENT:
+            return
         owner, last = self._owner()
         match last:
             case Attribute(name=name):
-                setattr(owner, name, value)
+                delattr(owner, name) if value is ABSENT else setattr(owner, name, value)
             case Item(key=key, cls=cls):
-                (cls or type(owner)).__setitem__(owner, key, value)
-            case Applied():
-                raise TypeError(f"{self.path} is computed, not a place")
-
-    def delete(self) -> None:
-        """Delete the value of the place."""
-        owner, last = self._owner()
-        match last:
-            case Attribute(name=name):
-                delattr(owner, name)
-            case Item(key=key, cls=cls):
-                (cls or type(owner)).__delitem__(owner, key)
+                cls = cls or type(owner)
+                cls.__delitem__(owner, key) if value is ABSENT else cls.__setitem__(owner, key, value)
             case Applied():
                 raise TypeError(f"{self.path} is computed, not a place")
 

@@ -75,7 +75,7 @@ class Watched:
             fill(self.held, self.before)
         else:
             for place, before, _ in list(self.changed()):
-                put_back(place, before)
+                place.write(before)
 
 
 def _are_same(before: Any, now: Any) -> bool:
@@ -92,22 +92,14 @@ def fill(held: set[Any] | deque[Any], items: Iterable[Any]) -> None:
     (held.extend if isinstance(held, deque) else held.update)(items)
 
 
-def put_back(place: Source, value: Any) -> None:
-    """Assign `value` to a place, or delete it (`ABSENT`)."""
-    if value is not ABSENT:
-        place.write(value)
-    elif place.read_or(ABSENT) is not ABSENT:
-        place.delete()
-
-
 def assign(values: Sequence[tuple[Source, Any]]) -> Callable[[], None]:
     """Assign values to places, or delete them (`ABSENT`); returns a function that undoes it."""
     before = [(place, place.read_or(ABSENT)) for place, _ in values]
     for place, value in values:
-        put_back(place, value)
+        place.write(value)
 
     def undo() -> None:
         for place, value in reversed(before):
-            put_back(place, value)
+            place.write(value)
 
     return undo
