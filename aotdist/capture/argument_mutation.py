@@ -29,7 +29,7 @@ class MutatedArguments:
         args: positional arguments of the trace.
         kwargs: the others, by name.
         objects: the objects in these, with their paths.
-        apart: whether each container of the caller's is in one place only; the trace has a copy for each
+        distinct: whether each container of the caller's is in one place; the trace has a copy for each
             place.
     """
 
@@ -39,9 +39,9 @@ class MutatedArguments:
         kwargs: Mapping[str, Any],
         objects: Sequence[tuple[str, Any]],
         *,
-        apart: bool,
+        distinct: bool,
     ) -> None:
-        self._apart = apart
+        self._distinct = distinct
         self.positions = {id(each): position for position, (_, each) in enumerate(objects)}
         found = [each for position, value in enumerate(args) for each in _watched(_place(position), value)]
         found += [each for name, value in kwargs.items() for each in _watched(_place(name), value)]
@@ -62,7 +62,7 @@ class MutatedArguments:
             UnsupportedProgram: a list lost items, or got one that no call can make; or a container was
                 changed while one is in two places.
         """
-        if not self._apart:
+        if not self._distinct:
             self._refuse_changes()
         found: list[tuple[Source, Any]] = []
         for watched in self._watched:
@@ -121,7 +121,7 @@ def _refuse_other_length(watched: Watched, place: Source) -> None:
         )
 
 
-def are_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def are_distinct(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether no list or dictionary is in two places of a call's arguments."""
     seen = set[int]()
     pending: list[Any] = [*args, *kwargs.values()]

@@ -76,10 +76,6 @@ class UnreadLeaf:
 Leaf: TypeAlias = TensorLeaf | ConstantLeaf | NumberLeaf | CodeLeaf | ObjectLeaf | UnreadLeaf
 
 
-class Numbers(list[Any]):
-    """The numbers of a call for which symbols stand; while it is traced, the symbols."""
-
-
 @dataclass(frozen=True, slots=True)
 class Instance:
     """An object among the arguments.
@@ -103,13 +99,13 @@ class Arguments:
         spec: pytree structure of `(args, kwargs)`.
         leaves: the leaves in pytree order, then those of the instances.
         instances: the objects among them, each once; objects inside of others come after these.
-        numbers: the numbers among them for which symbols stand.
+        numbers: the numbers among them for which symbols stand; while it is traced, the symbols.
     """
 
     spec: pytree.TreeSpec
     leaves: tuple[Leaf, ...]
     instances: tuple[Instance, ...] = ()
-    numbers: Numbers = field(default_factory=Numbers, compare=False)
+    numbers: list[Any] = field(default_factory=list[Any], compare=False)
 
     @property
     def is_plain(self) -> bool:
@@ -211,7 +207,7 @@ class _Found:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.objects: list[Any] = []
-        self.numbers = Numbers()
+        self.numbers: list[Any] = []
         self._positions: dict[int, int] = {}
 
     def position(self, value: Any) -> int:

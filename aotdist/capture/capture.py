@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from aotdist.capture.ambient import ambient, modes_left_alone
-from aotdist.capture.argument_mutation import MutatedArguments, are_apart
+from aotdist.capture.argument_mutation import MutatedArguments, are_distinct
 from aotdist.capture.arguments import Arguments, read_arguments
 from aotdist.capture.assignments import Assignments, changed_outside_of_modules
 from aotdist.capture.captured import Captured, Environment, Returned, UserCall, environment_of
@@ -76,10 +76,10 @@ def capture(
     """
     arguments, tensors, objects = read_arguments(call.args, call.kwargs, counted)
     num_args = len(tensors)
-    environment = environment_of(call.target, _places(arguments, tensors), arguments.code(), call.apart)
+    environment = environment_of(call.target, _places(arguments, tensors), arguments.code(), call.excluded)
     _refuse_reached(arguments, objects, environment.reached)
     in_backward = InBackward(environment)
-    apart = are_apart(call.args, call.kwargs)
+    distinct = are_distinct(call.args, call.kwargs)
 
     def fn(*flat: torch.Tensor) -> list[Any]:
         inner_args, inner_kwargs, inner_objects = arguments.unflatten(flat[:num_args])
@@ -90,7 +90,7 @@ def capture(
         scope.enter_context(intercept_checks((checks := Checks()).note))
         run = functools.partial(call.run, *inner_args, **inner_kwargs)
         in_backward.watch_given = functools.partial(
-            MutatedArguments, inner_args, inner_kwargs, inner_objects, apart=apart
+            MutatedArguments, inner_args, inner_kwargs, inner_objects, distinct=distinct
         )
         trace = _Trace(call, environment, in_backward, in_backward.watch_given(), checks, flat, examples)
         return trace.outputs(run, reports_side_effects=settings.report_side_effects)
@@ -233,8 +233,8 @@ class _Trace:
                 result = run()
             checks.close()
             hand_over_attributes(self.inputs, self.examples)
-            apart = taken_apart(result, assignments.existing, made := dict[int, int](), given.positions)
-            leaves, spec = pytree.tree_flatten(apart, is_leaf=is_leaf)
+            parts = taken_apart(result, assignments.existing, made := dict[int, int](), given.positions)
+            leaves, spec = pytree.tree_flatten(parts, is_leaf=is_leaf)
             assigned = assignments.collect(given.positions)
             constants, gone = assignments.collect_constants()
             # Traced numbers of a step are symbols that are read off tensors.

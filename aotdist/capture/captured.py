@@ -50,7 +50,7 @@ class UserCall:
         guessed: dimensions that have differed so far; they are dynamic if the program is the same then.
         varying: numbers that have differed so far: paths of those among the arguments, and places of others.
         differentiates: whether the call runs its own backward: then what it assigns has no history.
-        apart: containers whose items the program gets as arguments: an optimizer's state.
+        excluded: containers whose items the program gets as arguments: an optimizer's state.
         prints: whether calls print what the program prints; otherwise only the capture does.
         number: how many modules like this one were compiled before it, for ranks to tell them apart.
     """
@@ -63,7 +63,7 @@ class UserCall:
     guessed: Mapping[int, frozenset[int]] = field(default_factory=dict)
     varying: Sequence[str | Source] = ()
     differentiates: bool = False
-    apart: Sequence[Any] = ()
+    excluded: Sequence[Any] = ()
     prints: bool = True
     number: int = 0
 
@@ -266,14 +266,14 @@ def environment_of(
     target: Any,
     arguments: Sequence[tuple[Source, torch.Tensor]],
     code: Iterable[tuple[str, Any]],
-    apart: Iterable[Any] = (),
+    excluded: Iterable[Any] = (),
 ) -> Environment:
     """What `target`, a module or any callable, reaches besides its arguments; see `reach`.
 
     Raises:
         UnsupportedProgram: a module in it uses a feature that cannot be captured.
     """
-    reached = reach(target, arguments, code, apart)
+    reached = reach(target, arguments, code, excluded)
     roots = [(source.path, module) for source, module in reached.modules]
     modules = named_modules(roots)
     claims: list[Claim] = []

@@ -158,15 +158,12 @@ def special_methods(cls: type) -> dict[str, types.FunctionType]:
         if is_users_class(base):
             is_generated = "__dataclass_fields__" in vars(base)
             for name, value in vars(base).items():
-                if _is_special(name) and isinstance(value, types.FunctionType):
+                is_special = name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED_IN_USE
+                if is_special and isinstance(value, types.FunctionType):
                     # What `dataclass` generates compares fields, or refuses to assign them.
                     if not (is_generated and value.__code__.co_filename == "<string>"):
                         found[name] = value
     return found
-
-
-def _is_special(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED_IN_USE
 
 
 def is_users_code(code: types.CodeType) -> bool:

@@ -250,7 +250,7 @@ class _Apart:
             return MadeObject(number)
         if id(value) not in self._existing:
             _refuse_deferred(value, self._existing)
-        if not _may_be_taken_apart(value) or id(value) in self._existing:
+        if is_constant(value) or isinstance(value, (*_WHOLE, *SYMBOLIC)) or id(value) in self._existing:
             return value
         if not (self._anew and is_instance(value)) and not hides_traced(value, self._existing):
             return value
@@ -290,7 +290,3 @@ def _refuse_deferred(value: Any, existing: Collection[int]) -> None:
 
 def _refused(cls: type, how: str, way_out: str) -> UnsupportedProgram:
     return refusal(f"the program makes a {cls.__name__} that holds tensors which it computes, {how}", way_out)
-
-
-def _may_be_taken_apart(value: Any) -> bool:
-    return not (is_constant(value) or isinstance(value, (*_WHOLE, *SYMBOLIC)))

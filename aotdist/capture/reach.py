@@ -61,7 +61,7 @@ def reach(
     target: Any,
     arguments: Iterable[tuple[Source, torch.Tensor]],
     code: Iterable[tuple[str, Any]],
-    apart: Iterable[Any] = (),
+    excluded: Iterable[Any] = (),
 ) -> Reached:
     """Walk a function, a module or another callable; see the docstring of this file.
 
@@ -69,9 +69,9 @@ def reach(
         target: what to walk.
         arguments: tensors among the arguments, whose attributes it can reach.
         code: modules, functions and classes among the arguments, by name.
-        apart: containers that it does not enter: the program gets their items in another way.
+        excluded: containers that it does not enter: the program gets their items in another way.
     """
-    walk = _Walk(seen=dict.fromkeys(map(id, apart)))
+    walk = _Walk(seen=dict.fromkeys(map(id, excluded)))
     path = "" if isinstance(target, nn.Module) else getattr(target, "__name__", type(target).__name__)
     for source, tensor in arguments:
         walk.look_at(source, tensor)

@@ -2,7 +2,7 @@
 
 Promises: the state stays in the user's objects; the result is that of the step as it is written.
 
-A function becomes a step when its trace first reads a gradient of an input (`step/whole.py`). It is captured
+A function becomes a step when its trace first needs a gradient of an input (`step/whole.py`). It is captured
 as it is written. A torch-function mode (`step/accumulation.py`) turns `backward()` into an `autograd.grad`
 inside of the trace, and answers reads of `.grad`: the gradient that an input has when the call begins is one
 more graph input. New gradients get the strides that autograd would give them; they are graph outputs, which

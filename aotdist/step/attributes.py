@@ -29,9 +29,9 @@ _OF_SCHEDULES = "_opt_called"
 """The attribute of optimizers by which schedules check that the optimizer has stepped."""
 
 
-def watched_attributes(owner: Any, apart: Iterable[Any]) -> list[Watched]:
-    """The attributes of an object and the containers in them, except those in `apart`, as they are now."""
-    return [watched(path, container, is_same) for path, container in _containers(owner, apart)]
+def watched_attributes(owner: Any, excluded: Iterable[Any]) -> list[Watched]:
+    """The attributes of an object and the containers in them, except those in `excluded`, as they are now."""
+    return [watched(path, container, is_same) for path, container in _containers(owner, excluded)]
 
 
 def watched(path: str, container: Any, same: Callable[[Any, Any], bool] = operator.is_) -> Watched:
@@ -72,19 +72,19 @@ def layout_of(attributes: Watched, ignored: Collection[int]) -> Hashable:
 
 @contextlib.contextmanager
 def unchanged(
-    owner: Any, refusal: Callable[[str], UnsupportedProgram], apart: Iterable[Any]
+    owner: Any, refusal: Callable[[str], UnsupportedProgram], excluded: Iterable[Any]
 ) -> Generator[None]:
     """Refuse what changes the attributes of `owner` inside of the context, and put them back.
 
     Args:
         owner: the object.
         refusal: the error to raise, given the path of what has changed.
-        apart: containers that may change.
+        excluded: containers that may change.
 
     Raises:
         UnsupportedProgram: something has changed.
     """
-    attributes = watched_attributes(owner, apart)
+    attributes = watched_attributes(owner, excluded)
     try:
         yield
         for place, _, _ in (change for each in attributes for change in each.changed()):
@@ -108,9 +108,9 @@ def methods_of(owner: Any) -> tuple[types.FunctionType, ...]:
     return tuple(function for function in functions if isinstance(function, types.FunctionType))
 
 
-def _containers(owner: Any, apart: Iterable[Any] = ()) -> Iterator[tuple[str, Any]]:
+def _containers(owner: Any, excluded: Iterable[Any] = ()) -> Iterator[tuple[str, Any]]:
     """The attributes of `owner`, and the containers reached from them, each with its path."""
-    seen = set(map(id, apart))
+    seen = set(map(id, excluded))
     waiting: list[tuple[str, Any]] = [("", vars(owner))]
     while waiting:
         path, value = waiting.pop()

@@ -144,10 +144,10 @@ def held_by(
             path = f"{prefix}state[{name}]"
             held.layout.append(id(param))
             _visit(held, HeldItem(path, optimizer.state, param, entry), seen, varies=True)
-    apart = held.all_containers()
+    excluded = held.all_containers()
     for optimizer in optimizers:
-        held.attributes.extend(watched_attributes(optimizer, apart))
-    ignored = set(map(id, apart))
+        held.attributes.extend(watched_attributes(optimizer, excluded))
+    ignored = set(map(id, excluded))
     held.layout.extend(layout_of(each, ignored) for each in held.attributes)
     return held
 

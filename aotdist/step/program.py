@@ -121,7 +121,7 @@ class StepProgram:
         self.compiled = CompiledFunction(
             _reaching(run, optimizers, self._traced),
             lambda call, artifacts: make(
-                replace(call, differentiates=True, apart=self._containers()), artifacts
+                replace(call, differentiates=True, excluded=self._containers()), artifacts
             ),
         )
         self.compiled.in_container = True  # nothing compiled for a step is a way to do one with values
