@@ -60,13 +60,13 @@ class Assignments:
         self.existing = frozenset(map(id, self._existing))
         """Identities of the objects that were there before the trace."""
 
-    def collect(self, given: Mapping[int, int]) -> list[tuple[Source, Any]]:
+    def collect(self, positions: Mapping[int, int]) -> list[tuple[Source, Any]]:
         """Places that were assigned traced tensors, or containers of some; their old values are restored.
 
         Attributes of arguments are among them, whatever they were assigned: the next call has others.
 
         Args:
-            given: positions of the objects among the arguments, by identity.
+            positions: of the objects among the arguments, by identity.
 
         Raises:
             UnsupportedProgram: an object that hides tensors was assigned, or a tensor was deleted.
@@ -76,7 +76,7 @@ class Assignments:
             _refuse_kept(whole)
         for place, before, value in self._changed():
             _refuse_deletion(place, before, value)
-            shown = _with_given(value, given)
+            shown = _with_references(value, positions)
             self._refuse_hidden(place.path, shown)
             repeats = is_plain(shown) if place.is_whole_list else self._shows_tensors(shown)
             if repeats or shown is not value or (place.is_of_argument and value is not ABSENT):
@@ -198,13 +198,13 @@ class Assignments:
         return [p for p in parts if not isinstance(p, type) and hides_traced(p, self.existing)]
 
 
-def _with_given(value: Any, given: Mapping[int, int]) -> Any:
+def _with_references(value: Any, positions: Mapping[int, int]) -> Any:
     """`value` with an `ArgumentObject` in the place of each object among the arguments."""
-    if not given or not any(id(leaf) in given for leaf in pytree.tree_leaves(value)):
+    if not positions or not any(id(leaf) in positions for leaf in pytree.tree_leaves(value)):
         return value
 
     def reference(leaf: Any) -> Any:
-        return ArgumentObject(given[id(leaf)]) if id(leaf) in given else leaf
+        return ArgumentObject(positions[id(leaf)]) if id(leaf) in positions else leaf
 
     return pytree.tree_map(reference, value)
 

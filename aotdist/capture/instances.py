@@ -205,7 +205,7 @@ def taken_apart(
     result: Any,
     existing: Collection[int],
     made: dict[int, int],
-    given: Mapping[int, int],
+    positions: Mapping[int, int],
     *,
     anew: bool = False,
 ) -> Any:
@@ -215,7 +215,7 @@ def taken_apart(
         result: what a program returned, or a part of that.
         existing: identities of objects from before the call, which are not taken apart.
         made: numbers of the objects that were taken apart so far, by identity; more are added.
-        given: positions of the objects among the arguments, by identity; references to these are returned.
+        positions: of the objects among the arguments, by identity; references to these are returned.
         anew: whether objects without tensors of the program are taken apart, too.
 
     Raises:
@@ -224,7 +224,7 @@ def taken_apart(
     leaves, spec = pytree.tree_flatten(result, is_leaf=is_leaf)
     if all(is_constant(leaf) or isinstance(leaf, torch.Tensor) for leaf in leaves):
         return result
-    apart = _Apart(existing, made, given, anew=anew)
+    apart = _Apart(existing, made, positions, anew=anew)
     return pytree.tree_unflatten([apart.leaf(leaf) for leaf in leaves], spec)
 
 
@@ -232,17 +232,17 @@ class _Apart:
     """Takes apart the objects that one call makes."""
 
     def __init__(
-        self, existing: Collection[int], made: dict[int, int], given: Mapping[int, int], *, anew: bool
+        self, existing: Collection[int], made: dict[int, int], positions: Mapping[int, int], *, anew: bool
     ) -> None:
         self._existing = existing
-        self._given = given
+        self._positions = positions
         self._anew = anew
         self._made = made
         self._entered: set[int] = set()
 
     def leaf(self, value: Any) -> Any:
         """Replaces a leaf of a result: by its parts, by a reference to an object, or by itself."""
-        if (position := self._given.get(id(value))) is not None:
+        if (position := self._positions.get(id(value))) is not None:
             return ArgumentObject(position)
         if (number := self._made.get(id(value))) is not None:
             if id(value) in self._entered:
