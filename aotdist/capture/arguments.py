@@ -76,6 +76,10 @@ class UnreadLeaf:
 Leaf: TypeAlias = TensorLeaf | ConstantLeaf | NumberLeaf | CodeLeaf | ObjectLeaf | UnreadLeaf
 
 
+class Numbers(list[Any]):
+    """The numbers of a call for which symbols stand; while it is traced, the symbols."""
+
+
 @dataclass(frozen=True, slots=True)
 class Instance:
     """An object among the arguments.
@@ -99,13 +103,13 @@ class Arguments:
         spec: pytree structure of `(args, kwargs)`.
         leaves: the leaves in pytree order, then those of the instances.
         instances: the objects among them, each once; objects inside of others come after these.
-        numbers: the numbers among them for which symbols stand; while it is traced, the symbols.
+        numbers: the numbers among them for which symbols stand.
     """
 
     spec: pytree.TreeSpec
     leaves: tuple[Leaf, ...]
     instances: tuple[Instance, ...] = ()
-    numbers: list[Any] = field(default_factory=list[Any], compare=False)
+    numbers: Numbers = field(default_factory=Numbers, compare=False)
 
     @property
     def is_plain(self) -> bool:
@@ -207,7 +211,7 @@ class _Found:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.objects: list[Any] = []
-        self.numbers: list[Any] = []
+        self.numbers = Numbers()
         self._positions: dict[int, int] = {}
 
     def position(self, value: Any) -> int:
