@@ -52,6 +52,8 @@ def plan_bases(program: Program[DistinctIdx], writes: Writes) -> BasePlan:
     Raises:
         UnsupportedProgram: inputs share memory in a way that has no base.
     """
+    if not writes.written:
+        return NO_BASES
     groups = [group for group in _groups(program) if any(idx in writes.written for idx, _ in group)]
     connected = _connected(program, [idx for group in groups for idx, _ in group], writes)
     view_bases = [_view_base(program, inputs, writes) for inputs in connected]
