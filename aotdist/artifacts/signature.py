@@ -76,7 +76,7 @@ def _environment(target: Any, captured: Captured, values: Values) -> Iterator[tu
             f"`{source.path}`",
             f"{type(value).__name__} {getattr(value, '__qualname__', '')} {_code(value)}",
         )
-    for source, first in environment.reached.again:
+    for source, first in environment.reached.ties:
         yield f"what `{source.path}` is", f"`{first.path}`"
     for claim in environment.rules:
         flags = _with_group_names(claim.flags, values)

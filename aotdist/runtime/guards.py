@@ -217,7 +217,7 @@ def fit_of(compilation: Compilation) -> Guards:
                 (source, source.read()) for source in constants_but(environment.reached, open_, inputs)
             ),
             identities=(*environment.reached.identities, *_written_in_backward(captured)),
-            same_objects=tuple(environment.reached.again),
+            same_objects=tuple(environment.reached.ties),
             prepare=tuple((claim.rule.prepare, claim.root) for claim in environment.rules),
         ),
         leave_objects=captured.leaves,

@@ -14,7 +14,7 @@ import torch
 
 from aotdist.aliasing.overwrite import are_written_alone, bump, refuse_forbidden, rewind
 from aotdist.capture.ambient import ambient_guard
-from aotdist.capture.argument_mutation import are_apart
+from aotdist.capture.argument_mutation import are_distinct
 from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.captured import Returned
 from aotdist.capture.constants import same_constant
@@ -291,7 +291,7 @@ def _print_bases(printer: Printer, fit: Guards) -> None:
     ):
         match base:
             case Span(members=members, numel=numel, dtype=dtype):
-                inside = [plains[fit.bases.place(member)][member.leaf] for member in members]
+                inside = [plains[fit.bases.position(member.input)][member.leaf] for member in members]
                 kind = printer.bind(str(dtype).removeprefix("torch."), dtype)
                 span = printer.call(span_over, sequence(inside), base.offsets(), numel, kind)
                 printer.line(f"{name} = {span}")
@@ -314,7 +314,7 @@ def _conditions(
     """The guards, as expressions; those that are cheap and likely to fail come first."""
     conditions = [f"{printer.bind('modes_hold', ambient_guard(fit.environment.ambient))}()"]
     if changes_arguments:
-        conditions.append(printer.call(are_apart, "args", "kwargs"))
+        conditions.append(printer.call(are_distinct, "args", "kwargs"))
     for source, value in fit.environment.identities:
         expected = printer.bind(f"{source.path} at capture", value)
         conditions.append(f"{source.expression(bind)} is {expected}")
@@ -448,7 +448,7 @@ def _overlap_conditions(printer: Printer, fit: Guards) -> Iterator[str]:
     elsewhere = [plain for idx, found in apart.items() if not fit.bases.is_span(idx) for plain in found]
     spans = [base for base in fit.bases.bases if isinstance(base, Span)]
     for span in reversed(spans):
-        members = [plains[fit.bases.place(member)][member.leaf] for member in span.members]
+        members = [plains[fit.bases.position(member.input)][member.leaf] for member in span.members]
         if elsewhere:
             yield printer.call(are_outside, sequence(elsewhere), sequence(members))
         elsewhere += members
