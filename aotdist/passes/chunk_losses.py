@@ -8,7 +8,7 @@ What `linear_losses` finds becomes (N rows, D features, V classes)
 Rows are left out of x where the program leaves them out of its logits (`logits[:, :-1]`). Sums are taken in
 another order than in eager, and what arrives is multiplied last. A loss is left as it is where anything else
 reads the logits, or what is computed on the way: results, hooks, collectives of a sharded vocabulary; and
-where classes have weights, the layer has a bias, or every row keeps its own loss.
+where classes have weights, labels are smoothed, the layer has a bias, or every row keeps its own loss.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _rewrite(graph: FxGraph, loss: LinearLoss, most: int) -> None:
         rows = _rows(graph, loss)
         num_rows = _rows_of_a_chunk(loss, most)
         of_what = (node is not None for node in wanted)
-        args = (rows, loss.weight, loss.labels, loss.ignore_index, loss.label_smoothing, num_rows, *of_what)
+        args = (rows, loss.weight, loss.labels, loss.ignore_index, num_rows, *of_what)
         whole = emit(graph, LINEAR_CROSS_ENTROPY, args, loss.nll)
         picks = [emit(graph, operator.getitem, (whole, at), loss.nll) for at in range(2 + len(asked))]
         result, count, *found = picks

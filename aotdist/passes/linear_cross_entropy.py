@@ -41,7 +41,6 @@ def _linear_cross_entropy(
     weight: torch.Tensor,
     labels: torch.Tensor,
     ignore_index: int,
-    label_smoothing: float,
     num_rows: int,
     of_input: bool,
     of_weight: bool,
@@ -52,7 +51,7 @@ def _linear_cross_entropy(
     done: torch.Tensor | None = None
     for rows, own_labels in zip(input.split(num_rows), labels.split(num_rows), strict=True):
         logits = torch.ops.aotdist.product_after(rows, weight.t(), done)
-        loss, gradient = _loss_of_rows(logits, own_labels, ignore_index, label_smoothing)
+        loss, gradient = _loss_of_rows(logits, own_labels, ignore_index)
         losses.append(loss)
         if of_input:
             of_rows.append(gradient @ weight)
@@ -69,7 +68,7 @@ def _linear_cross_entropy(
 
 
 def _loss_of_rows(
-    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, label_smoothing: float
+    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What each row loses, and the gradient of the sum of those that count, with respect to the logits."""
     is_counted = (labels != ignore_index)[:, None]
@@ -81,11 +80,7 @@ def _loss_of_rows(
     log_total = largest + torch.log(total)
     loss = log_total - values.gather(1, label)
     is_label = torch.arange(logits.size(1), device=logits.device) == label
-    gradient = shares / total - is_label.to(values.dtype) * (1.0 - label_smoothing)
-    if label_smoothing:
-        even = log_total - values.mean(1, keepdim=True)
-        loss = loss * (1.0 - label_smoothing) + even * label_smoothing
-        gradient = gradient - label_smoothing / logits.size(1)
+    gradient = shares / total - is_label.to(values.dtype)
     return loss[:, 0], torch.where(is_counted, gradient, 0.0).to(logits.dtype)
 
 
@@ -94,7 +89,6 @@ def _like_linear_cross_entropy(
     weight: torch.Tensor,
     labels: torch.Tensor,
     ignore_index: int,
-    label_smoothing: float,
     num_rows: int,
     of_input: bool,
     of_weight: bool,
@@ -142,7 +136,7 @@ def _define(schema: str, run: Callable[..., Any], like: Callable[..., Any]) -> O
 
 LINEAR_CROSS_ENTROPY = _define(
     "linear_cross_entropy(Tensor input, Tensor weight, Tensor labels, int ignore_index,"
-    " float label_smoothing, int num_rows, bool of_input, bool of_weight) -> Tensor[]",
+    " int num_rows, bool of_input, bool of_weight) -> Tensor[]",
     _linear_cross_entropy,
     _like_linear_cross_entropy,
 )
@@ -153,7 +147,6 @@ Args:
     input, weight: of the linear layer. Shapes: (N, D), (V, D).
     labels: for each row, int64. Shapes: (N,).
     ignore_index: the label of rows that do not count.
-    label_smoothing: how much of a row's loss is that of all labels alike.
     num_rows: how many rows are one chunk.
     of_input, of_weight: which gradients are asked for.
 """

@@ -18,7 +18,6 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
-from aotdist.passes.label_smoothing import MEAN, SUM, arriving_at, smoothed
 from aotdist.torch_seam.symbols import SYMBOLIC
 
 _ATEN = torch.ops.aten
@@ -41,6 +40,9 @@ _SAME_ROWS = frozenset(
         _ATEN.detach.default,
     }
 )
+MEAN, SUM = 1, 2
+"""Reductions, as operators number them."""
+
 _TRANSPOSES = frozenset({_ATEN.t.default, _ATEN.permute.default, _ATEN.transpose.int})
 _ZEROS = frozenset({_ATEN.full.default, _ATEN.zeros.default, _ATEN.new_zeros.default})
 
@@ -50,16 +52,19 @@ class LossGradients:
     """The backward of a loss.
 
     Args:
-        arriving: the gradient of the loss.
-        first: the node that takes it.
+        first: the node that takes the gradient of the loss.
         of_input: computes the gradient of the layer's input, if anything does.
         of_weight: computes that of its weight, if anything does.
     """
 
-    arriving: Node
     first: Node
     of_input: Node | None
     of_weight: Node | None
+
+    @property
+    def arriving(self) -> Node:
+        """The gradient of the loss."""
+        return cast("Node", self.first.args[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +75,8 @@ class LinearLoss:
         product: makes the logits.
         weight: of the layer.
         way: what is done to the logits before they become probabilities, first step first.
-        nll: takes what each row loses.
-        result: the loss: what `nll` returns first, or what smoothed labels make of it.
-        label_smoothing: how much of a row's loss is that of all labels alike.
+        nll: makes the loss from log probabilities.
+        result: the loss, which `nll` returns first.
         gradients: its backward, if the graph has one.
     """
 
@@ -81,7 +85,6 @@ class LinearLoss:
     way: tuple[Node, ...]
     nll: Node
     result: Node
-    label_smoothing: float
     gradients: LossGradients | None
 
     @property
@@ -124,22 +127,13 @@ def _loss_at(nll: Node) -> LinearLoss | None:
     picks = {pick.args[1]: pick for pick in nll.users}
     if weight is None or len(product.users) != 1 or not _is_static(product) or 0 not in picks:
         return None
-    even, result, amount = smoothed(nll, picks[0]) or (None, picks[0], 0.0)
-    later = set(softmax.users) - {nll, even}
+    later = set(softmax.users) - {nll}
     if not later.issuperset(picks[1].users if 1 in picks else ()):
         return None
-    gradients = _gradients(product, weight, later, amount) if later else None
+    gradients = _gradients(product, weight, later) if later else None
     if later and gradients is None:
         return None
-    return LinearLoss(
-        product=product,
-        weight=weight,
-        way=way,
-        nll=nll,
-        result=result,
-        label_smoothing=amount,
-        gradients=gradients,
-    )
+    return LinearLoss(product, weight, way, nll, picks[0], gradients)
 
 
 def _way_to(softmax: Node) -> tuple[tuple[Node, ...], Node]:
@@ -189,19 +183,13 @@ def _transposed(node: Any) -> Node | None:
     )
 
 
-def _gradients(product: Node, weight: Node, later: set[Node], label_smoothing: float) -> LossGradients | None:
+def _gradients(product: Node, weight: Node, later: set[Node]) -> LossGradients | None:
     """The backward of which `later` is what reads probabilities, if it is one that ends in the layer."""
     by_target = {node.target: node for node in later}
     first, softmax = by_target.get(_NLL_BACKWARD), by_target.get(_SOFTMAX_BACKWARD)
     if len(later) != 2 or first is None or softmax is None:
         return None
-    gradient = cast("Node", softmax.args[0])
-    arriving = cast("Node", first.args[0])
-    if label_smoothing:
-        arriving = arriving_at(gradient, first, label_smoothing)
-    elif gradient is not first:
-        return None
-    if arriving is None or set(gradient.users) != {softmax}:
+    if softmax.args[0] is not first or set(first.users) != {softmax}:
         return None
     of_logits = _way_back(softmax)
     products = dict.fromkeys(
@@ -218,7 +206,7 @@ def _gradients(product: Node, weight: Node, later: set[Node], label_smoothing: f
             of_weight = reader
         else:
             return None
-    return LossGradients(arriving, first, of_input, of_weight) if products else None
+    return LossGradients(first, of_input, of_weight) if products else None
 
 
 def _untransposed(node: Node) -> tuple[Node, bool]:
