@@ -23,9 +23,8 @@ from aotdist.codegen.contract import BoxedCall, CompiledRegion, Decompositions, 
 from aotdist.codegen.in_place import in_place
 from aotdist.codegen.marks import module_mark
 from aotdist.codegen.python_source import Bindings, load_function, tensor_text
-from aotdist.codegen.rewrites import rejoin_selects, takes_any_strides, with_reshapes
+from aotdist.codegen.rewrites import takes_any_strides, with_reshapes
 from aotdist.errors import InternalError, UnsupportedProgram
-from aotdist.passes.overlap import fill_waits
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functions import function_of, num_function_modes
 from aotdist.torch_seam.nodes import inputs_of
@@ -75,8 +74,7 @@ def _rewritten(graph: Graph, kind: Kind) -> Graph:
     """The graph with the operators that run."""
     if kind == "backward" and takes_any_strides(graph):
         graph = with_reshapes(graph)
-    graph = rejoin_selects(graph)
-    return in_place(fill_waits(graph)) if kind == "inference" else graph
+    return in_place(graph) if kind == "inference" else graph
 
 
 @dataclass(frozen=True, slots=True)
