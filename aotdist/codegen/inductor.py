@@ -32,7 +32,7 @@ from aotdist.codegen.inductor_rewrites import (
     restore_provenance,
     tell_strides,
 )
-from aotdist.codegen.kernel_batch import KernelBatches
+from aotdist.codegen.kernel_batch import KernelBatch
 from aotdist.codegen.onednn_products import products_by_onednn
 from aotdist.codegen.portable import portable_of
 from aotdist.codegen.random_operators import draws_as_eager, keep_draws_in_order, prepare_draws, restore_draws
@@ -157,9 +157,9 @@ class InductorBackend:
             write_back(gm, graph)
         negated = materialise_inputs(gm)
         _refuse_what_goes_wrong(gm)
-        batches = KernelBatches()
+        batch = KernelBatch()
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-        with _compiling(gm, emission.fake_mode) as context, cpp_kernels_batched(batches.start):
+        with _compiling(gm, emission.fake_mode) as context, cpp_kernels_batched(lambda: batch):
             prepare_draws(gm)
             decompose(gm, {**inductor_decompositions(), **_MADE_OF})
             keep_draws_in_order(gm)
@@ -187,7 +187,7 @@ class InductorBackend:
         call = inductor_entry(compiled)
         portable = None if negated else lambda: portable_of(call, source, strides)
         taking = materialising(call, negated) if negated else call
-        return Emitted(taking, source, strides, batches.finish, portable=portable)
+        return Emitted(taking, source, strides, batch.finish, portable=portable)
 
 
 def _keeps_layouts(gm: torch.fx.GraphModule) -> bool:
