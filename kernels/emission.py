@@ -11,30 +11,30 @@ import torch
 from torch.fx import Node
 
 from aotdist.kernels import triton_seam
+from aotdist.kernels.accumulation import online
 from aotdist.kernels.assembly import assemble
 from aotdist.kernels.background import Background
 from aotdist.kernels.bundling import bundles, one_launch
 from aotdist.kernels.columns import cut_columns
-from aotdist.kernels.configurations import configurations
-from aotdist.kernels.device_functions import HELPERS
+from aotdist.kernels.costs import configurations
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.few_results import is_better_cut
 from aotdist.kernels.fusion import Plan, plan
 from aotdist.kernels.gpus import Gpu
 from aotdist.kernels.in_place import overwritten, stored_over
+from aotdist.kernels.index import num_places
 from aotdist.kernels.ir import Kernel
 from aotdist.kernels.launching import Config, Launch, Result, blocks_of, config_of, is_persistent
-from aotdist.kernels.loading import loaded
-from aotdist.kernels.online import online
-from aotdist.kernels.polynomial import Polynomial
+from aotdist.kernels.polynomial import Polynomial, hint_of
 from aotdist.kernels.printing import Printed, print_kernel
 from aotdist.kernels.rule import sizes_of, strides_of, val_of
 from aotdist.kernels.running import Jitted, Runner, nothing_compiled
 from aotdist.kernels.scheduling import Schedule, Step
 from aotdist.kernels.sized import SizedLaunch, SizedResult, names_needed
 from aotdist.kernels.space import Group
+from aotdist.kernels.spelling import HELPERS
 from aotdist.kernels.symbols import told
-from aotdist.kernels.traffic import bytes_moved
+from aotdist.kernels.triton_seam import loaded
 from aotdist.kernels.tuning import Tuned, Tuner, likeness
 from aotdist.kernels.uses import num_elements
 from aotdist.program import Graph
@@ -238,3 +238,18 @@ def _result(node: Node, printed: Printed) -> SizedResult:
     val, old = val_of(node), printed.over.get(node.name)
     into = None if old is None else printed.inputs.index(old)
     return SizedResult(sizes_of(node), strides_of(node), val.dtype, into)
+
+
+def bytes_moved(kernel: Kernel, num_elements: Mapping[str, int]) -> int:
+    """Bytes that a kernel reads and writes in the call that is traced, each tensor's once.
+
+    Args:
+        kernel: what runs.
+        num_elements: of every tensor that it reads or writes, by name.
+    """
+    touched: dict[str, int] = {}
+    item_bytes: dict[str, int] = {}
+    for access in (*kernel.loads(), *kernel.stores):
+        touched[access.buffer] = touched.get(access.buffer, 0) + hint_of(num_places([access.index]))
+        item_bytes[access.buffer] = access.stored.itemsize
+    return sum(min(count, num_elements[name]) * item_bytes[name] for name, count in touched.items())

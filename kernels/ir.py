@@ -25,7 +25,7 @@ NARROW = frozenset({torch.bfloat16, torch.float16}) | FLOAT8
 """Floating point that is held as float32."""
 
 Reduction = Literal["sum", "prod", "max", "min", "any", "all", "exponentials", "deviations"]
-"""How values become one; the last two are for `aotdist.kernels.online`, and go with a maximum, and a mean."""
+"""How values become one; the last two go with a maximum, and a mean, see `accumulation.online`."""
 
 
 def held(dtype: torch.dtype) -> torch.dtype:

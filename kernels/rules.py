@@ -9,7 +9,7 @@ from typing import cast
 import torch
 from torch.fx import Node
 
-from aotdist.kernels import drawing, elementwise, reductions, shaping, views
+from aotdist.kernels import elementwise, reductions, shaping, views
 from aotdist.kernels.index import Index, Var, unflat, variable
 from aotdist.kernels.ir import Constant, Expr
 from aotdist.kernels.polynomial import NotProved, Whole
@@ -31,7 +31,6 @@ def rule_of(node: Node) -> Rule | None:
             return rule
     return (
         elementwise.RULES_BY_NAME.get(str(node.target))
-        or drawing.RULES_BY_NAME.get(str(node.target))
         or views.rule_of_part(node)
         or reductions.rule_of_part(node)
     )

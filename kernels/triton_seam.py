@@ -8,9 +8,12 @@ interpreter computes bfloat16 and float8 on their raw bits; `repair` has it roun
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import linecache
 import statistics
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,6 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+
+from aotdist.kernels import triton_seam
 
 _ROUNDS = 7
 """How often each way to cut a kernel is measured."""
@@ -246,3 +251,22 @@ def nvidia_tools() -> Path:
     import triton
 
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+_serial = itertools.count()
+
+
+def loaded(source: str, label: str) -> Mapping[str, Any]:
+    """The functions of a module of kernels.
+
+    Args:
+        source: the module.
+        label: a word for the file name that tracebacks show.
+    """
+    filename = f"<aotdist {label} kernels {next(_serial)}>"
+    # Triton reads the source of a function through `linecache`, and an mtime of None keeps it there.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace = triton_seam.namespace() | {"__name__": filename}  # Triton asks functions for their module
+    exec(compile(source, filename, "exec"), namespace)
+    weakref.finalize(namespace["product"], linecache.cache.pop, filename, None)  # gone with the rest
+    return namespace

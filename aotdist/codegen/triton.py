@@ -23,22 +23,21 @@ from aotdist.codegen.decompose import decompose
 from aotdist.codegen.fx import load_graph, marked_call, print_graph
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import BadSettings
-from aotdist.kernels import extremes, foreach, scattering, triton_seam
+from aotdist.kernels import triton_seam
 from aotdist.kernels.background import Background
 from aotdist.kernels.checking import Difference, checked, launching, with_checks, with_real_strides
-from aotdist.kernels.choices import Choices
-from aotdist.kernels.compilation import TARGETS, Target
+from aotdist.kernels.compilation import TARGETS, Packed, Target, pack, unpack
 from aotdist.kernels.compilation import check as check_target
+from aotdist.kernels.decompositions import decompositions
 from aotdist.kernels.emission import Fused, fuse, without_kernels
 from aotdist.kernels.few_results import cut_few_results
 from aotdist.kernels.gpus import GPUS, USUAL, Gpu, gpu_here
 from aotdist.kernels.launching import Launch, Result
-from aotdist.kernels.packing import Packed, pack, unpack
 from aotdist.kernels.polynomial import NotProved, Whole
 from aotdist.kernels.side_by_side import bring_side_by_side
 from aotdist.kernels.sized import SizedLaunch
 from aotdist.kernels.splitting import split_reductions
-from aotdist.kernels.tuning import Tuner
+from aotdist.kernels.tuning import Choices, Tuner
 from aotdist.partition.traits import is_collective, is_random
 from aotdist.passes.linear_cross_entropy import MADE_OF
 from aotdist.program import Graph
@@ -93,8 +92,7 @@ class TritonBackend:
     def decompositions(self) -> Decompositions:
         """Inductor's table, foreach operators by tensor, and operators of our own and of wrappers'."""
         of_operators = {op: made for op, made in inductor_decompositions().items() if op not in _KEPT}
-        own = {**foreach.decompositions(), **extremes.decompositions(), **scattering.decompositions()}
-        table = {**of_operators, **own, **operators.MADE_OF, **operators_made_of_others()}
+        table = {**of_operators, **decompositions(), **operators.MADE_OF, **operators_made_of_others()}
         return norms_laid_out(table)
 
     def prepare_joint(self, graph: Graph) -> Graph:

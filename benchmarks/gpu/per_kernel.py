@@ -29,8 +29,8 @@ from aotdist.kernels.costs import estimate
 from aotdist.kernels.emission import Fused
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.launching import Config, Launch, blocks_of
-from aotdist.kernels.loading import loaded
 from aotdist.kernels.running import Jitted
+from aotdist.kernels.triton_seam import loaded
 from aotdist.kernels.tuning import likeness
 from aotdist.program import Graph
 from aotdist.torch_seam.operators import OpOverload

@@ -10,8 +10,7 @@ import pytest
 
 from aotdist.codegen import triton
 from aotdist.kernels import configurations, triton_seam
-from aotdist.kernels.choices import Choices
-from aotdist.kernels.tuning import Tuner
+from aotdist.kernels.tuning import Choices, Tuner
 
 
 @dataclass

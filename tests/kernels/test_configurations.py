@@ -16,12 +16,11 @@ from aotdist.codegen.triton import with_kernels
 from aotdist.kernels import configurations as module
 from aotdist.kernels import costs, emission, gpus, triton_seam
 from aotdist.kernels.background import Background
-from aotdist.kernels.compilation import TARGETS
-from aotdist.kernels.configurations import MOST, configurations
+from aotdist.kernels.compilation import TARGETS, Packed
+from aotdist.kernels.costs import MOST, configurations
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.gpus import USUAL, Gpu
 from aotdist.kernels.launching import MIN_COLUMNS, Config, config_of, num_stages_of
-from aotdist.kernels.packing import Packed
 from aotdist.settings import Settings
 from benchmarks.kernels.graphs import graphs_of
 from tests.kernels.as_on_a_gpu import cut_as_on_a_gpu
