@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any
 
 import torch
 from torch.fx import Node
@@ -15,22 +15,18 @@ from aotdist.kernels.ir import Constant, Expr
 from aotdist.kernels.polynomial import NotProved, Whole
 from aotdist.kernels.rule import NotEmitted, Point, Reducing, Rule, View, held, sizes_of, val_of
 from aotdist.kernels.spelling import TYPES
-from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.symbols import depends_on_data
 
-_TABLES = (elementwise.RULES, views.RULES, shaping.RULES, reductions.RULES)
+_RULES: dict[Any, Rule] = {**elementwise.RULES, **views.RULES, **shaping.RULES, **reductions.RULES}
 
 
 def rule_of(node: Node) -> Rule | None:
     """The rule of the operator that `node` calls, if there is one."""
     if node.op != "call_function":
         return None
-    for table in _TABLES:
-        rule = table.get(cast("OpOverload", node.target))
-        if rule is not None:
-            return rule
     return (
-        elementwise.RULES_BY_NAME.get(str(node.target))
+        _RULES.get(node.target)
+        or elementwise.RULES_BY_NAME.get(str(node.target))
         or views.rule_of_part(node)
         or reductions.rule_of_part(node)
     )

@@ -19,7 +19,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -33,14 +32,6 @@ from aotdist.kernels.running import Runner, copied, on_device
 _TENSOR = re.compile(r"\b(?:in|out)_\w+")
 
 
-class Clock(Protocol):
-    """Measures."""
-
-    def __call__(self, start: Callable[[], None]) -> float:
-        """Seconds that the GPU needs for what `start` starts."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Tuner:
     """How kernels are tuned.
@@ -48,12 +39,12 @@ class Tuner:
     Args:
         choices: what is known, and where it is kept.
         reductions: whether those that reduce are.
-        clock: measures.
+        clock: tells how many seconds the GPU needs for what a function starts.
     """
 
     choices: Choices
     reductions: bool
-    clock: Clock = triton_seam.seconds_of_few
+    clock: Callable[[Callable[[], None]], float] = triton_seam.seconds_of_few
 
     def may_tune(self, emitted: EmittedKernel) -> bool:
         """Whether every configuration of a kernel will do."""

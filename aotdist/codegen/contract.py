@@ -1,4 +1,4 @@
-"""What a backend is given, what it gives back, and what it must say about itself."""
+"""What a backend takes and returns, and what it must say about itself."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Fusion:
     Args:
         kernels: in the order in which they run.
         library: how many calls were left to the library, by operator and reason.
-        restrided: what a library laid out otherwise than it was traced, for which the graph was emitted anew.
+        restrided: results of libraries with other strides than traced, for which the graph was emitted again.
     """
 
     kernels: tuple[KernelSummary, ...]
@@ -168,12 +168,12 @@ class Emitted:
         recordings: tells what was recorded until now, of a graph that is.
         portable: makes it something for another process, once `finish` is done; None where that cannot be.
         from_cache: it was compiled before, perhaps by another process, and found in the compile cache.
-        with_modules: makes what runs while somebody profiles: `call`, with a mark around the operators of
-            each module. None where the backend cannot tell.
-        is_settled: whether a call with such arguments compiles nothing and looks at nothing any more; None if
-            that holds of every call.
+        with_modules: makes the version of `call` that runs while somebody profiles, with a mark around the
+            operators of each module. None where the backend cannot tell.
+        is_settled: whether a call with such arguments neither compiles nor checks anything any more; None if
+            that holds for every call.
         graphs: graphs that it holds, to make `with_modules` of.
-        regions: how often each of the regions is called that it was compiled by; none if it was as a whole.
+        regions: how often each region is called; empty if the graph was compiled as a whole.
     """
 
     call: BoxedCall
@@ -192,7 +192,7 @@ class Emitted:
 
 
 def finished(emitted: Emitted) -> Emitted:
-    """The same once `call` may be used; what was needed for that is let go.
+    """Wait until `call` may be used, and drop what was needed to wait.
 
     Raises:
         UnsupportedProgram: it does not compile.

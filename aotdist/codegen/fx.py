@@ -64,7 +64,7 @@ class FxBackend:
         call = load_graph(printed, rewritten, label)
 
         def with_modules() -> BoxedCall:
-            # The graph that is given is held anyway, the rewritten one would be another.
+            # The caller's graph is alive anyway; the rewritten one would be a second.
             return marked_call(_rewritten(graph, emission.kind), label)
 
         return Emitted(call, printed.source, with_modules=with_modules, graphs=(graph,))
@@ -91,10 +91,10 @@ class PrintedGraph:
 
 
 def load_graph(printed: PrintedGraph, graph: Graph, label: str) -> BoxedCall:
-    """What runs a printed graph: by PyTorch's own functions, which are quicker than its dispatcher.
+    """Load a printed graph, with PyTorch's own functions for operators: they are quicker than its dispatcher.
 
-    A mode that hears of functions was not told of those that are compiled; while there is one, the operators
-    themselves run.
+    A `TorchFunctionMode` would intercept these, and must not see what is compiled; while one is active, the
+    operators themselves run.
 
     Args:
         printed: the graph as text.
@@ -115,19 +115,19 @@ def load_graph(printed: PrintedGraph, graph: Graph, label: str) -> BoxedCall:
 
 
 def _functions(graph: Graph) -> dict[int, Callable[..., Any]]:
-    """The functions for operators, by the identity of what is bound for these."""
+    """The functions that replace operators, by the `id` of the object that the text binds for each."""
     found: dict[OpOverload, Callable[..., Any] | None] = {}
     inner = (module for module in graph.gm.modules() if isinstance(module, torch.fx.GraphModule))
     for node in (node for gm in inner for node in gm.graph.nodes if isinstance(node.target, OpOverload)):
         args, kwargs = map_arg((node.args, node.kwargs), lambda value: value.meta.get("val"))
         function = function_of(node.target, args, kwargs)
         if found.setdefault(node.target, function) != function:
-            found[node.target] = None  # another operator is meant in one of the calls
+            found[node.target] = None  # no one function does for all its calls
     return {id(native_callable(op)): function for op, function in found.items() if function is not None}
 
 
 def marked_call(graph: Graph, label: str) -> BoxedCall:
-    """What runs `graph` with a mark around the operators of each module, for profilers.
+    """Print and load `graph` with a mark around the operators of each module, for profilers.
 
     Args:
         graph: to be printed.
@@ -203,7 +203,7 @@ def _statements(graph: torch.fx.Graph, writer: _Writer, mark: str = "") -> Itera
     deaths = _deaths(graph)
     shown, around = ("", ""), ""
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output") or _is_of_region(node):
+        if node.op in ("placeholder", "get_attr", "output") or _is_region_result(node):
             continue
         module = module_mark(node) if mark else ""
         if module and module != around:
@@ -229,7 +229,7 @@ def _statement(node: Node, writer: _Writer, dying: Sequence[Node]) -> str:
     return f"{text}  # {shape}" if shape else text
 
 
-def _is_of_region(node: Node) -> bool:
+def _is_region_result(node: Node) -> bool:
     source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, Node) and isinstance(source.target, CompiledRegion)
 

@@ -107,7 +107,7 @@ class TritonBackend:
 
 
 def settled(form: Form, graph: Graph, settings: Settings, label: str) -> Emitted:
-    """What runs a graph with kernels, which is emitted anew where tensors lie otherwise than it was traced.
+    """A graph with kernels as something to call, emitted again if tensors have other strides than traced.
 
     Args:
         form: the graph with kernels.
@@ -118,11 +118,11 @@ def settled(form: Form, graph: Graph, settings: Settings, label: str) -> Emitted
     if not form.is_checked:
         return Emitted(form.call, form.source, fusion=form.fusion, with_modules=form.marked)
 
-    def again(found: Iterable[Difference]) -> Form:
-        return _emitting(settings, label)(with_real_strides(_prepared(graph), found))
+    def emit_for(differences: Iterable[Difference]) -> Form:
+        return _emitting(settings, label)(with_real_strides(_prepared(graph), differences))
 
     sizes = [at for at, slot in enumerate(graph.ins) if slot.role == "size"]
-    return CheckedCall(form, again, sizes, label).emitted()
+    return CheckedCall(form, emit_for, sizes, label).emitted()
 
 
 def form_of(kernels: Graph, graph: Graph, source: str, fusion: Callable[[], Fusion], label: str) -> Form:
@@ -138,14 +138,14 @@ def form_of(kernels: Graph, graph: Graph, source: str, fusion: Callable[[], Fusi
     printed = print_graph(kernels)
 
     @cache
-    def looking() -> BoxedCall:
+    def checking() -> BoxedCall:
         bound = with_checks(printed.bound, kernels, cache(lambda: _prepared(graph)))
-        return load_function(printed.source, "forward", bound, f"{label} that looks")
+        return load_function(printed.source, "forward", bound, f"{label} with checks")
 
     return Form(
         load_graph(printed, kernels, label),
         bool(launching(kernels)),
-        lambda args: checked(looking(), args),
+        lambda args: checked(checking(), args),
         cache(lambda: marked_call(kernels, label)),
         f"{source}{printed.source}",
         fusion,
@@ -186,7 +186,7 @@ _KEPT = frozenset(
         torch.ops.aten.soft_margin_loss_backward.default,
     }
 )
-"""What Inductor's decompositions take apart and libraries do better.
+"""Operators that Inductor decomposes, and that libraries do better.
 
 Those of pools ask Inductor how it would lower them. That of an embedding's gradient adds up what arrives for
 one row in any order; the library sorts it first, so that its sums are the same in every run. That of a soft
@@ -276,12 +276,7 @@ def launches_of(fused: Fused) -> dict[str, Launch | SizedLaunch]:
 
 
 def with_registers(fusion: Fusion, registers: Mapping[str, int | None]) -> Fusion:
-    """The same, with what became known of its kernels.
-
-    Args:
-        fusion: of a graph.
-        registers: of a thread, by kernel.
-    """
+    """`fusion` with the registers that a thread of each kernel takes, by the kernel's name."""
     kernels = (replace(kernel, registers=registers.get(kernel.name)) for kernel in fusion.kernels)
     return replace(fusion, kernels=tuple(kernels))
 
