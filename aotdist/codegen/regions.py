@@ -50,7 +50,7 @@ class RegionCall:
         segment: its nodes.
         graph: them alone, the same for all regions of a kind.
         emission: what is known of that graph.
-        kind: see `kind_of`.
+        kind: equal for regions that are compiled to the same, see `kind_of`.
     """
 
     segment: Segment
@@ -141,9 +141,9 @@ def parts_of(graph: Graph, emission: Emission) -> list[Node | RegionCall]:
         if kind not in graphs:
             is_compilable = _is_compilable(segment, graph.gm)
             graphs[kind] = region_graph(segment, graph.gm) if is_compilable else None
-        known = replace(emission, static_ins=static_ins, saved_ins=saved_ins)
-        alone = graphs[kind]
-        return None if alone is None else RegionCall(segment, alone, known, kind)
+        own_emission = replace(emission, static_ins=static_ins, saved_ins=saved_ins)
+        own_graph = graphs[kind]
+        return None if own_graph is None else RegionCall(segment, own_graph, own_emission, kind)
 
     parts = [called(part) if isinstance(part, Segment) else part for part in cut]
     return [] if None in parts else [part for part in parts if part is not None]
@@ -243,18 +243,18 @@ _FILLS = frozenset({torch.ops.aten.view.default, torch.ops.aten.cat.default})
 
 
 def _fill_buckets(nodes: Sequence[Node]) -> set[Node]:
-    """What only puts arguments together for a collective.
+    """The nodes that only concatenate arguments for a collective.
 
-    It is another layer's than what is computed around it, and missing there where no layer is left to gather.
+    They serve another layer than the nodes around them, and the last layers have none.
     """
-    given = {node for node in nodes if node.op == "placeholder"}
+    of_arguments = {node for node in nodes if node.op == "placeholder"}
     for node in nodes:
-        if node.target in _FILLS and given.issuperset(node.all_input_nodes):
-            given.add(node)
+        if node.target in _FILLS and of_arguments.issuperset(node.all_input_nodes):
+            of_arguments.add(node)
     found = set[Node]()
     for node in reversed(nodes):
         is_read = not all(map(found.__contains__, filter(_computes, node.users)))
-        if node.target in _FILLS and node in given and not is_read:
+        if node.target in _FILLS and node in of_arguments and not is_read:
             found.add(node)
     return found
 
@@ -281,7 +281,7 @@ def _is_compilable(segment: Segment, gm: GraphModule) -> bool:
     )
 
 
-# The whole graph again.
+# The whole graph, with calls of its regions.
 
 
 def _joined(
