@@ -18,12 +18,12 @@ class EmittedKernel:
     """One launch.
 
     Args:
-        members: what it computes: a kernel, or several that differ in nothing but their tensors and numbers.
+        members: the kernel, or several that differ in nothing but their tensors and numbers.
         printed: its source.
-        ways: how it may be cut into blocks, best first by what it should cost.
+        ways: how it may be cut into blocks, by estimated cost, cheapest first.
         nodes: the nodes that it computes, in order.
         num_bytes: what it reads and writes.
-        looped: its source in loops, where a call decides if all that it reduces fits into one block.
+        looped: its source with loops, if it depends on the call whether one block holds what it reduces.
         gpu: which it is for.
     """
 
@@ -47,12 +47,12 @@ class EmittedKernel:
 
     @property
     def kernel(self) -> Kernel:
-        """The first of its members, which the others are like."""
+        """The first of its members; the others differ in tensors and numbers only."""
         return self.members[0]
 
     @property
     def config(self) -> Config:
-        """How it is cut where nothing was measured."""
+        """How it is cut into blocks if nothing was measured."""
         return self.ways[0]
 
     @property
@@ -61,7 +61,7 @@ class EmittedKernel:
         return self.num_blocks_in(self.config)
 
     def num_blocks_in(self, way: Config) -> int:
-        """The same where it is cut otherwise."""
+        """How many blocks run if it is cut in a given way."""
         return sum(num_blocks_of(member, way) for member in self.members)
 
     @property

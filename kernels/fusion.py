@@ -1,7 +1,7 @@
 """Decides which nodes share a kernel.
 
-Each node that the emitter has a rule for starts as a group of its own. Groups that pass values to each
-other, or read the same tensor, are merged, those that save most bytes first, as long as
+Each node that the emitter has a rule for starts as a group of its own. Groups of which one reads the other,
+or that read the same tensor, are merged, those that save most bytes first, as long as
 
 - all their nodes can be computed over one iteration space, each element once (`_placed`), where sums of the
   rows of a part may be made on the way (`aotdist.kernels.columns`);
@@ -43,7 +43,7 @@ MAX_TENSORS = 24
 MAX_ABSORBED = 16
 """How many nodes are computed wherever they are read."""
 MAX_READINGS = 3
-"""At how many different places they may be read then."""
+"""At how many different places these may be read."""
 MAX_BYTES_READ = 64
 """How many bytes each of two groups may read for a byte that both read, to be worth one kernel; of others
 `bundling.py` makes one launch all the same."""
@@ -144,7 +144,7 @@ def _is_worth_it(units: Units, one: Unit, other: Unit) -> bool:
 
 
 def _merged(units: Units, one: Unit, other: Unit) -> Group | None:
-    """Both groups as one, over the space of the one that reduces, or that runs later."""
+    """Both groups as one, over the space of the group that reduces, or else of the later one."""
     if len(one.nodes) + len(other.nodes) > MAX_NODES or not _is_worth_it(units, one, other):
         return None
     if not units.may_run_as_one(one, other):
@@ -202,7 +202,7 @@ def _folds(host: Group, guest: Group) -> frozenset[Node]:
 
 
 def _fast_axes(uses: Uses, group: Group) -> set[Axis]:
-    """Along which axes neighbours lie beside each other in memory, where a group reads along both.
+    """The axes along which neighbours lie side by side in memory, where a group reads along both axes.
 
     Sums of rows and of columns of one square tensor would fit into one space, and half of them would be slow.
     """
@@ -216,7 +216,7 @@ def _fast_axes(uses: Uses, group: Group) -> set[Axis]:
 
 
 def _written_axes(uses: Uses, group: Group) -> set[Axis]:
-    """The same of what a group writes.
+    """The same for what a group writes.
 
     A kernel that reduces has no tiles, so one that writes a transposed copy would write element by element.
     """
@@ -225,7 +225,7 @@ def _written_axes(uses: Uses, group: Group) -> set[Axis]:
 
 
 def _axes(index: Index) -> set[Axis]:
-    """Along which axes neighbours lie beside each other, if an index goes along both."""
+    """The axes along which neighbours lie side by side, if an index goes along both."""
     if len({var.axis for var in index.variables()}) < 2:
         return set()
     return {atom.axis for atom, scale in index.terms if isinstance(atom, Var) and scale == 1}

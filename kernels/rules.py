@@ -1,4 +1,4 @@
-"""Which operators the emitter has rules for, and why a node is left to a library all the same."""
+"""Which operators the emitter has rules for, and why it leaves a node to a library."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _anywhere(sizes: Sequence[Whole]) -> tuple[Index, ...]:
 
 
 class _Trial:
-    """Reads nothing; a rule that cannot emit a node says so on the way."""
+    """A reader that reads nothing, to see whether a rule raises `NotEmitted`."""
 
     def read(self, node: Node, point: Point) -> Expr:
         return Expr(Constant(0), (), held(val_of(node).dtype))

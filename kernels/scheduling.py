@@ -1,4 +1,4 @@
-"""What of a graph runs, and in which order, once kernels stand in the place of nodes."""
+"""The order in which the steps of a graph run: kernels, and nodes that are in none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Step: TypeAlias = EmittedKernel | Node
 
 
 class Schedule:
-    """What runs, in an order: as the nodes stood, a kernel at the place of its last node."""
+    """The steps that are needed, in the order of the nodes; a kernel is at the place of its last node."""
 
     def __init__(self, graph: Graph, kernels: Sequence[EmittedKernel], fixed: Sequence[Node]) -> None:
         nodes = list(graph.gm.graph.nodes)
@@ -52,7 +52,7 @@ class Schedule:
         return max(self._position[node] for node in nodes)
 
     def needs(self, step: Step) -> list[Step]:
-        """What has to run before a step."""
+        """The steps that have to run before a step."""
         needed = self.reads(step)
         if isinstance(step, Node) and step in self._after_fixed:
             needed = [*needed, self._after_fixed[step]]

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from aotdist.kernels.index import Index, Looked, number, of_atom
+from aotdist.kernels.index import Index, Lookup, number, of_atom
 from aotdist.kernels.ir import Expr
 from aotdist.kernels.polynomial import Whole, at_most, is_below
 from aotdist.kernels.rule import (
@@ -47,7 +47,7 @@ def _both(conditions: Sequence[Expr]) -> Expr | None:
 
 
 def _within(index: Index, start: Whole, end: Whole) -> list[Expr]:
-    """What must hold for `start <= index < end`, and does not hold anyway."""
+    """The conditions for `start <= index < end` that do not hold everywhere."""
     low, high = index.bounds
     after = [] if at_most(start, low) else [_compared("ge", index, start)]
     return after + ([] if is_below(high, end) else [_compared("lt", index, end)])
@@ -153,20 +153,20 @@ def _repeated(reader: Reader, node: Node, point: Point) -> Expr:
 
 def _full(reader: Reader, node: Node, point: Point) -> Expr:
     value = node.args[1] if len(node.args) > 1 else node.kwargs["fill_value"]
-    return _known(node, value)
+    return _filled_with(node, value)
 
 
 def _scalar(reader: Reader, node: Node, point: Point) -> Expr:
-    return _known(node, node.args[0])
+    return _filled_with(node, node.args[0])
 
 
-def _known(node: Node, value: Any) -> Expr:
+def _filled_with(node: Node, value: Any) -> Expr:
     dtype: torch.dtype = val_of(node).dtype
     return counted(number_of(value), dtype) if isinstance(value, Node) else constant(value, dtype)
 
 
 def _filled(value: float) -> Pointwise:
-    return Pointwise(lambda reader, node, point: _known(node, value), is_cheap=True)
+    return Pointwise(lambda reader, node, point: _filled_with(node, value), is_cheap=True)
 
 
 def _counted(reader: Reader, node: Node, point: Point) -> Expr:
@@ -184,7 +184,7 @@ def _looked_up(reader: Reader, index: Node, point: Point, size: Whole, *, wraps:
         is_negative = elementwise("lt", value, constant(0, dtype), dtype=torch.bool)
         from_end = elementwise("add", value, counted(size, dtype))
         value = elementwise("where", is_negative, from_end, value, dtype=dtype)
-    return of_atom(Looked(value, size))
+    return of_atom(Lookup(value, size))
 
 
 def _embedded(reader: Reader, node: Node, point: Point) -> Expr:

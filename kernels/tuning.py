@@ -1,11 +1,11 @@
 """Kernels that may be cut in several ways: the first start measures each, and the quickest runs from then on.
 
-The choice is kept, so that a kernel is measured once for a kind of GPU; kernels of one source but for names
-are the same. What they compute, they compute in each way, so measuring leaves nothing behind; where a kernel
-writes over what it reads, a copy of that is given.
+The choice is kept in a folder, so that a kernel is measured once for a kind of GPU; kernels whose sources are
+equal up to names count as one. Each way computes the same, so measuring has no effect; a kernel that
+overwrites an input is measured on a copy.
 
 A kernel that reduces adds up in another order in another way, and may differ in the last bits. Where several
-ranks run, or results must be deterministic, such ones are left as they are: `Tuner.reductions` says so.
+ranks run, or results must be deterministic, such kernels are not tuned (`Tuner.reductions`).
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class Tuner:
     """How kernels are tuned.
 
     Args:
-        choices: what is known, and where it is kept.
-        reductions: whether those that reduce are.
+        choices: what was chosen before, and where it is kept.
+        reductions: whether kernels that reduce are tuned.
         clock: tells how many seconds the GPU needs for what a function starts.
     """
 
@@ -47,15 +47,15 @@ class Tuner:
     clock: Callable[[Callable[[], None]], float] = triton_seam.seconds_of_few
 
     def may_tune(self, emitted: EmittedKernel) -> bool:
-        """Whether every configuration of a kernel will do."""
+        """Whether a kernel may run in any of its configurations."""
         return self.reductions or not emitted.kernel.r or emitted.kernel.is_tiled
 
     def known(self, source: str, ways: Sequence[Config], device: torch.device) -> Config | None:
-        """What was chosen for a kernel, if anything was.
+        """The configuration that was chosen for a kernel before, if any.
 
         Args:
-            source: the kernel, see `likeness`.
-            ways: in which it may be cut.
+            source: the kernel, see `nameless_source`.
+            ways: its configurations.
             device: where it runs.
         """
         with on_device(device):
@@ -66,11 +66,11 @@ class Tuned:
     """A kernel that chooses among configurations when it is first started.
 
     Args:
-        ways: what starts it by configuration, the one that runs where nothing can be measured first.
-        source: the kernel, see `likeness`.
+        ways: runners by configuration; the first runs where nothing can be measured.
+        source: the kernel, see `nameless_source`.
         device: where it runs.
         overwritten: positions of the inputs that it writes.
-        tuner: how.
+        tuner: measures and keeps the choice.
     """
 
     def __init__(
@@ -135,20 +135,19 @@ class Tuned:
 
 
 def _key(source: str) -> str:
-    """What a choice for the current GPU is kept by."""
+    """The name of the file of a choice for the current GPU."""
     return key_of(*triton_seam.gpu_and_version(), source)
 
 
-def likeness(emitted: EmittedKernel) -> str:
-    """The source of a kernel without its names: equal for kernels that do the same to other tensors."""
+def nameless_source(emitted: EmittedKernel) -> str:
+    """The source of a kernel without tensor names: equal for kernels that do the same to other tensors."""
     types = pointers_of(emitted)
     places = {name: f"t{at}" for at, name in enumerate(types)}
     lines = [_TENSOR.sub(lambda name: places[name[0]], line) for line in emitted.printed.body]
     return "\n".join([" ".join(types.values()), *lines])
 
 
-# Choices, in a folder.
-
+# Choices and the folder that they are kept in.
 
 _VERSION = 1
 
@@ -170,15 +169,15 @@ class Choices:
     @classmethod
     @functools.cache
     def within(cls, folder: Path) -> Choices:
-        """Those of a folder: the same for all kernels of a process."""
+        """The choices of a folder, one object for all kernels of a process."""
         return cls(folder)
 
     def get(self, key: str, ways: Sequence[Config]) -> Config | None:
-        """What was chosen, if that is one of the ways there are.
+        """The configuration that was chosen for a kernel, if it is one of `ways`.
 
         Args:
             key: of the kernel, see `key_of`.
-            ways: configurations that it may have.
+            ways: its configurations.
         """
         if key not in self._known:
             found = self._read(self._folder / f"{key}.json", ways)

@@ -25,34 +25,34 @@ def from_saved(
     first: Sequence[Slot] = (),
     gradients: Collection[Slot] = (),
 ) -> Graph:
-    """The graph of the results of `joint`, from what is there in the backward.
+    """The graph that computes the results of `joint` from what is available in the backward.
 
     Its arguments are kept inputs, saved values, sizes, gradients, what the backward writes, and the seed.
 
     Args:
         joint: the program with the other backward.
-        earlier: the program with the first, as it was cut.
+        earlier: the program with the first backward, as it was cut.
         split: the two halves of that.
-        kept: names of the plain inputs that are there in the backward, besides saved ones.
-        first: names of arguments that it is to have, needed or not, before all others.
-        gradients: names of gradients that it is to have, needed or not.
+        kept: slots of the plain inputs that are available in the backward, besides saved ones.
+        first: slots that it takes, needed or not, before all others.
+        gradients: slots of gradients that it takes, needed or not.
 
     Raises:
         UnsupportedProgram: it needs a value that is neither there nor can be computed again.
     """
     order = [node for node in joint.gm.graph.nodes if node.op != "output"]
-    there = _there(joint, _saved(earlier, split), {*kept, *first})
+    available = _available(joint, _saved(earlier, split), {*kept, *first})
     builder, named = GraphBuilder(joint.gm), joint.named_placeholders()
-    needed = joint.ancestors((node for node in joint.results() if node is not None), stop=there)
+    needed = joint.ancestors((node for node in joint.results() if node is not None), stop=available)
     needed |= {named[slot] for slot in gradients}
     for slot in first:
         builder.placeholder(named[slot])
-    rest = [(slot, node) for node, slot in there.items() if node in needed and slot not in first]
+    rest = [(slot, node) for node, slot in available.items() if node in needed and slot not in first]
     rest.sort(key=lambda pair: _ORDER.index(pair[0].role))
     for _, node in rest:  # a saved value stands for an input that may have been written since
         builder.placeholder(node)
     for node in order:
-        if node in needed and node not in there:
+        if node in needed and node not in available:
             _refuse_lost(node)
             builder.copy(node)
     results = [None if node is None else builder.env[node] for node in joint.results()]
@@ -73,9 +73,9 @@ def _saved(earlier: Graph, split: Split) -> dict[int, Slot]:
     return {node.meta["serial"]: slot for node, slot in pairs if "serial" in node.meta}
 
 
-def _there(joint: Graph, saved: Mapping[int, Slot], kept: Collection[Slot]) -> dict[Node, Slot]:
-    """The values that need not be computed, by the names that the new graph takes them by."""
-    there = {
+def _available(joint: Graph, saved: Mapping[int, Slot], kept: Collection[Slot]) -> dict[Node, Slot]:
+    """The values that need not be computed, with the slots by which the new graph takes them."""
+    available = {
         node: slot
         for slot, node in joint.named_placeholders().items()
         if slot in kept or slot.role in ("size", "buffer", "rng", *GRADIENT_ROLES)
@@ -83,8 +83,8 @@ def _there(joint: Graph, saved: Mapping[int, Slot], kept: Collection[Slot]) -> d
     for node in joint.gm.graph.nodes:
         slot = saved.get(node.meta.get("serial"))
         if slot is not None:
-            there[node] = slot
-    return there
+            available[node] = slot
+    return available
 
 
 def _refuse_lost(node: Node) -> None:

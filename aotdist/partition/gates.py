@@ -1,4 +1,4 @@
-"""Gates: where the backward stops on its way, so that the caller may watch what passes a waypoint.
+"""Gates: where the backward stops on its way, so that the caller's hooks see the gradient of a waypoint.
 
 The trace cuts the joint graph at every waypoint (`aotdist.trace.observed_grads`). Usually nobody watches: the
 cuts are closed again (`linked`), and the backward is one graph. When somebody does, it runs part by part. A

@@ -100,10 +100,10 @@ class Network:
 class _Flow:
     """A flow through a network, each of whose items is filled in turn, along shortest ways (Dinic, 1970).
 
-    Once no more reaches an item, none ever will: a way from the source that met the places behind it would
-    go on to the item. So these are left alone from then on. What is saved follows from what lies close by,
-    so each item is filled from its neighbourhood: 64 layers take 35 ms. scipy's flow through the whole
-    network takes 5, and 140 to import.
+    Once no more flow reaches an item, none ever will: a path from the source through the places behind it
+    would go on to the item. So these are skipped from then on. Which items are saved depends on nearby items
+    only, so each is filled from its neighbourhood: 64 layers take 35 ms. scipy's flow through the whole
+    network takes 5 ms, and 140 to import.
 
     Item i is places 2i (in) and 2i+1 (out); the source comes last. Arcs come in pairs: the way back along
     `arc` is `arc ^ 1`.

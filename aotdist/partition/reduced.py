@@ -1,10 +1,10 @@
 """The backward for when only some outputs are differentiated.
 
-A backward is linear in its tangents. So with some tangents absent, a value that depends on no other ones
-is zero, whatever it is computed by: it is not computed, a sum with it is the other summand, and a
-gradient that is zero is absent, as it is in eager. Zeros are made only where an operation mixes them
-with what is there. (Filling in zeros for absent tangents instead would turn a -0.0 into 0.0, make numbers
-of no number where the derivative is infinite, and cost as much as if all were there.)
+A backward is linear in its tangents. So with some tangents absent, a value that depends on these alone is
+zero: it is not computed, a sum with it is the other summand, and a gradient that is zero is absent, as in
+eager. Zeros are made only where an operation mixes them with other values. (Zeros for absent tangents instead
+would turn -0.0 into 0.0, give NaN where the derivative is infinite, and cost as much as if all tangents were
+given.)
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ADD = torch.ops.aten.add.Tensor
 
 
 def without_tangents(backward: Graph, missing: Collection[Slot], *, any_strides: bool) -> Graph:
-    """The backward that takes all but the `missing` tangents; what is zero then is None among its results.
+    """The backward that takes all but the `missing` tangents; results that are zero then are None.
 
     Args:
         backward: the graph.
@@ -56,26 +56,26 @@ def _zeros(backward: Graph, missing: Collection[Slot]) -> set[Node]:
         node: slot for slot, node in backward.named_placeholders().items() if slot.role in GRADIENT_ROLES
     }
     depends: dict[Node, bool] = {}
-    """Whether a node that depends on tangents depends on one that is there."""
+    """Of nodes that depend on tangents: whether on one that is not missing."""
     for node in backward.gm.graph.nodes:
         if node in tangents:
             depends[node] = tangents[node] not in missing
         elif node.op != "output" and any(i in depends for i in node.all_input_nodes):
-            # Zeros that a formula makes of no tangent (`zeros_like(self)`) are there, as they are in eager.
-            is_there = node.target is _ADD
-            depends[node] = any(depends.get(i, is_there) for i in node.all_input_nodes)
-    return {node for node, alive in depends.items() if not alive}
+            # A summand that depends on no tangent (`zeros_like(self)` of a formula) counts, as in eager.
+            counts = node.target is _ADD
+            depends[node] = any(depends.get(i, counts) for i in node.all_input_nodes)
+    return {node for node, is_given in depends.items() if not is_given}
 
 
 def _summands(order: list[Node], zero: set[Node], *, any_strides: bool) -> Mapping[Node, Node]:
     """Sums of which one summand is zero, with the other; never chained."""
-    found: dict[Node, Node] = {}
+    replaced: dict[Node, Node] = {}
     for node in order:
         if node.target is _ADD and node not in zero and not node.kwargs:
             for summand, other in (node.args, reversed(node.args)):
                 if summand in zero and isinstance(other, Node) and _interchangeable(node, other, any_strides):
-                    found[node] = found.get(other, other)
-    return found
+                    replaced[node] = replaced.get(other, other)
+    return replaced
 
 
 def _interchangeable(a: Node, b: Node, any_strides: bool) -> bool:

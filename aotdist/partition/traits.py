@@ -49,7 +49,7 @@ def is_view(node: Node) -> bool:
 
 
 def may_share(node: Node) -> bool:
-    """Whether the result may share memory with an argument, or is read as long as that is."""
+    """Whether the result may share memory with an argument, or is of a collective that still reads it."""
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function"
     name = node.target.name().partition(".")[0]

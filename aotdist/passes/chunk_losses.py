@@ -1,14 +1,15 @@
 """Computes losses of a linear layer's logits by chunks of rows, so that all logits are never there at once.
 
-What `linear_losses` finds becomes (N rows, D features, V classes)
+A loss that `linear_losses` finds becomes (N rows, D features, V classes)
 
     forward   linear_cross_entropy(x, w, labels) -> loss, gradients of x and w for a gradient of 1
-    backward  each gradient times what arrives
+    backward  each gradient times the incoming one
 
 Rows are left out of x where the program leaves them out of its logits (`logits[:, :-1]`). Sums are taken in
-another order than in eager, and what arrives is multiplied last. A loss is left as it is where anything else
-reads the logits, or what is computed on the way: results, hooks, collectives of a sharded vocabulary; and
-where classes have weights, labels are smoothed, the layer has a bias, or every row keeps its own loss.
+another order than in eager, and the incoming gradient is multiplied last. A loss is left as it is if anything
+else reads the logits, or the steps between them and the loss: results, hooks, collectives of a sharded
+vocabulary; and where classes have weights, labels are smoothed, the layer has a bias, or every row keeps its
+own loss.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def _rows_of_a_chunk(loss: LinearLoss, most: int) -> int:
 
 
 def _rows(graph: FxGraph, loss: LinearLoss) -> Node:
-    """The rows of the layer's input that the loss is of: what is done to rows of logits, done to them."""
+    """The rows of the layer's input that the loss is of: views and slices of logits, applied to the input."""
     rows = loss.input
     if not any(step.target is SLICE for step in loss.way):
         return rows
@@ -101,7 +102,7 @@ def _arranged(graph: FxGraph, node: Node, sizes: list[int], like: Node) -> Node:
 def _scale(
     graph: FxGraph, loss: LinearLoss, gradients: LossGradients, count: Node, found: Mapping[Node, Node]
 ) -> None:
-    """Put gradients of the sum of losses, times what arrives, in the place of the graph's own."""
+    """Replace the graph's gradients by those of the sum of losses, times the incoming gradient."""
     like = gradients.first
     with graph.inserting_before(like):
         for old, unscaled in found.items():

@@ -27,7 +27,7 @@ _NLL = _ATEN.nll_loss_forward.default
 _NLL_BACKWARD = _ATEN.nll_loss_backward.default
 
 WHOLE = frozenset({_SOFTMAX, _SOFTMAX_BACKWARD, _NLL, _NLL_BACKWARD})
-"""Operators that losses are found by: a trace leaves them whole until then."""
+"""Operators by which losses are recognised: the trace does not decompose them."""
 
 VIEWS = frozenset({_ATEN.view.default, _ATEN._unsafe_view.default})
 SLICE = _ATEN.slice.Tensor
@@ -74,7 +74,7 @@ class LinearLoss:
     Args:
         product: makes the logits.
         weight: of the layer.
-        way: what is done to the logits before they become probabilities, first step first.
+        way: the nodes between the logits and the softmax, in order.
         nll: makes the loss from log probabilities.
         result: the loss, which `nll` returns first.
         gradients: its backward, if the graph has one.
@@ -137,7 +137,7 @@ def _loss_at(nll: Node) -> LinearLoss | None:
 
 
 def _way_to(softmax: Node) -> tuple[tuple[Node, ...], Node]:
-    """The steps to probabilities that leave classes where they are, and what they begin with."""
+    """The nodes before the softmax that keep the dimension of classes, and the node that they start from."""
     steps: list[Node] = []
     node = softmax.all_input_nodes[0]
     while _keeps_classes(node) and len(node.users) == 1:
@@ -175,7 +175,7 @@ def _is_static(product: Node) -> bool:
 
 
 def _transposed(node: Any) -> Node | None:
-    """What a matrix is the transpose of, if it is one."""
+    """The matrix that a node transposes, if it does."""
     if not isinstance(node, Node) or node.target not in _TRANSPOSES or node.meta["val"].dim() != 2:
         return None
     return (
@@ -184,7 +184,7 @@ def _transposed(node: Any) -> Node | None:
 
 
 def _gradients(product: Node, weight: Node, later: set[Node]) -> LossGradients | None:
-    """The backward of which `later` is what reads probabilities, if it is one that ends in the layer."""
+    """The loss's backward, if it ends in the layer; `later` are its readers of probabilities."""
     by_target = {node.target: node for node in later}
     first, softmax = by_target.get(_NLL_BACKWARD), by_target.get(_SOFTMAX_BACKWARD)
     if len(later) != 2 or first is None or softmax is None:
@@ -210,7 +210,7 @@ def _gradients(product: Node, weight: Node, later: set[Node]) -> LossGradients |
 
 
 def _untransposed(node: Node) -> tuple[Node, bool]:
-    """What a matrix is, or is the transpose of, through any number of transposes; and whether it is."""
+    """The matrix behind any number of transposes, and whether their number is odd."""
     is_transposed = False
     while (source := _transposed(node)) is not None:
         node, is_transposed = source, not is_transposed
@@ -218,7 +218,7 @@ def _untransposed(node: Node) -> tuple[Node, bool]:
 
 
 def _way_back(node: Node) -> Node:
-    """The gradient of a product: what follows from `node` by steps that undo those of a way."""
+    """The gradient of the logits: what follows from `node` by casts, views and padding of slices."""
     while len(node.users) == 1:
         (user,) = node.users
         if not (user.target in VIEWS | _SAME_ROWS or _fills_up(user, node)):
@@ -228,7 +228,7 @@ def _way_back(node: Node) -> Node:
 
 
 def _fills_up(node: Node, part: Node) -> bool:
-    """Whether a node is zeros but for a part."""
+    """Whether a node puts `part` into zeros."""
     if node.target is _ATEN.slice_backward.default:
         return True
     if node.target is not _ATEN.slice_scatter.default or node.args[1] is not part:

@@ -31,7 +31,7 @@ from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.launching import Config, Launch, blocks_of
 from aotdist.kernels.running import Jitted
 from aotdist.kernels.triton_seam import loaded
-from aotdist.kernels.tuning import likeness
+from aotdist.kernels.tuning import nameless_source
 from aotdist.program import Graph
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.trees import pytree
@@ -81,7 +81,7 @@ class Checker:
         report: where findings go.
         copied: bytes a second of a copy.
         dry: whether kernels are interpreted.
-        timed: kernels that have been timed, see `likeness`.
+        timed: kernels that have been timed, see `nameless_source`.
         labels: of the graphs that it was given.
     """
 
@@ -137,7 +137,7 @@ class Checker:
 
     def _check(self, one: _OneKernel) -> Mapping[str, Any]:
         error = one.error()
-        alike = likeness(one.kernel)
+        alike = nameless_source(one.kernel)
         numbers = {"operators": one.operators(), "bytes": one.kernel.num_bytes, "error": error}
         if alike in self.timed:
             return numbers
