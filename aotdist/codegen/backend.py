@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
@@ -94,7 +94,7 @@ def _best_available() -> Backend:
 
 
 @dataclass(frozen=True, slots=True)
-class CallableBackend:
+class CallableBackend(Backend):
     """Compilers that a user brings, in `functorch.compile`'s shape.
 
     Args:
@@ -110,23 +110,13 @@ class CallableBackend:
     inference_compiler: Compiler | None = None
     table: Decompositions = field(default_factory=dict[OpOverload, Callable[..., Any]])
     name: str = ""
-    partition: Literal["default", "min_cut"] = "default"
-    any_tangents: bool = False
-    owns_cut: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or _name_of(self.compiler))
 
-    def check(self) -> None:
-        """Nothing can be checked ahead."""
-
     def decompositions(self) -> Decompositions:
         """The user's table."""
         return self.table
-
-    def prepare_joint(self, graph: Graph) -> Graph:
-        """The graph itself."""
-        return graph
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Hand the user's compiler a copy of the graph, which it may change as it likes."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -201,42 +202,35 @@ def finished(emitted: Emitted) -> Emitted:
     return replace(emitted, finish=_nothing_pending)
 
 
-@runtime_checkable
-class Backend(Protocol):
-    """Turns functional graphs into callables."""
+class Backend(ABC):
+    """Turns functional graphs into callables.
 
-    @property
-    def name(self) -> str:
-        """The word that users select it by."""
-        ...
+    Attributes:
+        name: the word that users select it by.
+        partition: how to cut a joint graph when the settings leave it open.
+        any_tangents: whether a compiled backward takes tangents of other strides and kinds than their `val`s.
+        owns_cut: whether `prepare_joint` already cuts the joint graph in two, which no other cut may cross.
+    """
 
-    @property
-    def partition(self) -> Literal["default", "min_cut"]:
-        """How to cut a joint graph when the settings leave it open."""
-        ...
+    __slots__ = ()
 
-    @property
-    def any_tangents(self) -> bool:
-        """Whether a compiled backward takes tangents of other strides and kinds than their `val`s."""
-        ...
-
-    @property
-    def owns_cut(self) -> bool:
-        """Whether `prepare_joint` already cuts the joint graph in two, which no other cut may cross."""
-        ...
+    name: str
+    partition: Literal["default", "min_cut"] = "default"
+    any_tangents: bool = False
+    owns_cut: bool = False
 
     def check(self) -> None:
         """Raise `BadSettings`, with the way out, if something that compiling needs is missing."""
-        ...
+        return
 
     def decompositions(self) -> Decompositions:
         """Operators that the trace must break up for this backend."""
-        ...
+        return {}
 
     def prepare_joint(self, graph: Graph) -> Graph:
         """Rewrite a joint or an inference graph before it is cut."""
-        ...
+        return graph
 
+    @abstractmethod
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Compile one graph. The graph is not changed."""
-        ...

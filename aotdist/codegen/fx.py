@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from aotdist.codegen.contract import BoxedCall, CompiledRegion, Decompositions, Emission, Emitted, Kind
+from aotdist.codegen.contract import Backend, BoxedCall, CompiledRegion, Emission, Emitted, Kind
 from aotdist.codegen.in_place import in_place
 from aotdist.codegen.marks import module_mark
 from aotdist.codegen.python_source import Bindings, load_function, tensor_text
@@ -38,24 +38,12 @@ def warn_of_fx(failure: UnsupportedProgram) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class FxBackend:
+class FxBackend(Backend):
     """Runs a graph operator by operator, with eager's bits."""
 
     name: str = "fx"
     partition: Literal["default", "min_cut"] = "default"
     any_tangents: bool = True
-    owns_cut: bool = False
-
-    def check(self) -> None:
-        """Nothing is needed."""
-
-    def decompositions(self) -> Decompositions:
-        """None: operators run as the user's program called them."""
-        return {}
-
-    def prepare_joint(self, graph: Graph) -> Graph:
-        """The graph itself."""
-        return graph
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Print the graph and load what was printed."""

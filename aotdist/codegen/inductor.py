@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from aotdist.codegen.contract import Decompositions, Emission, Emitted
+from aotdist.codegen.contract import Backend, Decompositions, Emission, Emitted
 from aotdist.codegen.cpp_toolchain import check_cpp_toolchain, vector_isa_is_sound
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.fx import FxBackend, print_graph, warn_of_fx
@@ -65,7 +65,7 @@ from aotdist.trace.operators.fakes import norms_laid_out
 
 
 @dataclass(frozen=True, slots=True)
-class InductorBackend:
+class InductorBackend(Backend):
     """Fuses with PyTorch's own compiler: C++ on CPU, Triton on GPU.
 
     Args:
@@ -74,8 +74,6 @@ class InductorBackend:
 
     name: str = "inductor"
     partition: Literal["default", "min_cut"] = "min_cut"
-    any_tangents: bool = False
-    owns_cut: bool = False
     else_fx: bool = False
 
     def check(self) -> None:

@@ -18,7 +18,15 @@ import torch
 from torch.fx import Node
 
 from aotdist.codegen.checked_call import CheckedCall, Form
-from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted, Fusion, KernelSummary
+from aotdist.codegen.contract import (
+    Backend,
+    BoxedCall,
+    Decompositions,
+    Emission,
+    Emitted,
+    Fusion,
+    KernelSummary,
+)
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.fx import load_graph, marked_call, print_graph
 from aotdist.codegen.python_source import load_function
@@ -68,13 +76,11 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class TritonBackend:
+class TritonBackend(Backend):
     """Fuses into Triton kernels of our own."""
 
     name: str = "triton"
     partition: Literal["default", "min_cut"] = "min_cut"
-    any_tangents: bool = False
-    owns_cut: bool = False
 
     def check(self) -> None:
         """See that Triton is there.
@@ -94,10 +100,6 @@ class TritonBackend:
         of_operators = {op: made for op, made in inductor_decompositions().items() if op not in _KEPT}
         table = {**of_operators, **decompositions(), **operators.MADE_OF, **operators_made_of_others()}
         return norms_laid_out(table)
-
-    def prepare_joint(self, graph: Graph) -> Graph:
-        """The graph itself."""
-        return graph
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Put kernels into the graph, and print what runs them."""

@@ -22,7 +22,7 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 import aotdist
-from aotdist.codegen.contract import Decompositions, Emission, Emitted
+from aotdist.codegen.contract import Backend, Decompositions, Emission, Emitted
 from aotdist.codegen.triton import TritonBackend, with_kernels
 from aotdist.kernels import triton_seam
 from aotdist.kernels.costs import estimate
@@ -74,7 +74,7 @@ def check_kernels(name: str, *, dry: bool, device: torch.device, copied: float, 
 
 
 @dataclass(frozen=True, slots=True)
-class Checker:
+class Checker(Backend):
     """Stands in for the Triton backend: its graphs run node by node, and their kernels are checked beside.
 
     Args:
@@ -92,19 +92,10 @@ class Checker:
     labels: list[str] = field(default_factory=list[str])
     name: str = "checker"
     partition: Literal["default", "min_cut"] = "min_cut"
-    any_tangents: bool = False
-    owns_cut: bool = False
-
-    def check(self) -> None:
-        """It always runs."""
 
     def decompositions(self) -> Decompositions:
         """As of the Triton backend."""
         return TritonBackend().decompositions()
-
-    def prepare_joint(self, graph: Graph) -> Graph:
-        """The graph itself."""
-        return graph
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Emit kernels, and check them whenever the graph runs."""
