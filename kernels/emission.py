@@ -148,7 +148,8 @@ def _emit(
 def _in_loops(kernel: Kernel) -> Printed:
     """The form of a kernel for calls in which it reduces more than a block holds."""
     in_loops = replace(online(kernel), name=f"{kernel.name}_looped")
-    inputs = tuple(dict.fromkeys(load.buffer for load in kernel.loads()))  # both take the same
+    # The two forms take the same arguments.
+    inputs = tuple(dict.fromkeys(load.buffer for load in kernel.loads()))
     return replace(print_kernel(in_loops, is_persistent=False), inputs=inputs)
 
 

@@ -136,7 +136,8 @@ class Tuned:
 
 def _key(source: str) -> str:
     """The name of the file of a choice for the current GPU."""
-    return key_of(*triton_seam.gpu_and_version(), source)
+    parts = json.dumps([*triton_seam.gpu_and_version(), source])
+    return hashlib.sha256(parts.encode()).hexdigest()[:32]
 
 
 def nameless_source(emitted: EmittedKernel) -> str:
@@ -176,7 +177,7 @@ class Choices:
         """The configuration that was chosen for a kernel, if it is one of `ways`.
 
         Args:
-            key: of the kernel, see `key_of`.
+            key: of the kernel on the current GPU.
             ways: its configurations.
         """
         if key not in self._known:
@@ -223,12 +224,3 @@ class Choices:
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(f"aotdist: {text}", stacklevel=2)
-
-
-def key_of(*parts: object) -> str:
-    """A name for a kernel on a GPU: equal for equal parts, in every process.
-
-    Args:
-        parts: all that its speed depends on, as JSON has it.
-    """
-    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]

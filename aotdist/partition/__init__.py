@@ -24,8 +24,8 @@ views or no tensors, branches on data.
 The backward of some results
 ----------------------------
 A backward is linear, so that of some results is the recorded one without the other tangents
-(`partition/reduced.py`): what depends on these alone is not computed. Three things do not follow from that,
-and with one of them the backward is traced for each choice of results (`BackwardFacts.choices`): user
+(`partition/other_backwards.py`): what depends on these alone is not computed. Three things do not follow from
+that, and with one of them the backward is traced for each choice of results (`BackwardFacts.choices`): user
 functions that can tell None from zeros, gradients of other kinds, and what user code in the backward writes
 or keeps. The trace notes in which autograd node each write happens; where every result leads to all of these,
 nothing more is traced. Before each of these traces the stand-ins are set back to what they held at the end of

@@ -8,7 +8,7 @@ which is put off until someone calls it.
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from aotdist.partition.traits import is_size
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam.nodes import add_node, copy_node, spell_number
+from aotdist.torch_seam.nodes import add_node, copy_node, inputs_of, spell_number
 from aotdist.torch_seam.operators import operator_name
 from aotdist.torch_seam.proxies import graph_module
 
@@ -91,6 +91,27 @@ def returning(graph: Graph, outs: Sequence[Slot]) -> Graph:
             builder.copy(node)
     results = [None if node is None else builder.env[node] for node in found]
     return builder.finish(results, graph.ins, tuple(outs))
+
+
+def needed_by(
+    roots: Iterable[Node],
+    order: Sequence[Node],
+    stands_for: Mapping[Node, Node],
+    skipped: Container[Node] = (),
+) -> set[Node]:
+    """The roots and what they are computed from, when some nodes are replaced by others.
+
+    Args:
+        roots: nodes that stay.
+        order: all nodes, in order.
+        stands_for: nodes that are replaced, with those that replace them.
+        skipped: nodes that are not computed.
+    """
+    needed = {stands_for.get(root, root) for root in roots}
+    for node in reversed(order):
+        if node in needed and node not in skipped:
+            needed.update(stands_for.get(read, read) for read in inputs_of(node) if read not in skipped)
+    return needed
 
 
 @contextmanager

@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from aotdist.partition.builder import GraphBuilder
+from aotdist.partition.builder import GraphBuilder, needed_by
 from aotdist.partition.traits import is_effectful, is_view, phase_of, storage_root, value_bytes
 from aotdist.program import Graph
 from aotdist.settings import Settings
-from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.symbols import surely_equal
 
@@ -64,7 +63,9 @@ def cleanup(graph: Graph, settings: Settings) -> Graph:
     """The same results from fewer nodes."""
     order = [n for n in graph.gm.graph.nodes if n.op != "output"]
     stands_for = _Simplifier.of(graph).simplify(order)
-    kept = _needed(graph, order, stands_for)
+    roots = [n for n in graph.results() if n is not None]
+    roots += [n for n in order if n.op == "placeholder" or is_effectful(n)]
+    kept = needed_by(roots, order, stands_for)
     if len(kept) == len(order):
         return graph
     builder = GraphBuilder(graph.gm)
@@ -78,17 +79,6 @@ def cleanup(graph: Graph, settings: Settings) -> Graph:
             builder.copy(node)
     results = [None if n is None else builder.env[n] for n in graph.results()]
     return builder.finish(results, graph.ins, graph.outs)
-
-
-def _needed(graph: Graph, order: list[Node], stands_for: Mapping[Node, Node]) -> set[Node]:
-    """Nodes that stay: arguments, effects, and what results are computed from."""
-    roots = [n for n in graph.results() if n is not None]
-    roots += [n for n in order if n.op == "placeholder" or is_effectful(n)]
-    needed = {stands_for.get(n, n) for n in roots}
-    for node in reversed(order):
-        if node in needed:
-            needed.update(stands_for.get(i, i) for i in inputs_of(node))
-    return needed
 
 
 @dataclass(frozen=True, slots=True)
