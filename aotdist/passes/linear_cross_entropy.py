@@ -85,14 +85,9 @@ def _loss_of_rows(
 
 
 def _like_linear_cross_entropy(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    ignore_index: int,
-    num_rows: int,
-    of_input: bool,
-    of_weight: bool,
+    input: torch.Tensor, weight: torch.Tensor, *options: Any
 ) -> list[torch.Tensor]:
+    *_, of_input, of_weight = options
     dtype = wide(input.dtype)
     gradients = [input.new_empty(input.shape)] if of_input else []
     gradients += [input.new_empty(weight.shape, dtype=dtype)] if of_weight else []
