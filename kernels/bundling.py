@@ -25,12 +25,11 @@ import torch
 from torch.fx import Node
 
 from aotdist.kernels.access import reads, vector_length, writes
-from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.emitted import EmittedKernel, Schedule, Step
 from aotdist.kernels.launching import Config, is_persistent, num_blocks_of
 from aotdist.kernels.polynomial import at_most
 from aotdist.kernels.printing import BLOCK_NUMBER, LARGE, Printed
 from aotdist.kernels.rule import val_of
-from aotdist.kernels.scheduling import Schedule, Step
 from aotdist.kernels.uses import num_bytes
 
 MAX_TENSORS = 360

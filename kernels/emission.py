@@ -17,7 +17,7 @@ from aotdist.kernels.background import Background
 from aotdist.kernels.bundling import bundles, one_launch
 from aotdist.kernels.columns import cut_columns
 from aotdist.kernels.costs import configurations
-from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.emitted import EmittedKernel, Schedule, Step
 from aotdist.kernels.few_results import is_better_cut
 from aotdist.kernels.fusion import Plan, plan
 from aotdist.kernels.gpus import Gpu
@@ -29,7 +29,6 @@ from aotdist.kernels.polynomial import Polynomial, hint_of
 from aotdist.kernels.printing import Printed, print_kernel
 from aotdist.kernels.rule import sizes_of, strides_of, val_of
 from aotdist.kernels.running import Jitted, Runner, nothing_compiled
-from aotdist.kernels.scheduling import Schedule, Step
 from aotdist.kernels.sized import SizedLaunch, SizedResult, names_needed
 from aotdist.kernels.space import Group
 from aotdist.kernels.spelling import HELPERS

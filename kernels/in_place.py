@@ -15,11 +15,10 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.emitted import EmittedKernel, Schedule, Step
 from aotdist.kernels.ir import Expr, Load, Store, every_part
 from aotdist.kernels.rule import View, val_of
 from aotdist.kernels.rules import rule_of
-from aotdist.kernels.scheduling import Schedule, Step
 from aotdist.program import Graph
 from aotdist.torch_seam.operators import OpOverload
 
