@@ -98,7 +98,7 @@ class CallableBackend(Backend):
     """Compilers that a user brings, in `functorch.compile`'s shape.
 
     Args:
-        compiler: compiles forwards, and whatever has no compiler of its own.
+        compiler: compiles forwards, and graphs of kinds without a compiler of their own.
         backward_compiler: compiles backwards.
         inference_compiler: compiles programs that are never differentiated.
         table: operators that the trace must break up.

@@ -230,7 +230,7 @@ class GraphedCall:
         )
 
     def _why_not(self, signature: _Signature, args: Sequence[Any]) -> str | None:
-        """Why a call cannot be replayed or recorded now; a recording that fits no longer is let go of."""
+        """Why a call cannot be replayed or recorded now; drops a recording whose parameters have moved."""
         recording = signature.recording
         if recording is None:
             return self._why_not_yet(args)

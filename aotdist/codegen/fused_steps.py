@@ -73,7 +73,7 @@ _LIBRARY.define("adam_biases(Tensor[] steps, float beta1, float beta2) -> Tensor
 def _adam_biases(steps: Sequence[Tensor], beta1: float, beta2: float) -> Tensor:
     """Bias corrections of the two means of each parameter, in float64 as in fused kernels. Shapes: (P, 2).
 
-    An operator of its own: compilers would count anew for each element of a parameter.
+    An operator of its own: compilers would recompute it for each element of a parameter.
     """
     counts = torch.stack(list(steps)).double().view(-1)
     return torch.stack([1 - beta1**counts, (1 - beta2**counts).sqrt()], 1)

@@ -104,14 +104,14 @@ def load_graph(printed: PrintedGraph, graph: Graph, label: str) -> BoxedCall:
 
 def _functions(graph: Graph) -> dict[int, Callable[..., Any]]:
     """The functions that replace operators, by the `id` of the object that the text binds for each."""
-    found: dict[OpOverload, Callable[..., Any] | None] = {}
+    functions: dict[OpOverload, Callable[..., Any] | None] = {}
     inner = (module for module in graph.gm.modules() if isinstance(module, torch.fx.GraphModule))
     for node in (node for gm in inner for node in gm.graph.nodes if isinstance(node.target, OpOverload)):
         args, kwargs = map_arg((node.args, node.kwargs), lambda value: value.meta.get("val"))
         function = function_of(node.target, args, kwargs)
-        if found.setdefault(node.target, function) != function:
-            found[node.target] = None  # no one function does for all its calls
-    return {id(native_callable(op)): function for op, function in found.items() if function is not None}
+        if functions.setdefault(node.target, function) != function:
+            functions[node.target] = None  # no one function does for all its calls
+    return {id(native_callable(op)): function for op, function in functions.items() if function is not None}
 
 
 def marked_call(graph: Graph, label: str) -> BoxedCall:
@@ -154,7 +154,7 @@ def _local_names(gm: torch.fx.GraphModule) -> Iterator[str]:
 
 
 def attribute_of(gm: torch.fx.GraphModule, node: Node) -> Any:
-    """What a `get_attr` node stands for."""
+    """The attribute that a `get_attr` node reads."""
     value: Any = gm
     for part in str(node.target).split("."):
         value = getattr(value, part)

@@ -240,7 +240,8 @@ def memory_of(graph: Graph) -> Memory:
 def restore_own_memory(graph: Graph, before: Memory) -> None:
     """Copy outputs that had memory of their own, and now lie in that of a node with other uses, in place.
 
-    What a rewrite computes anew is its own. So is what has no other use: nobody can tell.
+    A node that the rewrite added owns its memory. An owner without other uses can be returned: nobody can
+    tell.
     """
     results = list(graph.results())
     owners = [_owner(node) for node in results]

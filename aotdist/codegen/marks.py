@@ -86,8 +86,8 @@ class MarkedCall:
 def communications_of(mark: str) -> tuple[Communication, ...]:
     """Those of the graph that a mark of a trace names; none of a graph that is gone."""
     serial = mark.removeprefix(GRAPH_MARK).partition(":")[0]
-    found = _marked.get(int(serial))
-    return () if found is None else found.communications
+    marked = _marked.get(int(serial))
+    return () if marked is None else marked.communications
 
 
 def with_marks(emitted: Emitted, graph: Graph, name: str) -> Emitted:
@@ -177,10 +177,10 @@ def raise_if_bad_index(error: RuntimeError, lines: Sequence[str], name: str) -> 
     Raises:
         IndexOutOfBounds: an index is not one of the dimension.
     """
-    found = None if isinstance(error, IndexOutOfBounds) else _FAILED.search(str(error))
-    if found is None:
+    match = None if isinstance(error, IndexOutOfBounds) else _FAILED.search(str(error))
+    if match is None:
         return
-    size = f" of {found[1]} elements" if found[1] else ""
+    size = f" of {match[1]} elements" if match[1] else ""
     raise IndexOutOfBounds(
         f"an index, or a label, is out of bounds for a dimension{size} in `{name}`",
         where="\n     ".join(lines) or None,

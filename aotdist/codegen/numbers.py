@@ -151,8 +151,8 @@ def _early(graph: Graph, early: set[Node], ready: Sequence[int], wanted: Sequenc
             builder.placeholder(node)
         elif node in early:
             builder.copy(node)
-    given = graph.results()
-    results = [builder.env[cast("Node", given[at])] for at in ready] + [builder.env[n] for n in wanted]
+    old_results = graph.results()
+    results = [builder.env[cast("Node", old_results[at])] for at in ready] + [builder.env[n] for n in wanted]
     outs = [graph.outs[at] for at in ready] + [Slot("output", f"numbers[{k}]") for k in range(len(wanted))]
     return builder.finish(results, graph.ins, outs)
 

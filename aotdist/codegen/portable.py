@@ -44,7 +44,7 @@ def portable_of(
         return None
     module = _Module(source)
     functions = module.attributes_of(_LIBRARY_CALLS)
-    known = {_LIBRARY_CALLS} if _are_of_torch(functions, scope.get(_LIBRARY_CALLS)) else set[str]()
+    bound_elsewhere = {_LIBRARY_CALLS} if _are_of_torch(functions, scope.get(_LIBRARY_CALLS)) else set[str]()
     kernels: dict[str, tuple[Path, str]] = {}
     constants: dict[str, torch.Tensor] = {}
 
@@ -55,7 +55,7 @@ def portable_of(
             kernels[name] = (library, cast("BuiltinFunctionType", value).__name__)
         elif isinstance(value, torch.Tensor):
             constants[name] = value
-        return library is not None or isinstance(value, torch.Tensor) or name in known
+        return library is not None or isinstance(value, torch.Tensor) or name in bound_elsewhere
 
     text = module.text_for(_ENTRY, is_bound)
     if text is None or not all(map(is_plain_constant, constants.values())):
@@ -68,7 +68,7 @@ def portable_of(
         libraries=tuple(path.read_bytes() for path in paths),
         kernels={name: (paths.index(path), function) for name, (path, function) in kernels.items()},
         constants=constants,
-        functions=tuple(sorted(functions)) if known else (),
+        functions=tuple(sorted(functions)) if bound_elsewhere else (),
     )
 
 

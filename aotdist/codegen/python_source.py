@@ -39,9 +39,9 @@ class Bindings:
 
     def name(self, value: Any, like: str) -> str:
         """The name that stands for `value`, made from `like` the first time it is asked for."""
-        known = self._name_of.get(id(value))
-        if known is not None:
-            return known
+        existing = self._name_of.get(id(value))
+        if existing is not None:
+            return existing
         name = self.reserve(like)
         self._name_of[id(value)] = name
         self._values[name] = value

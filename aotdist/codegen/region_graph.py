@@ -139,8 +139,8 @@ class _Kinds:
 
     def node(self, node: Node) -> Hashable:
         """A node that computes something."""
-        known = [(key, value) for key, value in node.meta.items() if type(value) in (bool, int, str)]
-        meta = tuple(sorted(item for item in known if item[0] not in _PLACES))
+        plain = [(key, value) for key, value in node.meta.items() if type(value) in (bool, int, str)]
+        meta = tuple(sorted(item for item in plain if item[0] not in _PLACES))
         arguments = self.of((node.args, node.kwargs))
         start = self.of(_start(node.args[0])) if node.target is _AS_STRIDED else None
         operator = id(node.target)  # PyTorch hashes an operator in Python, each time that a kind is looked up
@@ -155,8 +155,8 @@ class _Kinds:
             return kind, value
         match value:
             case torch.Tensor():
-                known = metadata(value)
-                return tuple(map(self.of, known)) if torch.SymInt in map(type, known) else known
+                facts = metadata(value)
+                return tuple(map(self.of, facts)) if torch.SymInt in map(type, facts) else facts
             case dict():
                 return tuple((self.of(key), self.of(item)) for key, item in value.items())
             case torch.SymInt():

@@ -73,7 +73,7 @@ def _equal_blocks(joint: Graph, owners: set[Node]) -> dict[Hashable, list[Segmen
     A block is a module with a number in its path: `encoder.layers.3`, or in it `encoder.layers.3.experts.0`.
     """
     left = [node for node in joint.gm.graph.nodes if node.op == "call_function" and node.meta.get("module")]
-    found: dict[Hashable, list[Segment]] = {}
+    equal_blocks: dict[Hashable, list[Segment]] = {}
     level = 0
     while left:
         blocks = dict[str, list[Node]]()
@@ -87,9 +87,9 @@ def _equal_blocks(joint: Graph, owners: set[Node]) -> dict[Hashable, list[Segmen
         equal = {kind: segments for kind, segments in kinds.items() if len(segments) > 1}
         inside = {node for segments in equal.values() for segment in segments for node in segment.nodes}
         left = [node for nodes in blocks.values() for node in nodes if node not in inside]
-        found |= equal
+        equal_blocks |= equal
         level += 1
-    return found
+    return equal_blocks
 
 
 @functools.cache
@@ -271,15 +271,15 @@ class _Assembly:
     def _in_order(self) -> list[_Place]:
         """Nodes to make, in the joint graph's order; one that a rewrite added, ahead of what follows it."""
         stood = {node: position for position, node in enumerate(self._joint.gm.graph.nodes)}
-        found = list[tuple[int, int, int, Node]]()
+        places = list[tuple[int, int, int, Node]]()
         for at, part in enumerate(self._parts):
             position = len(stood)
             for back, node in enumerate(reversed(part.graph.gm.graph.nodes)):
                 if node.op == "call_function" and part.outer(node) is None:
                     origin = part.origin(node)
                     position = position if origin is None else min(position, stood[origin])
-                    found.append((position, at, -back, node))
-        return [(at, node) for _, at, _, node in sorted(found, key=lambda each: each[:3])]
+                    places.append((position, at, -back, node))
+        return [(at, node) for _, at, _, node in sorted(places, key=lambda each: each[:3])]
 
     def _make(self, place: _Place) -> None:
         """Make a node, after those of its inputs that were not made yet."""

@@ -162,10 +162,10 @@ def _emitting(settings: Settings, label: str) -> Callable[[Graph], Form]:
         fused = with_kernels(
             graph, keeps_casts=casts, label=label, gpu=gpu, tuner=tuner, background=background
         )
-        known, launches = summary(fused), launches_of(fused)
+        kernels, launches = summary(fused), launches_of(fused)
 
         def fusion() -> Fusion:
-            return with_registers(known, {name: launch.registers for name, launch in launches.items()})
+            return with_registers(kernels, {name: launch.registers for name, launch in launches.items()})
 
         return form_of(fused.graph, graph, f"{fused.source}\n\n", fusion, label)
 

@@ -17,8 +17,8 @@ matters. A recorded backward shows none of this. So autograd runs through its gr
 its own (`runtime/double_backward.py`), from what the first forward saved (`partition/from_saved.py`). Its
 values and gradients are then eager's, bit for bit; also in parts, and with symbolic sizes. Nothing of this is
 there before it is asked for. The program that was compiled last keeps its trace; of those before it, it is
-made anew (`retracing.py`), node for node as before, or the call is refused; where the arguments and the
-module do not tell the trace alone, it is kept: symbolic sizes, wrapper tensors, autocast, arguments that are
+made anew (`retracing.py`), node for node as before, or the call is refused; where arguments and module do
+not determine the trace, it is kept: symbolic sizes, wrapper tensors, autocast, arguments that are
 views or no tensors, branches on data.
 
 The backward of some results

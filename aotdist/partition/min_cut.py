@@ -290,9 +290,9 @@ def _fixed(halves: Halves) -> set[Node]:
     return fixed | chain_breaks(early, fixed)
 
 
-def _is_fixed(node: Node, again: Container[Node], once: Container[Node]) -> bool:
-    """Whether only the forward may run `node`; `again` and `once` say what else decides it."""
-    if node.op == "get_attr" or node in again:
+def _is_fixed(node: Node, recomputed: Container[Node], once: Container[Node]) -> bool:
+    """Whether only the forward may run `node`; `recomputed` are tagged so, `once` may not run twice."""
+    if node.op == "get_attr" or node in recomputed:
         return False
     if node.op == "placeholder" or not is_cheap(node):
         return True

@@ -87,20 +87,20 @@ def remade(graph: Graph) -> Graph:
     halves = _own_halves(graph)
     saved = _choose(halves, "min_cut")
     needed = graph.ancestors(halves.backward, stop=saved) - halves.late - saved
-    again = {node for node in needed if node.op == "call_function" and not is_effectful(node)}
+    recomputed = {node for node in needed if node.op == "call_function" and not is_effectful(node)}
     copies: dict[Node, Node] = {}
     for reader in halves.backward:
-        for node in again.intersection(reader.all_input_nodes):
-            _make_again(node, reader, again, copies)
+        for node in recomputed.intersection(reader.all_input_nodes):
+            _make_again(node, reader, recomputed, copies)
             reader.replace_input_with(node, copies[node])
     return graph
 
 
-def _make_again(node: Node, reader: Node, again: set[Node], copies: dict[Node, Node]) -> None:
-    """Copy `node`, and what it needs of those that are made again, ahead of `reader`."""
+def _make_again(node: Node, reader: Node, recomputed: set[Node], copies: dict[Node, Node]) -> None:
+    """Copy `node`, and the recomputed nodes that it needs, ahead of `reader`."""
     pending = [node]
     while pending:
-        more = [each for each in pending[-1].all_input_nodes if each in again and each not in copies]
+        more = [each for each in pending[-1].all_input_nodes if each in recomputed and each not in copies]
         if more:
             pending += more
             continue

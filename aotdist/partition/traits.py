@@ -57,7 +57,7 @@ def may_share(node: Node) -> bool:
 
 
 def is_size(node: Node) -> bool:
-    """Whether the node is an argument that stands for a symbolic number: both halves are given it."""
+    """Whether the node is an argument that is a symbolic number: both halves take it."""
     return node.op == "placeholder" and isinstance(node.meta.get("val"), SYMBOLIC)
 
 

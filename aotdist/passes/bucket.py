@@ -206,7 +206,7 @@ class _Writer:
     Args:
         graph: the graph being edited.
         last: the start of the last member: the merged one takes after it.
-        known: knows what results are like.
+        known: remembers fake results of equal calls.
     """
 
     graph: FxGraph
@@ -257,8 +257,8 @@ class _Writer:
         value = node.meta["val"]
         if not value.is_contiguous():
             node = self._emit(_ATEN.clone.default, node)
-        known = list(value.shape)
-        same = known == shape or (shape == [-1] and len(known) == 1)
+        old_shape = list(value.shape)
+        same = old_shape == shape or (shape == [-1] and len(old_shape) == 1)
         return node if same else self._emit(_ATEN.view.default, node, shape)
 
     def _group_size(self) -> int:
@@ -304,14 +304,14 @@ def _peel(
     """The steps that all `nodes` share, and the nodes behind them."""
     current, steps = list(nodes), list[_Step]()
     while True:
-        found = [look(node) for node in current]
-        known = [pair for pair in found if pair is not None]
-        if len(known) < len(current) or len({step for step, _ in known}) != 1:
+        steps_or_none = [look(node) for node in current]
+        pairs = [pair for pair in steps_or_none if pair is not None]
+        if len(pairs) < len(current) or len({step for step, _ in pairs}) != 1:
             return steps, current
-        beyond = [node for _, node in known]
+        beyond = [node for _, node in pairs]
         if len({node.meta["val"].dtype for node in beyond}) != 1:
             return steps, current
-        steps.append(known[0][0])
+        steps.append(pairs[0][0])
         current = beyond
 
 

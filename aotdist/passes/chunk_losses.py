@@ -54,21 +54,21 @@ def _large_losses(graph: FxGraph, most: int) -> list[LinearLoss]:
 def _rewrite(graph: FxGraph, loss: LinearLoss, most: int) -> None:
     gradients = loss.gradients
     wanted = (gradients.of_input, gradients.of_weight) if gradients else (None, None)
-    asked = [node for node in wanted if node is not None]
+    replaced = [node for node in wanted if node is not None]
     with graph.inserting_before(loss.nll):
         rows = _rows(graph, loss)
         num_rows = _rows_of_a_chunk(loss, most)
         of_what = (node is not None for node in wanted)
         args = (rows, loss.weight, loss.labels, loss.ignore_index, num_rows, *of_what)
         whole = emit(graph, LINEAR_CROSS_ENTROPY, args, loss.nll)
-        picks = [emit(graph, operator.getitem, (whole, at), loss.nll) for at in range(2 + len(asked))]
-        result, count, *found = picks
+        picks = [emit(graph, operator.getitem, (whole, at), loss.nll) for at in range(2 + len(replaced))]
+        result, count, *unscaled = picks
         if loss.is_mean:
             result = emit(graph, _ATEN.div.Tensor, (result, count), loss.nll)
         result = _cast(graph, result, loss.result.meta["val"].dtype, loss.nll)
     loss.result.replace_all_uses_with(result)
     if gradients is not None:
-        _scale(graph, loss, gradients, count, dict(zip(asked, found, strict=True)))
+        _scale(graph, loss, gradients, count, dict(zip(replaced, unscaled, strict=True)))
     erase_unused(graph, loss.result)
 
 
@@ -100,12 +100,12 @@ def _arranged(graph: FxGraph, node: Node, sizes: list[int], like: Node) -> Node:
 
 
 def _scale(
-    graph: FxGraph, loss: LinearLoss, gradients: LossGradients, count: Node, found: Mapping[Node, Node]
+    graph: FxGraph, loss: LinearLoss, gradients: LossGradients, count: Node, unscaled_of: Mapping[Node, Node]
 ) -> None:
     """Replace the graph's gradients by those of the sum of losses, times the incoming gradient."""
     like = gradients.first
     with graph.inserting_before(like):
-        for old, unscaled in found.items():
+        for old, unscaled in unscaled_of.items():
             # Each has a factor of its own, so that a compiler that fuses needs no kernel for one number.
             factor = _cast(graph, gradients.arriving, count.meta["val"].dtype, like)
             if loss.is_mean:

@@ -154,12 +154,12 @@ class _Simplifier:
         seen = self.first_of.setdefault(self._key(node), [])
         if seen:
             self.value_of[node] = self._value(seen[0])
-        found = next((earlier for earlier in seen if _may_stand_for(earlier, node)), None)
+        replacement = next((earlier for earlier in seen if _may_stand_for(earlier, node)), None)
         if node in self.results or node in self.result_memory:
             return None
-        if found is None:
+        if replacement is None:
             seen.append(node)
-        return found
+        return replacement
 
     def _source(self, node: Node) -> Node:
         (source,) = node.all_input_nodes

@@ -106,18 +106,18 @@ def _made_of_state(
     graph: Graph, state: Collection[str], *, behind_collectives: bool
 ) -> dict[Node, tuple[str, ...]]:
     """Nodes that are computed from state alone, each with the paths of that state in order."""
-    found: dict[Node, tuple[str, ...]] = {
+    made: dict[Node, tuple[str, ...]] = {
         node: (slot.path,)
         for slot, node in graph.named_placeholders().items()
         if slot.role == "primal" and slot.path in state
     }
     for node in graph.gm.graph.nodes:
-        given = inputs_of(node)
-        if node.op != "call_function" or not given.keys() <= found.keys():
+        inputs = inputs_of(node)
+        if node.op != "call_function" or not inputs.keys() <= made.keys():
             continue
-        if behind_collectives or not any(map(is_collective, given)):
-            found[node] = tuple(dict.fromkeys(path for one in given for path in found[one]))
-    return found
+        if behind_collectives or not any(map(is_collective, inputs)):
+            made[node] = tuple(dict.fromkeys(path for one in inputs for path in made[one]))
+    return made
 
 
 def _served(graph: Graph, state: Collection[str]) -> Mapping[Node, tuple[str, ...]]:
