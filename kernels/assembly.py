@@ -87,17 +87,17 @@ def collapsed(kernel: Kernel) -> Kernel:
 
 
 def _collapsed_along(kernel: Kernel, axis: Axis) -> Kernel:
-    left = [var for var in getattr(kernel, axis) if var.size != 1]
-    kernel = _with_variables(kernel, axis, left)
-    at = len(left) - 2
+    variables = [var for var in getattr(kernel, axis) if var.size != 1]
+    kernel = _with_variables(kernel, axis, variables)
+    at = len(variables) - 2
     while at >= 0:
-        outer, inner = left[at : at + 2]
+        outer, inner = variables[at : at + 2]
         joined = Var(axis, outer.number, outer.size * inner.size)
         both = variable(joined)
         places = {outer: both // inner.size, inner: both % inner.size}
         if all(_stays_simple(index, places, joined) for index in kernel.indices()):
-            left[at : at + 2] = [joined]
-            kernel = _with_variables(kernel, axis, left, places)
+            variables[at : at + 2] = [joined]
+            kernel = _with_variables(kernel, axis, variables, places)
         at -= 1
     return kernel
 

@@ -57,14 +57,14 @@ def bundles(schedule: Schedule, kernels: Sequence[EmittedKernel], fixed: Sequenc
     """
     order = _Order(schedule, fixed)
     by_similarity: dict[_Similarity, list[EmittedKernel]] = {}
-    found: list[Bundle] = []
+    bundles_of_all: list[Bundle] = []
     for kernel in kernels:
         if kernel.is_sized:
-            found.append((kernel,))  # its blocks are counted in each call
+            bundles_of_all.append((kernel,))  # its blocks are counted in each call
             continue
         by_similarity.setdefault(_similarity_of(kernel, schedule.by_name), []).append(kernel)
-    found += [bundle for similar in by_similarity.values() for bundle in _bundles(order, similar)]
-    return sorted(found, key=lambda bundle: max(kernel.nodes[-1] for kernel in bundle))
+    bundles_of_all += [bundle for similar in by_similarity.values() for bundle in _bundles(order, similar)]
+    return sorted(bundles_of_all, key=lambda bundle: max(kernel.nodes[-1] for kernel in bundle))
 
 
 @dataclass(frozen=True, slots=True)

@@ -96,9 +96,9 @@ def rows_reduced(graph: Graph) -> set[tuple[Whole, Whole] | None]:
 def _rows(node: Node) -> tuple[Whole, Whole] | None:
     """How many rows a node reduces, and how long they are; None if it reduces other dimensions."""
     sizes, dims = reduced_dims(node)
-    kept = len(sizes) - len(dims)
-    is_last = dims == tuple(range(kept, len(sizes)))
-    return (math.prod(sizes[:kept]), math.prod(sizes[kept:])) if is_last else None
+    num_kept = len(sizes) - len(dims)
+    is_last = dims == tuple(range(num_kept, len(sizes)))
+    return (math.prod(sizes[:num_kept]), math.prod(sizes[num_kept:])) if is_last else None
 
 
 def _cut(graph: Graph, node: Node, rows: Collection[tuple[Whole, Whole] | None]) -> Cut | None:

@@ -146,9 +146,9 @@ def output_of(cubin: bytes, tool: str, *options: str) -> str:
 
 
 def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    assert found, f"{pattern} is not in what the compiler wrote"
-    return int(found[1])
+    match = re.search(pattern, text)
+    assert match, f"{pattern} is not in what the compiler wrote"
+    return int(match[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,10 +179,10 @@ def pack(emitted: EmittedKernel, target: Target) -> Packed:
     made = compiled_for(emitted, target)
     code, metadata = triton_seam.code_and_metadata(made)
     # Where the compiler found NVIDIA's and AMD's libraries, which are in the code by now.
-    kept = {key: [] if key == "extern_libs" else value for key, value in json.loads(metadata).items()}
+    fields = {key: [] if key == "extern_libs" else value for key, value in json.loads(metadata).items()}
     blocks = blocks_of(emitted.kernel, emitted.config)
     registers = usage_of(made, target).registers
-    return Packed(code, json.dumps(kept, sort_keys=True), pointers_of(emitted), blocks, registers)
+    return Packed(code, json.dumps(fields, sort_keys=True), pointers_of(emitted), blocks, registers)
 
 
 def unpack(packed: Packed, num_blocks: int, device: torch.device, overwritten: frozenset[int]) -> Runner:

@@ -204,9 +204,9 @@ def _summed_up(graph: fx.Graph, node: Node, source: Node, cut: _Cut) -> Node:
 def _moments(graph: fx.Graph, pick: Node, source: Node, cut: _Cut) -> tuple[Node, Node]:
     """Variance and mean: that of the parts' means is added to the mean of the parts' variances."""
     both: Any = pick.args[0]
-    like, given = val_of(pick), both.kwargs.get("correction")
+    like, correction_or_none = val_of(pick), both.kwargs.get("correction")
     count = math.prod(cut.sizes) // math.prod(cut.final)
-    correction = 1.0 if given is None else float(given)
+    correction = 1.0 if correction_or_none is None else float(correction_or_none)
 
     def moments(of: Node, dims: Sequence[int], sizes: Sequence[int]) -> list[Node]:
         vals = [empty_like(like, sizes), empty_like(like, sizes)]

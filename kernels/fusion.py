@@ -114,14 +114,14 @@ def _merge_all(units: Units) -> None:
 
 def _readers_of_memory(units: Units) -> dict[Node, list[Unit]]:
     """The groups that read each tensor that no group computes."""
-    found: dict[Node, list[Unit]] = {}
+    readers: dict[Node, list[Unit]] = {}
     for unit in units.in_order():
         if unit.group is None:
             continue
         for source in units.sources(unit):
             if source not in units.uses.computed:
-                found.setdefault(source, []).append(unit)
-    return found
+                readers.setdefault(source, []).append(unit)
+    return readers
 
 
 def _bytes_saved(units: Units, one: Unit, other: Unit) -> int:
@@ -175,15 +175,15 @@ def _placed(uses: Uses, host: Group, guest: Group) -> Group | None:
     folds = _folds(host, guest)
     if not _may_fit(host.space, guest.space, folds):
         return None
-    left = dict(guest.places)
+    unplaced = dict(guest.places)
     group = Group(host.space, dict(host.places), host.absorbed | guest.absorbed, host.folds | folds)
-    while left:
-        node = _next(uses, group, left)
+    while unplaced:
+        node = _next(uses, group, unplaced)
         place = _place_of(uses, group, node)
         if place is None:
             return None
         group = replace(group, places={**group.places, node: place})
-        del left[node]
+        del unplaced[node]
     if not (uses.agrees(group) and _shares(uses, host, guest, group)):
         return None
     read, written = _fast_axes(uses, group), _written_axes(uses, group) if group.space.r else set[Axis]()
@@ -254,15 +254,15 @@ def _absorbed(uses: Uses, host: Group, guest: Group) -> Group | None:
     return group if is_worth_it and uses.agrees(group) else None
 
 
-def _next(uses: Uses, group: Group, left: Mapping[Node, Place]) -> Node:
+def _next(uses: Uses, group: Group, unplaced: Mapping[Node, Place]) -> Node:
     """Which node to place: one that a placed node reads, else one that reads such, else the first."""
-    for node in reversed(list(left)):
+    for node in reversed(list(unplaced)):
         if any(reader in group for reader in uses.readers(node)):
             return node
-    for node in left:
+    for node in unplaced:
         if any(source in group for source in uses.sources(node)):
             return node
-    return next(iter(left))
+    return next(iter(unplaced))
 
 
 def _place_of(uses: Uses, group: Group, node: Node) -> Place | None:
@@ -313,8 +313,8 @@ def _shares(uses: Uses, host: Group, guest: Group, both: Group) -> bool:
     """Whether a value goes from one group to the other, or both read one element at the same place."""
 
     def reads(group: Group) -> set[tuple[Node, Place]]:
-        found = (read for node in group.places for read in uses.reads(node, both.places[node], both))
-        return {(read, at.indices) for read, at in found}
+        elements = (read for node in group.places for read in uses.reads(node, both.places[node], both))
+        return {(read, at.indices) for read, at in elements}
 
     by_host, by_guest = reads(host), reads(guest)
     crosses = any(read in guest.places for read, _ in by_host) or any(r in host.places for r, _ in by_guest)

@@ -105,13 +105,13 @@ def _repair_reductions(interpreter: Any) -> None:
     reductions = interpreter.ReduceOps
     apply_impl = reductions.apply_impl
 
-    def apply(self: Any, given: Any) -> Any:
-        known = _REDUCTIONS.get(getattr(getattr(self.combine_fn, "fn", None), "__name__", ""))
-        if known is None or len(given) != 1:
-            return apply_impl(self, given)
-        values = given[0]
+    def apply(self: Any, inputs: Any) -> Any:
+        in_numpy = _REDUCTIONS.get(getattr(getattr(self.combine_fn, "fn", None), "__name__", ""))
+        if in_numpy is None or len(inputs) != 1:
+            return apply_impl(self, inputs)
+        values = inputs[0]
         return self.to_tensor(
-            known(values.handle.data, axis=self.axis, keepdims=self.keep_dims), values.dtype
+            in_numpy(values.handle.data, axis=self.axis, keepdims=self.keep_dims), values.dtype
         )
 
     reductions.apply_impl = apply

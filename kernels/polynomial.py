@@ -197,12 +197,12 @@ def divided(number: Whole, by: Whole) -> tuple[Whole, Whole]:
 def _divided_term(term: tuple[Product, int], by: tuple[Product, int]) -> Whole:
     """How often one term is in another; 0 if it is not."""
     (product, scale), (divisor, times) = term, by
-    left = list(product)
+    factors = list(product)
     for factor in divisor:
-        if factor not in left:
+        if factor not in factors:
             return 0
-        left.remove(factor)
-    return _whole({tuple(left): scale // times}) if not left or scale % times == 0 else 0
+        factors.remove(factor)
+    return _whole({tuple(factors): scale // times}) if not factors or scale % times == 0 else 0
 
 
 def common_divisor(one: Whole, other: Whole) -> Whole:
@@ -247,11 +247,11 @@ def floor_bounds(low: Whole, high: Whole, by: Whole) -> tuple[Whole, Whole]:
 
 
 def _whole(terms: Mapping[Product, int]) -> Whole:
-    left = tuple(sorted((product, scale) for product, scale in terms.items() if scale))
-    if not left:
+    nonzero = tuple(sorted((product, scale) for product, scale in terms.items() if scale))
+    if not nonzero:
         return 0
-    is_known = len(left) == 1 and not left[0][0]
-    return left[0][1] if is_known else Polynomial(left)
+    is_known = len(nonzero) == 1 and not nonzero[0][0]
+    return nonzero[0][1] if is_known else Polynomial(nonzero)
 
 
 def _terms(number: Whole) -> tuple[tuple[Product, int], ...]:

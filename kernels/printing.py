@@ -130,15 +130,15 @@ def _body(writer: _Writer, *, is_persistent: bool) -> Iterator[str]:
         for store in kernel.stores:
             yield from writer.store(store)
     else:
-        left = [store for store in kernel.stores if _is_along_r(store)]
+        pending = [store for store in kernel.stores if _is_along_r(store)]
         for level in sorted({part.level for part in kernel.parts() if isinstance(part.op, Reduce)}):
-            now = [store for store in left if store.value.level < level]
+            now = [store for store in pending if store.value.level < level]
             yield from writer.reductions(level, now)
-            left = [store for store in left if store not in now]
+            pending = [store for store in pending if store not in now]
         for store in kernel.stores:
             if not _is_along_r(store):
                 yield from writer.store(store)
-        yield from writer.stores_along_r(left)
+        yield from writer.stores_along_r(pending)
 
 
 def _is_along_r(store: Store) -> bool:
@@ -267,8 +267,10 @@ class _Writer:
         yield from self._before_the_loop(values)
         lanes = {expr: [self._name() for _ in lanes_of(expr)] for expr in wanted}
         # A sum of exponentials keeps the greatest value, too.
-        kept = {maximum_of(expr): names for expr, names in lanes.items() if kind_of(expr) == "exponentials"}
-        maxima = {expr: [names[1]] for expr, names in kept.items() if lanes.pop(expr, None)}
+        with_maximum = {
+            maximum_of(expr): names for expr, names in lanes.items() if kind_of(expr) == "exponentials"
+        }
+        maxima = {expr: [names[1]] for expr, names in with_maximum.items() if lanes.pop(expr, None)}
         for expr, names in lanes.items():
             lanes_of_block = self._num_lanes(expr)
             for name, start in zip(names, lanes_of(expr), strict=True):

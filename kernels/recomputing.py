@@ -71,10 +71,10 @@ def _recomputing(
     """The groups that read a node of another one, computing it; none if they should not."""
     if any(user not in uses.computed for user in uses.readers(node)):
         return {}
-    found = _chain(uses, own, node, stored)
-    if found is None:
+    chain_and_leaves = _chain(uses, own, node, stored)
+    if chain_and_leaves is None:
         return {}
-    chain, leaves = found
+    chain, leaves = chain_and_leaves
     num_read = sum(_elements_read(uses, group, node) for group in readers.values())
     if RARE * num_read > num_elements(node) and not _is_little_work(uses, chain, node):
         return {}
@@ -128,5 +128,5 @@ def _elements_read(uses: Uses, group: Group, node: Node) -> int:
 
 def _reads(uses: Uses, group: Group) -> set[tuple[Node, tuple[Index, ...]]]:
     """What a group reads from memory, and where."""
-    found = (read for node, place in group.places.items() for read in uses.reads(node, place, group))
-    return {(read, at.indices) for read, at in found if read not in group.places}
+    elements = (read for node, place in group.places.items() for read in uses.reads(node, place, group))
+    return {(read, at.indices) for read, at in elements if read not in group.places}

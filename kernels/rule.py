@@ -133,10 +133,10 @@ def number_of(argument: Any) -> Whole:
     Raises:
         NotEmitted: it is none.
     """
-    given = val_of(argument) if isinstance(argument, Node) else argument
-    if not isinstance(given, (int, torch.SymInt)):
+    value = val_of(argument) if isinstance(argument, Node) else argument
+    if not isinstance(value, (int, torch.SymInt)):
         raise NotEmitted("a number that differs from call to call")
-    return whole(given)
+    return whole(value)
 
 
 def from_start(place: Whole, size: Whole) -> Whole:
@@ -217,11 +217,11 @@ def operand(reader: Reader, argument: Any, point: Point, dtype: torch.dtype) -> 
     Raises:
         NotEmitted: it is a number that differs from call to call, and neither a size nor made of one by `/`.
     """
-    given = val_of(argument) if isinstance(argument, Node) else argument
-    if isinstance(given, torch.SymFloat):
-        return _quotient(given, dtype)
-    if isinstance(given, SYMBOLIC):
-        return counted(number_of(given), dtype)
+    val = val_of(argument) if isinstance(argument, Node) else argument
+    if isinstance(val, torch.SymFloat):
+        return _quotient(val, dtype)
+    if isinstance(val, SYMBOLIC):
+        return counted(number_of(val), dtype)
     if not isinstance(argument, Node):
         return constant(argument, dtype)
     return cast(reader.read(argument, point.to(broadcast(point.indices, sizes_of(argument)))), dtype)

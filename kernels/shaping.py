@@ -40,10 +40,10 @@ def _compared(test: str, index: Index, bound: Whole) -> Expr:
 
 
 def _both(conditions: Sequence[Expr]) -> Expr | None:
-    found: Expr | None = None
+    both: Expr | None = None
     for condition in conditions:
-        found = condition if found is None else elementwise("and", found, condition)
-    return found
+        both = condition if both is None else elementwise("and", both, condition)
+    return both
 
 
 def _within(index: Index, start: Whole, end: Whole) -> list[Expr]:
@@ -95,17 +95,17 @@ def _padded(reader: Reader, node: Node, point: Point) -> Expr:
 def _slice_written(reader: Reader, node: Node, point: Point) -> Expr:
     whole, part, *rest = node.args
     names = ("dim", "start", "end", "step")
-    given = dict(zip(names, rest, strict=False)) | dict(node.kwargs)
-    dim = int(cast("int", given.get("dim", 0))) % len(point.indices)
-    step = number_of(given.get("step", 1))
+    options = dict(zip(names, rest, strict=False)) | dict(node.kwargs)
+    dim = int(cast("int", options.get("dim", 0))) % len(point.indices)
+    step = number_of(options.get("step", 1))
     size = sizes_of(node)[dim]
-    start = from_start(number_of(given.get("start") or 0), size)
-    end = from_start(number_of(given.get("end", size)), size)
+    start = from_start(number_of(options.get("start") or 0), size)
+    end = from_start(number_of(options.get("end", size)), size)
     index = point.indices[dim]
     conditions = _within(index, start, end)
     if step != 1:
-        left = (index - start) % step
-        conditions.append(_compared("eq", left, 0))
+        offset_in_step = (index - start) % step
+        conditions.append(_compared("eq", offset_in_step, 0))
     at = point.along(dim, (index - start) // step)
     return _put(reader, node, (cast("Node", whole), cast("Node", part)), point, at, conditions)
 
@@ -209,22 +209,22 @@ def _found_along(reader: Reader, node: Node, point: Point, index_point: Callable
     if not sizes:
         raise NotEmitted("a tensor without dimensions")
     dim %= len(sizes)
-    found = _looked_up(reader, index, index_point(dim), sizes[dim], wraps=False)
-    return reader.read(source, point.along(dim, found))
+    place = _looked_up(reader, index, index_point(dim), sizes[dim], wraps=False)
+    return reader.read(source, point.along(dim, place))
 
 
 def _indexed(reader: Reader, node: Node, point: Point) -> Expr:
     """`source[indices]`: indexed dimensions that are neighbours stay where they are, others go first."""
-    source, given = cast("tuple[Node, list[Node | None]]", node.args)
+    source, index_nodes = cast("tuple[Node, list[Node | None]]", node.args)
     sizes = sizes_of(source)
-    indexed = [dim for dim, index in enumerate(given) if index is not None]
+    indexed = [dim for dim, index in enumerate(index_nodes) if index is not None]
     neighbours = indexed == list(range(indexed[0], indexed[-1] + 1))
     count = len(sizes_of(node)) - (len(sizes) - len(indexed))  # dimensions that the indices have together
     first = indexed[0] if neighbours else 0
     at = point.to(point.indices[first : first + count])
     rest = iter((*point.indices[:first], *point.indices[first + count :]))
     places = [
-        _looked_up(reader, given[dim], at, size, wraps=True)  # type: ignore[arg-type]
+        _looked_up(reader, index_nodes[dim], at, size, wraps=True)  # type: ignore[arg-type]
         if dim in indexed
         else next(rest)
         for dim, size in enumerate(sizes)

@@ -21,11 +21,11 @@ def whole(number: int | torch.SymInt) -> Whole:
     """A whole number for index arithmetic."""
     if isinstance(number, int):
         return number
-    known = _known.setdefault(number.node.shape_env, {})
+    converted = _known.setdefault(number.node.shape_env, {})
     key = number.node.expr
-    if key not in known:
-        known[key] = _sum_of_products(number)
-    return known[key]
+    if key not in converted:
+        converted[key] = _sum_of_products(number)
+    return converted[key]
 
 
 def natural(number: int | torch.SymInt) -> Whole:

@@ -124,9 +124,9 @@ class Tuned:
         """Seconds by configuration; none if there is no memory to measure in."""
         seconds: dict[Config, float] = {}
         try:
-            given = [copied(x) if at in self._overwritten else x for at, x in enumerate(inputs)]
+            arguments = [copied(x) if at in self._overwritten else x for at, x in enumerate(inputs)]
             for config, way in self._ways.items():
-                start = functools.partial(way, given, written)
+                start = functools.partial(way, arguments, written)
                 with contextlib.suppress(triton_seam.too_large()):
                     seconds[config] = self._tuner.clock(start)
         except torch.OutOfMemoryError:
@@ -205,10 +205,10 @@ class Choices:
 
     def _read(self, file: Path, ways: Sequence[Config]) -> Config | None:
         try:
-            kept = json.loads(file.read_text())
-            if kept["version"] != _VERSION:
+            entry = json.loads(file.read_text())
+            if entry["version"] != _VERSION:
                 return None
-            chosen = kept["chosen"]
+            chosen = entry["chosen"]
             return next(config for config in ways if asdict(config) == chosen)
         except (FileNotFoundError, NotADirectoryError):
             return None

@@ -152,8 +152,8 @@ class Uses:
         """Whether each node is read where it is computed, and no reduced value at some places only."""
         reduced = set[Node]()
         for node in sorted(group.places):
-            found = self.reads(node, group.places[node], group)
-            reads = [(read, at) for read, at in found if read in group.places]
+            all_reads = self.reads(node, group.places[node], group)
+            reads = [(read, at) for read, at in all_reads if read in group.places]
             if is_reducing(node) or any(read in reduced for read, _ in reads):
                 reduced.add(node)
             for read, at in reads:
