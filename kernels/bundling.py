@@ -57,14 +57,14 @@ def bundles(schedule: Schedule, kernels: Sequence[EmittedKernel], fixed: Sequenc
     """
     order = _Order(schedule, fixed)
     by_similarity: dict[_Similarity, list[EmittedKernel]] = {}
-    bundles_of_all: list[Bundle] = []
+    all_bundles: list[Bundle] = []
     for kernel in kernels:
         if kernel.is_sized:
-            bundles_of_all.append((kernel,))  # its blocks are counted in each call
+            all_bundles.append((kernel,))  # its blocks are counted in each call
             continue
         by_similarity.setdefault(_similarity_of(kernel, schedule.by_name), []).append(kernel)
-    bundles_of_all += [bundle for similar in by_similarity.values() for bundle in _bundles(order, similar)]
-    return sorted(bundles_of_all, key=lambda bundle: max(kernel.nodes[-1] for kernel in bundle))
+    all_bundles += [bundle for similar in by_similarity.values() for bundle in _bundles(order, similar)]
+    return sorted(all_bundles, key=lambda bundle: max(kernel.nodes[-1] for kernel in bundle))
 
 
 @dataclass(frozen=True, slots=True)
