@@ -20,8 +20,7 @@ from aotdist.compiling import Compiling, compiling
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.origins import short_tracebacks
 from aotdist.report.explain import Explained
-from aotdist.runtime.artifact import Artifact
-from aotdist.runtime.kinds import Kinds
+from aotdist.runtime.artifact import Artifacts
 from aotdist.settings import Settings
 from aotdist.step.whole import WholeStep
 from aotdist.subclasses.protocol import communicates_around
@@ -101,11 +100,8 @@ class TrainStep(Explained):
         self._calls += 1
         return result
 
-    def _made_so_far(self) -> list[Artifact]:
-        return [artifact for step in self._steps for artifact in step._made_so_far()]
-
-    def _decided(self) -> list[Kinds]:
-        return [kinds for step in self._steps for kinds in step._decided()]
+    def _compiled_parts(self) -> list[Artifacts]:
+        return [part for step in self._steps for part in step._compiled_parts()]
 
     def reset(self) -> None:
         """Forget every artifact; the next call compiles again."""

@@ -12,8 +12,7 @@ from torch import nn
 
 from aotdist.compiled import AsWritten, StepOfFunction
 from aotdist.compiling import Compiling
-from aotdist.runtime.artifact import Artifact
-from aotdist.runtime.kinds import Kinds
+from aotdist.runtime.artifact import Artifacts
 from aotdist.step.done import Varies
 from aotdist.step.held import HeldState, held_by, hyperparameters
 from aotdist.step.program import Now, StepProgram
@@ -85,11 +84,8 @@ class WholeStep(StepOfFunction):
         self._has_run = True
         return result
 
-    def _made_so_far(self) -> list[Artifact]:
-        return [artifact for program in self._made() for artifact in program.compiled.artifacts]
-
-    def _decided(self) -> list[Kinds]:
-        return [program.compiled.artifacts.kinds for program in self._made()]
+    def _compiled_parts(self) -> list[Artifacts]:
+        return [program.compiled.artifacts for program in self._made()]
 
     def reset(self) -> None:
         """Forget every artifact; the next call compiles again."""
