@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
 
 from aotdist.aliasing.overwrite import all_uncounted
 from aotdist.codegen.backend import CallableBackend, boxed, hand_over, name_generators
-from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted
+from aotdist.codegen.contract import Backend, BoxedCall, Decompositions, Emission, Emitted
 from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.in_place import copy_back, new_values
 from aotdist.compiled import running_eagerly
@@ -27,7 +27,7 @@ from aotdist.torch_seam.inductor import tracing_context
 
 
 @dataclass(frozen=True, slots=True)
-class FunctorchBackend:
+class FunctorchBackend(Backend):
     """Cuts joint graphs with the user's partition, and hands graphs to the user's compilers.
 
     Args:
@@ -41,12 +41,8 @@ class FunctorchBackend:
     writes_in_graph: bool = False
     settings: Settings = field(default_factory=Settings.from_environment)
     name: str = "functorch"
-    partition: Literal["default", "min_cut"] = "default"
     any_tangents: bool = False
     owns_cut: bool = True
-
-    def check(self) -> None:
-        """Nothing can be checked before the compilers run."""
 
     def decompositions(self) -> Decompositions:
         """The user's table."""

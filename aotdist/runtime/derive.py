@@ -20,9 +20,8 @@ from dataclasses import dataclass, replace
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Facts
 from aotdist.partition.builder import returning
-from aotdist.partition.from_saved import from_saved
 from aotdist.partition.gates import Gate, linked, parts_of
-from aotdist.partition.reduced import without_tangents
+from aotdist.partition.other_backwards import from_saved, without_tangents
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Row, Slot, Split, TrainingGraphs
 from aotdist.subclasses.protocol import Recipe, leaves, tangent_recipe
 from aotdist.trace.later_backwards import Derived, TracedDoubleBackward

@@ -1,6 +1,6 @@
 """The backward of a traced program: autograd runs from its results, of all of them or of some.
 
-A backward is linear, so the backward of some results follows from that of all (`aotdist.partition.reduced`).
+A backward is linear: that of some results follows from that of all (`partition/other_backwards.py`).
 There are exceptions: a user's function with several results may tell None from zeros; where wrappers meet
 other tensors, a sum may be of another kind than a summand; and user code may write or keep tensors. With one
 of these, the backward is traced for every choice of results.
