@@ -6,7 +6,7 @@ A decomposition is recorded on fakes once for each kind of arguments, and copied
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Hashable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from aotdist.torch_seam.functional import FakeTensor
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.proxies import record_on_fakes
 from aotdist.torch_seam.symbols import SYMBOLIC
+from aotdist.torch_seam.trees import pytree
 
 _ATEN = torch.ops.aten
 
@@ -106,7 +107,7 @@ def _recorded(
         made = decomposition(*args, **kwargs)
         return tuple(made) if isinstance(made, tuple) else made  # a named one would be a node of its own
 
-    with _fake_mode_of(inputs):  # for tensors that the decomposition creates
+    with _fake_mode_of(node):  # for tensors that the decomposition creates
         # Asked first whether it stays whole, as recording takes 1 ms for each matmul.
         # A number (a size that data has decided) stays: what it is in the trace, it need not be in a call.
         if isinstance(call(*fakes), (type(NotImplemented), *SYMBOLIC, int, float)):
@@ -114,15 +115,15 @@ def _recorded(
         return record_on_fakes(call, fakes, table)
 
 
-def _fake_mode_of(nodes: list[Node]) -> Any:
-    values = (node.meta["val"] for node in nodes)
+def _fake_mode_of(node: Node) -> AbstractContextManager[Any]:
+    values = pytree.tree_leaves([each.meta.get("val") for each in (node, *node.all_input_nodes)])
     return next((value.fake_mode for value in values if isinstance(value, FakeTensor)), nullcontext())
 
 
 def _put(graph: torch.fx.Graph, node: Node, recorded: GraphModule) -> Any:
     """Copy a decomposition of a node before it, and let the copies replace it; returns them."""
     copies = dict(zip(recorded.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
-    with graph.inserting_before(node), _fake_mode_of(node.all_input_nodes):
+    with graph.inserting_before(node), _fake_mode_of(node):
         for step in recorded.graph.nodes:
             if step.op == "call_function":
                 args, kwargs = map_arg((step.args, step.kwargs), copies.__getitem__)
