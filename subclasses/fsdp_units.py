@@ -127,11 +127,14 @@ class Reductions:
         self.annotate = annotate
         self._taken: set[tuple[ShardedParam, str]] = set()
         self._accumulates: dict[ShardedParam, bool] = {}
+        self._switches: dict[Any, tuple[bool, bool]] = {}
         self._whole: dict[ShardedParam, torch.Tensor] = {}
 
     def begin(self, params: Iterable[ShardedParam]) -> None:
         """Note what the program finds of its parameters."""
         self._accumulates = {param: param.accumulates for param in params}
+        groups = {param.group for param in self._accumulates}
+        self._switches = {group: (group.reduce_grads, group.all_reduce_grads) for group in groups}
 
     def check_end(self) -> None:
         """Refuse a program that leaves it to the next call to reduce, and did not find it so."""
@@ -140,10 +143,10 @@ class Reductions:
                 raise _switched(param, "ends without")
 
     def switch_back(self, failure: type[BaseException] | None, *_: Any) -> None:
-        """Let units reduce again that did, where the capture failed."""
+        """Let units reduce again as they did, among shards and replicas, where the capture failed."""
         if failure is not None:
-            for param, accumulates in self._accumulates.items():
-                param.group.reduce_grads = not accumulates
+            for group, switches in self._switches.items():
+                group.reduce_grads, group.all_reduce_grads = switches
 
     def accumulates(self, param: ShardedParam) -> bool:
         """Whether the program only adds to an accumulator: they are made before a call that begins so."""
