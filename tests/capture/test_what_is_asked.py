@@ -184,6 +184,20 @@ def test_calls_are_as_in_eager(program: Callable[..., Any], calls: Calls) -> Non
     assert all(map(torch.equal, *found)), found
 
 
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda x: x * 2 if x._is_view() else x,
+        lambda x: x * 2 if x._base is None else x,
+        lambda x: x * 2 if x.is_inference() else x,
+        lambda x: x * 2 if x.retains_grad else x,
+    ],
+)
+def test_what_only_the_callers_tensor_can_answer_is_refused(asks: Callable[..., Any]) -> None:
+    with pytest.raises(aotdist.UnsupportedProgram, match=r"the program asks for `args\[0\]\."):
+        aotdist.compile(asks, backend="fx")(torch.ones(3, requires_grad=True) * 1)
+
+
 def test_arrays_that_become_tensors_are_read_at_each_call() -> None:
     compiled = aotdist.compile(sharing_array, backend="fx")
     list(array_changed(compiled))
