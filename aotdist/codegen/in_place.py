@@ -140,8 +140,9 @@ class _InPlace:
 
     def overwrite(self, node: Node) -> None:
         """Let an operator overwrite its arguments, if nothing reads these afterwards."""
-        is_twin = isinstance(node.target, OpOverload) and not _rounds_otherwise(node)
-        twin = in_place_twin(node.target) if is_twin else None  # type: ignore[arg-type]
+        twin = in_place_twin(node.target) if isinstance(node.target, OpOverload) else None
+        if twin is torch.ops.aten.mul_.Scalar and node.meta["val"].dtype.itemsize == 2:
+            twin = None  # it rounds the number to 16 bits first (torch 2.13, on a CPU)
         if twin is None or not _takes_tensors(node, twin):
             return
         made = dict(_made(node, ()))
@@ -206,11 +207,6 @@ class _InPlace:
         results = self._results()
         results[write.result] = write.input
         self._output.args = (tuple(results),)
-
-
-def _rounds_otherwise(node: Node) -> bool:
-    """Whether an in-place twin has other bits: `mul_` rounds a number to 16 bits first (torch 2.13, CPU)."""
-    return node.target is torch.ops.aten.mul.Scalar and node.meta["val"].dtype.itemsize == 2
 
 
 def _names(node: Node) -> dict[Node, None]:
