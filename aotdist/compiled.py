@@ -197,8 +197,7 @@ class CompiledFunction(Compiled):
         functools.update_wrapper(self, fn, updated=())
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        # A compiled function in a class body is a method like any other.
-        return self if instance is None else functools.partial(self, instance)
+        return self if instance is None else functools.partial(self, instance)  # a method like any other
 
     def _called_anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Do the step, if it is known to be one, or is found to be."""

@@ -133,8 +133,8 @@ class Reductions:
     def begin(self, params: Iterable[ShardedParam]) -> None:
         """Note what the program finds of its parameters."""
         self._accumulates = {param: param.accumulates for param in params}
-        groups = {param.group for param in self._accumulates}
-        self._switches = {group: (group.reduce_grads, group.all_reduce_grads) for group in groups}
+        for group in {param.group for param in self._accumulates}:
+            self._switches[group] = group.reduce_grads, group.all_reduce_grads
 
     def check_end(self) -> None:
         """Refuse a program that leaves it to the next call to reduce, and did not find it so."""
