@@ -137,7 +137,8 @@ def test_output_that_nobody_reads_is_no_error(words: list[str], file: Path) -> N
     command = [word.format(file=file) for word in command]
     ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)
-    assert (ended.returncode, ended.stderr) == (128 + signal.SIGPIPE, "")
+    said = [line for line in ended.stderr.splitlines() if not line.startswith("aotdist: compiling")]
+    assert (ended.returncode, said) == (128 + signal.SIGPIPE, [])
 
 
 @pytest.mark.parametrize("name", ["{file}:nothing", ".:make", ".models:make", ":make"])
