@@ -39,7 +39,7 @@ from aotdist.trace.context import TraceOptions
 from aotdist.trace.failures import asks_for_data, is_of_the_program
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.trace import Traced, trace
-from aotdist.trace.tracer import NotInstantiable, NotRecomputable
+from aotdist.trace.tracer import NotInstantiable
 
 _Inputs: TypeAlias = tuple[Row[DistinctIdx, Slot], Row[DistinctIdx, torch.Tensor]]
 
@@ -57,7 +57,6 @@ class Assumptions:
         of_data: why sizes and numbers may depend on data: what refused them; None while none do.
         failure: why sizes are numbers though symbols were asked for, if a trace with symbols failed.
         instances: blocks of one kind can be instantiated.
-        recomputes: reentrant checkpoints can recompute as others do.
     """
 
     symbolic: bool
@@ -67,7 +66,6 @@ class Assumptions:
     of_data: UnsupportedProgram | None = None
     failure: Exception | None = None
     instances: bool = True
-    recomputes: bool = True
 
     def after(self, job: Job, traced: Traced) -> Assumptions:
         """With the inputs and writes that a trace showed; another one is needed if the bases are others."""
@@ -83,8 +81,6 @@ class Assumptions:
         """Without what an error of a trace contradicts; None if that is nothing."""
         if self.instances and _comes_of(error, NotInstantiable):
             return replace(self, instances=False)
-        if self.recomputes and _comes_of(error, NotRecomputable):
-            return replace(self, recomputes=False)
         # Without symbols, PyTorch's fakes find out by real tensors what an operator makes.
         lacks_fake = isinstance(error.__cause__, UnsupportedOperatorException)
         if has_symbols and (lacks_fake or not isinstance(error, AotdistError)):
@@ -327,7 +323,7 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
             fakes = fakes_of(zip(paths, program.examples, strict=True), captured.all_closed_over)
             refuse_fakes(program, job.backend)
             recorder = Recorder(
-                replace(record_options(job.backend, job.settings), recomputes=assumed.recomputes),
+                record_options(job.backend, job.settings),
                 symbolic=bool(dims or counts),
                 of_data=assumed.of_data is not None,
                 fakes=fakes,

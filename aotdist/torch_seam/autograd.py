@@ -9,7 +9,7 @@ import threading
 import types
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -42,7 +42,7 @@ def running_node() -> tuple[int | None, str]:
 
 
 ACCUMULATION = "torch::autograd::AccumulateGrad"
-"""What autograd calls what adds to `.grad`, in a reentrant checkpoint, too: its number is no number."""
+"""The autograd node that adds to `.grad`, where a user's function runs a backward: it has no number."""
 
 
 def run_backward(
@@ -62,24 +62,8 @@ def run_backward(
     )
 
 
-def run_accumulating_backward(
-    outs: Sequence[torch.Tensor],
-    wanted: Sequence[torch.Tensor],
-    tangents: Sequence[torch.Tensor],
-    *,
-    retain_graph: bool,
-) -> tuple[torch.Tensor | None, ...]:
-    """`run_backward` by way of the `.grad` of leaves, which reentrant checkpoints insist on."""
-    _engine_run_backward(tuple(outs), tuple(tangents), retain_graph, False, (), True, accumulate_grad=True)
-    with torch_functions_off():  # the mode that traces refuses to read `.grad`
-        grads = tuple(leaf.grad for leaf in wanted)
-        for leaf in wanted:
-            leaf.grad = None
-    return grads
-
-
 REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
-"""What autograd calls a checkpoint with `use_reentrant=True`."""
+"""The autograd node of a checkpoint with `use_reentrant=True` that runs as PyTorch wrote it."""
 
 
 Region: TypeAlias = tuple[range, frozenset[tuple[Any, int]]]
@@ -182,7 +166,7 @@ def mixes_gradients(tensors: Sequence[torch.Tensor]) -> bool:
     lists = [node for node in nodes_behind(tensors) if node.name().startswith("Foreach")]
     nodes = [node for node in _custom_nodes(tensors) if len(node._input_metadata) > 1]
     return any(
-        node.name() != REENTRANT_CHECKPOINT and not getattr(node._forward_cls, "passes_gradients_on", False)
+        not getattr(node._forward_cls, "passes_gradients_on", False)
         for node in (*nodes, *filter(is_custom, _nodes_from(lists)))
     )
 
@@ -331,10 +315,6 @@ def failing_in_backward(tensor: torch.Tensor, reason: str) -> torch.Tensor:
     """`tensor` as one that requires grad, and whose backward raises a `RuntimeError`."""
     with torch.enable_grad():
         return torch._C._functions.DelayedError(reason.encode(), 1)(tensor.detach().requires_grad_())
-
-
-beneath_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
-"""Operators run as autograd's own formulas run them: it allows everything, and counts writes."""
 
 
 def is_once_differentiable(tensors: Iterable[torch.Tensor]) -> bool:

@@ -52,7 +52,7 @@ def recomputing_reentrant_checkpoints() -> AbstractContextManager[None]:
 
 
 def hands_out_more(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether `tensors` follow from more than the results of a reentrant checkpoint that recomputes.
+    """Whether `tensors` follow from more than the results of a reentrant checkpoint.
 
     In eager, nothing else that it hands out has a history.
     """

@@ -8,10 +8,8 @@ of these, the backward is traced for every choice of results.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -35,7 +33,6 @@ from aotdist.torch_seam.autograd import (
     custom_functions,
     leaves_behind,
     mixes_gradients,
-    run_accumulating_backward,
     run_backward,
 )
 from aotdist.torch_seam.control_flow import hands_out_more
@@ -45,7 +42,6 @@ from aotdist.trace.classes import users_code
 from aotdist.trace.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.stand_ins import StandIn
-from aotdist.trace.tracer import NotRecomputable
 
 End = tuple[NodeOutIdx, torch.Tensor]
 """A differentiable result of the program."""
@@ -136,9 +132,8 @@ class Backward:
         functions = custom_functions(tensors)
         if functions and any(map(recorder.is_given, leaves_behind(tensors))):
             raise _closed_over_unheard(functions)
-        self._accumulates = REENTRANT_CHECKPOINT in functions
-        if hands_out_more(tensors):
-            raise NotRecomputable("it hands out more than its results, which has no history in eager")
+        if REENTRANT_CHECKPOINT in functions or hands_out_more(tensors):
+            raise _reentrant_checkpoint()
 
     def choices(self) -> list[Chosen]:
         """The choices of results for which the backward has to be traced separately."""
@@ -156,10 +151,6 @@ class Backward:
     def end(self, idx: NodeOutIdx) -> torch.Tensor:
         """The traced tensor of a result."""
         return next(tensor for each, tensor in self._ends if each == idx)
-
-    def is_differentiable(self) -> bool:
-        """Whether the gradients may have a history; those of a reentrant checkpoint have none."""
-        return not self._accumulates
 
     def wanted(self) -> Sequence[Wanted]:
         """Where gradients of the inputs arrive."""
@@ -189,17 +180,17 @@ class Backward:
             return Computed({}, ())
         arriving = self._wanted if wanted is None else ()
         arrive_at = [leaf for _, leaf in arriving] if wanted is None else wanted
-        run = run_accumulating_backward
-        if not self._accumulates:
-            run = functools.partial(run_backward, create_graph=with_history)
-        with ExitStack() as stack:
-            naming = naming_failures_of_backward(of_assumed=tangents is None)
-            for context in (self._autocast(), self.mode, naming):
-                stack.enter_context(context)
+        with (
+            self._autocast(),
+            self.mode,
+            naming_failures_of_backward(of_assumed=tangents is None),
+            users_code(self.mode.swap),
+            self.in_python.running(choice, self.recorder.shape_env, self.recorder.told),
+        ):
             tensors, first = zip(*((tensor, given[idx]) for idx, tensor in ends), strict=True)
-            stack.enter_context(users_code(self.mode.swap))
-            stack.enter_context(self.in_python.running(choice, self.recorder.shape_env, self.recorder.told))
-            found = seen_by_modes(run(tensors, arrive_at, first, retain_graph=retain_graph))
+            found = seen_by_modes(
+                run_backward(tensors, arrive_at, first, retain_graph=retain_graph, create_graph=with_history)
+            )
         grads: dict[PrimalIdx, torch.Tensor] = {}
         for (idx, _), grad in zip(arriving, found, strict=False):
             if grad is not None:
@@ -213,6 +204,16 @@ def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
         f"`{slot}` requires grad, and no input of the program that does leads to it",
         stage="joint",
         fix="call `requires_grad_()` on the result outside, or pass the tensor that is to get the gradient",
+    )
+
+
+def _reentrant_checkpoint() -> UnsupportedProgram:
+    """An error for a reentrant checkpoint that cannot be recomputed as `use_reentrant=False` ones are."""
+    return UnsupportedProgram(
+        "a result follows from more than the tensors that a reentrant checkpoint returns (from a loss in a "
+        "list), of which eager has no gradient; or `CheckpointFunction` is called without `checkpoint`",
+        stage="joint",
+        fix="use `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`",
     )
 
 

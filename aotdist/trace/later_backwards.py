@@ -148,10 +148,6 @@ class LaterBackwards:
         """Where inputs are read that are no arguments."""
         self._recalling.find_at(sources)
 
-    def is_differentiable(self) -> bool:
-        """Whether gradients may have a history."""
-        return self._backward.is_differentiable()
-
     def meets_other_kinds(self) -> bool:
         """Whether gradients of other kinds need another backward.
 

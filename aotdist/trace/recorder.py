@@ -86,7 +86,6 @@ class RecordOptions:
         backward_autocast: what the backward is recorded in.
         of_bits: what is recorded runs operator by operator, and is to have eager's bits.
         target: the generation of the GPUs that a trace on the CPU is for, if it is for any.
-        recomputes: let reentrant checkpoints recompute as others do, if they hand out their results only.
     """
 
     decompositions: Mapping[OpOverload, Callable[..., Any]] = field(default_factory=dict)
@@ -94,7 +93,6 @@ class RecordOptions:
     backward_autocast: Callable[[], AbstractContextManager[Any]] = autocast_off
     of_bits: bool = False
     target: str | None = None
-    recomputes: bool = True
 
 
 class Recorder:
@@ -169,7 +167,7 @@ class Recorder:
             saved_tensor_hooks_off(),
             chosen_for(self.options.target),
             calling_to_be_traced(),
-            recomputing_reentrant_checkpoints() if self.options.recomputes else contextlib.nullcontext(),
+            recomputing_reentrant_checkpoints(),
             compiled_as_written(),
             _anomaly_mode_off(),
             self.draws,

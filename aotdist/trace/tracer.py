@@ -23,10 +23,6 @@ class NotInstantiable(Exception):
     """An instance cannot do what the block itself would do; the program is traced without instances."""
 
 
-class NotRecomputable(Exception):
-    """A reentrant checkpoint cannot recompute as others do; the program is traced with it as it is."""
-
-
 class Tracer(PythonKeyTracer):
     """Makes nodes.
 

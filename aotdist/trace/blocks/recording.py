@@ -18,7 +18,7 @@ from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant
 from aotdist.convention.rng import draws_nothing
 from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild, recipe_of
-from aotdist.torch_seam.autograd import REENTRANT_CHECKPOINT, saves_tensors
+from aotdist.torch_seam.autograd import saves_tensors
 from aotdist.torch_seam.block_gradients import consumers_within, functions_of
 from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, is_functional_base
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
@@ -370,8 +370,6 @@ def gradients_of(
         raise Unfit("it returns a tensor, and what follows from it")
     if any(map(is_users_class, functions_of(inner))):
         raise Unfit("it calls an autograd function of the user's")
-    if any(node.name() == REENTRANT_CHECKPOINT for node in inner):
-        raise Unfit("it has a reentrant checkpoint, which sends gradients to parameters by itself")
     edges = [0] * len(given.tensors)
     for _, _, position in consumers:
         edges[position] += 1
