@@ -232,23 +232,13 @@ def intercept_saved_tensor_hooks(mode: TorchFunctionMode) -> AbstractContextMana
 
     Autograd calls them in the middle of another torch function, where torch-function modes are off.
     """
-    return _SAVED_TENSOR_HOOKS.applied(mode)
 
+    def make(
+        original: Any, self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]
+    ) -> None:
+        original(self, _within(mode, pack_hook), _within(mode, unpack_hook))
 
-_make_saved_tensor_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
-
-
-@functools.wraps(_make_saved_tensor_hooks)
-def _make_heard_hooks(self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
-    mode = _SAVED_TENSOR_HOOKS.value
-    hooks = pack_hook, unpack_hook
-    _make_saved_tensor_hooks(self, *(hooks if mode is None else (_within(mode, hook) for hook in hooks)))
-
-
-_SAVED_TENSOR_HOOKS = Patch[TorchFunctionMode](
-    "saved_tensor_hookers",
-    lambda: [(torch.autograd.graph.saved_tensors_hooks, "__init__", _make_heard_hooks)],
-)
+    return replaced_here(torch.autograd.graph.saved_tensors_hooks, "__init__", make)
 
 
 def _within(mode: TorchFunctionMode, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -39,7 +39,12 @@ from aotdist.torch_seam.control_flow import hands_out_more
 from aotdist.torch_seam.tensors import seen_by_modes
 from aotdist.trace.capture_mode import CaptureMode, ReplayMode
 from aotdist.trace.classes import users_code
-from aotdist.trace.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
+from aotdist.trace.failures import (
+    naming_failures_of_backward,
+    reshaped_unseen,
+    retyped_unseen,
+    unsupported,
+)
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.stand_ins import StandIn
 
@@ -200,30 +205,27 @@ class Backward:
 
 def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
     """An error for a result that requires grad although no input that does leads to it."""
-    return UnsupportedProgram(
+    return unsupported(
         f"`{slot}` requires grad, and no input of the program that does leads to it",
-        stage="joint",
-        fix="call `requires_grad_()` on the result outside, or pass the tensor that is to get the gradient",
+        "call `requires_grad_()` on the result outside, or pass the tensor that is to get the gradient",
     )
 
 
 def _reentrant_checkpoint() -> UnsupportedProgram:
     """An error for a reentrant checkpoint that cannot be recomputed as `use_reentrant=False` ones are."""
-    return UnsupportedProgram(
+    return unsupported(
         "a result follows from more than the tensors that a reentrant checkpoint returns (from a loss in a "
         "list), of which eager has no gradient; or `CheckpointFunction` is called without `checkpoint`",
-        stage="joint",
-        fix="use `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`",
+        "use `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`",
     )
 
 
 def _closed_over_unheard(functions: Sequence[str]) -> UnsupportedProgram:
     """An error for a tensor that an autograd function took in C++ where nothing hears: from torch 2.14 on."""
-    return UnsupportedProgram(
+    return unsupported(
         f"a name bound to the `apply` of an autograd function (of {', '.join(functions)}) is called with a "
         "tensor that the program closes over, which would get no gradient",
-        stage="joint",
-        fix="call `TheFunction.apply(...)` itself, or pass the tensor to the compiled function",
+        "call `TheFunction.apply(...)` itself, or pass the tensor to the compiled function",
     )
 
 
@@ -303,11 +305,10 @@ def kept_results(recorder: Recorder, kept: Sequence[torch.Tensor]) -> list[Resul
     values = [recorder.value(plain) for tensor in kept for plain in plain_tensors(tensor)]
     for value in values:
         if value.meta.get("phase") != "backward":
-            raise UnsupportedProgram(
+            raise unsupported(
                 "a hook, or an autograd function, keeps a tensor in the backward that the backward does not "
                 f"compute: `{value.name}`",
-                stage="joint",
-                fix="keep it in the forward, or return it",
+                "keep it in the forward, or return it",
             )
     return list(zip(kept_slots([recipe_of(tensor) for tensor in kept]), values, strict=True))
 

@@ -12,7 +12,6 @@ import torch
 from aotdist.aliasing.metadata import Change
 from aotdist.capture.in_backward import InBackward
 from aotdist.capture.source import Source
-from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
     BackwardFacts,
     Choice,
@@ -49,7 +48,7 @@ from aotdist.trace.backward import (
 )
 from aotdist.trace.context import TraceContext
 from aotdist.trace.data_writes import backward_writes, counts_of_results
-from aotdist.trace.failures import result_written, written_without_others
+from aotdist.trace.failures import result_written, unsupported, written_without_others
 from aotdist.trace.forward_effects import ForwardEffects
 from aotdist.trace.forward_snapshot import ForwardEnd, is_read_again
 from aotdist.trace.metadata import refuse
@@ -251,10 +250,9 @@ def _refuse_replaced_inputs(
         names = (Slot("primal", slot.path, inner) for inner, _ in leaves(recipe))
         users = [user for name in names for user in recorder.placeholder(name).users]
         if any(user.meta.get("phase") == "backward" for user in users):
-            raise UnsupportedProgram(
+            raise unsupported(
                 f"the backward (a hook, an autograd function) computes with `{place.path}` and assigns it",
-                stage="joint",
-                fix="add to the tensor in place (`add_`)",
+                "add to the tensor in place (`add_`)",
             )
 
 

@@ -236,10 +236,7 @@ class CaptureMode(TorchFunctionMode):
                 fix="read it in the forward, or in a hook that is registered outside",
             )
         if tensor.grad is not None:
-            raise accumulates_inside(
-                f"`{stand_in.slot}` gets its `.grad` inside of the compiled module",
-                fix="compile a function that calls the module, the whole step, and not the module",
-            )
+            raise accumulates_inside(f"`{stand_in.slot}` gets its `.grad` inside of the compiled module")
         grad = stand_in.example.grad
         self.asked[idx, "grad"] = grad is not None
         return None if grad is None else self._stand_in(grad)
@@ -253,18 +250,14 @@ class CaptureMode(TorchFunctionMode):
         if idx is not None and is_library:
             raise accumulates_inside(
                 f"a library's optimizer ({type(asks).__name__}) reads `{self._inputs.row()[idx].slot}.grad` "
-                "inside of the compiled module, and its state would not be found again",
-                fix="compile a function that calls the module, the whole step, and not the module",
+                "inside of the compiled module, and its state would not be found again"
             )
 
     def _refuse_change_of_gradient(self, func: Callable[..., Any], tensor: torch.Tensor) -> None:
         idx = self._inputs.index_of(tensor)
         if idx is not None:
             slot = self._inputs.row()[idx].slot
-            raise accumulates_inside(
-                f"`{slot}.grad` is {_CHANGE_GRAD[func]} inside of the compiled module",
-                fix="compile the function that calls the module and does that: the whole step",
-            )
+            raise accumulates_inside(f"`{slot}.grad` is {_CHANGE_GRAD[func]} inside of the compiled module")
 
 
 def _is_asked_by_the_program(frame: types.FrameType | None) -> bool:

@@ -72,7 +72,4 @@ class TraceContext:
         """Refuse `backward()` inside of the program: in its forward, in a hook, in a function's backward."""
         for stand_in in self.inputs.row():
             if accumulated_into(stand_in.leaf):
-                raise accumulates_inside(
-                    f"`{stand_in.slot}` gets its `.grad` inside of the compiled module",
-                    fix="compile a function that calls the module, the whole step, and not the module",
-                )
+                raise accumulates_inside(f"`{stand_in.slot}` gets its `.grad` inside of the compiled module")

@@ -49,6 +49,7 @@ from aotdist.trace.backward import (
     value_results,
 )
 from aotdist.trace.capture_mode import ReplayMode
+from aotdist.trace.failures import unsupported
 from aotdist.trace.observed_grads import ObservedGrads
 
 T = TypeVar("T")
@@ -330,18 +331,16 @@ class LaterBackwards:
             for idx, recipe in kinds.items()
         }
         named = (f"`{self._node_outs[idx].slot}` is a {name}" for idx, name in classes.items())
-        return UnsupportedProgram(
+        return unsupported(
             f"the gradient of {', '.join(named)}, for which the program has no backward ({reason})",
-            stage="joint",
-            fix="convert it before calling `backward`",
+            "convert it before calling `backward`",
         )
 
 
 def _not_differentiable(reason: str) -> UnsupportedProgram:
-    return UnsupportedProgram(
+    return unsupported(
         f"gradients are to be differentiated in turn (`create_graph=True`), which fails ({reason})",
-        stage="joint",
-        fix="leave the part that is differentiated twice out of the compiled function",
+        "leave the part that is differentiated twice out of the compiled function",
     )
 
 

@@ -17,7 +17,7 @@ from aotdist.program import OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import history_of, released_history, retains_grad, sequence_nr
 from aotdist.torch_seam.functional import memory_of
-from aotdist.trace.failures import reshaped_unseen, retyped_unseen
+from aotdist.trace.failures import reshaped_unseen, retyped_unseen, unsupported
 from aotdist.trace.stand_ins import Inputs, StandIn
 
 
@@ -150,19 +150,17 @@ class Metadata:
 
 def refuse(stand_in: StandIn, how: str) -> UnsupportedProgram:
     """An error for a write that cannot be repeated on the user's tensor."""
-    return UnsupportedProgram(
+    return unsupported(
         f"`{stand_in.slot}` has its size, strides or storage written in place, {how}",
-        stage="joint",
-        fix="return the changed tensor instead of writing the input's metadata",
+        "return the changed tensor instead of writing the input's metadata",
     )
 
 
 def detached_and_written(slot: Slot) -> UnsupportedProgram:
     """An error for a leaf that gets a history: its gradients would arrive at what is no leaf any more."""
-    return UnsupportedProgram(
+    return unsupported(
         f"`{slot}` is a leaf that gives up its gradient in place, and is then written with history",
-        stage="joint",
-        fix="write a tensor of its own (`x = x.detach()`)",
+        "write a tensor of its own (`x = x.detach()`)",
     )
 
 
@@ -176,10 +174,9 @@ def _refuse_forgotten(stand_in: StandIn, log: ViewLog) -> None:
 
 def forgotten(slot: Slot) -> UnsupportedProgram:
     """An error for a leaf of which autograd forgets that others are views of it."""
-    return UnsupportedProgram(
+    return unsupported(
         f"`{slot}`, a leaf and a view of another, is written after views of it are made",
-        stage="joint",
-        fix="make the views after the write, or under `no_grad`",
+        "make the views after the write, or under `no_grad`",
     )
 
 

@@ -16,7 +16,6 @@ from aotdist.aliasing.overwrite import version_of
 from aotdist.aliasing.view_log import ViewLog, look_inside
 from aotdist.aliasing.views import share_memory
 from aotdist.capture.captured import Returned
-from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
     Action,
     Fresh,
@@ -40,6 +39,7 @@ from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors, wrapper_rule
 from aotdist.torch_seam.autograd import creation_meta, is_leaf_with_grad, released_history
 from aotdist.torch_seam.jagged import is_ragged
+from aotdist.trace.failures import unsupported
 from aotdist.trace.metadata import is_switched_on
 from aotdist.trace.stand_ins import Inputs
 
@@ -217,10 +217,9 @@ class NodeOutputs:
         for step in steps:
             forbidden = step.pick is not None or (out.requires_grad and not step.grad)
             if forbidden and step.serial > since[0]:
-                raise UnsupportedProgram(
+                raise unsupported(
                     f"`{step.op}` is applied to a view whose base was reshaped in place after it was made",
-                    stage="joint",
-                    fix="make the view afterwards, or reshape without writing (`t` for `t_`)",
+                    "make the view afterwards, or reshape without writing (`t` for `t_`)",
                 )
         return steps[0].serial
 
@@ -281,11 +280,10 @@ class NodeOutputs:
         for stand_in in self._inputs.row():
             pairs = zip(stand_in.plains, stand_in.writes(), strict=True)
             if any(count and share_memory(plain, out) for plain, count in pairs):
-                raise UnsupportedProgram(
+                raise unsupported(
                     f"`{slot.path}` lies in the memory of `{stand_in.slot}`, which is written, and is "
                     "no view of it to autograd",
-                    stage="joint",
-                    fix=f"clone `{slot.path}`, or return `{stand_in.slot}` itself",
+                    f"clone `{slot.path}`, or return `{stand_in.slot}` itself",
                 )
 
     def _refuse_outdated_copy(self, slot: Slot, out: torch.Tensor, base: torch.Tensor) -> None:
@@ -297,11 +295,10 @@ class NodeOutputs:
         if not is_wrapper(out) or not wrapper_rule(type(out)).views_may_be_copies:
             return
         if self._log.views.is_outdated(out) and not share_memory(base, out):
-            raise UnsupportedProgram(
+            raise unsupported(
                 f"`{slot.path}` is a view of a {type(out).__name__} that was redistributed for it: a copy, "
                 "and one of the two was written after it was made",
-                stage="joint",
-                fix="clone the view, or redistribute before taking it",
+                "clone the view, or redistribute before taking it",
             )
 
     def _refuse_view_of_replaced(self, slot: Slot, out: torch.Tensor, base: torch.Tensor) -> None:
@@ -311,10 +308,9 @@ class NodeOutputs:
         replaced in views.
         """
         if any(map(self._log.views.holds_others, (out, *self._log.views.bases(out)))):
-            raise UnsupportedProgram(
+            raise unsupported(
                 f"`{slot.path}` is a view of a {type(base).__name__}, and a tensor inside of it was replaced",
-                stage="joint",
-                fix=f"replace it in a clone, and return that as `{slot.path}`",
+                f"replace it in a clone, and return that as `{slot.path}`",
             )
         idx = self._inputs.index_of(base)
         if idx is None or not is_wrapper(out):
@@ -326,11 +322,10 @@ class NodeOutputs:
         replaces = any(isinstance(other, Returned) and other.replaced for other in self._outs)
         results = [other for other in self._outs if isinstance(other, torch.Tensor) and other is not out]
         if others and (replaces or any(_shown_by(results, plain) for plain in others)):
-            raise UnsupportedProgram(
+            raise unsupported(
                 f"`{slot.path}` is a view of `{stand_in.slot}`, taken after a tensor inside of it was "
                 "replaced",
-                stage="joint",
-                fix=f"take the view before, or clone `{slot.path}`",
+                f"take the view before, or clone `{slot.path}`",
             )
 
     def _view(
@@ -357,11 +352,10 @@ class NodeOutputs:
 
 def _refuse_ragged_size(position: OutIdx, out: Any) -> None:
     if any(map(is_ragged, out if isinstance(out, torch.Size) else (out,))):
-        raise UnsupportedProgram(
+        raise unsupported(
             f"`out[{position}]`, or what is assigned or printed, is the size of a ragged dimension, which "
             "equals itself alone and is of this call",
-            stage="joint",
-            fix="return, or keep, the jagged tensor: it has the size",
+            "return, or keep, the jagged tensor: it has the size",
         )
 
 

@@ -22,7 +22,7 @@ from aotdist.aliasing.overwrite import bump
 from aotdist.capture.arguments import NO_FAKES, UserFakes
 from aotdist.convention.random_numbers import Stream
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
-from aotdist.errors import InternalError, UnsupportedProgram
+from aotdist.errors import InternalError
 from aotdist.origins import is_asked_by_the_user
 from aotdist.program import LATE_ROLES, Graph, PrimalIdx, Role, Slot
 from aotdist.sizes import NumberStep
@@ -54,6 +54,7 @@ from aotdist.torch_seam.patches import hand_on
 from aotdist.torch_seam.proxies import PythonKeyTracer, decomposing, graph_module, node_of, track
 from aotdist.torch_seam.symbols import depends_on_data, expression, hint, number_kind, shape_env
 from aotdist.torch_seam.tensors import unwrapped
+from aotdist.trace.failures import refusal
 from aotdist.trace.functionalise import Functionalisation, computed_elsewhere
 from aotdist.trace.numbers.data_guards import NeedsSizes
 from aotdist.trace.numbers.unbacked import Unbacked
@@ -295,12 +296,10 @@ class Recorder:
                 track(fake, self._rng[-1], self.tracer)
         seed, offset = (node.meta["val"] for node in self._rng)
         if seed.device != self._stream.device:
-            raise UnsupportedProgram(
+            raise refusal(
                 f"random numbers are drawn on {seed.device} and on {self._stream.device}, and "
                 "`functional_rng` asks for one stream",
-                where=self.tracer.origins.current() or None,
-                stage="joint",
-                fix="draw them all on one device, or compile without `functional_rng`",
+                "draw them all on one device, or compile without `functional_rng`",
             )
         return seed, offset
 

@@ -23,7 +23,6 @@ from aotdist.aliasing.views import Opened
 from aotdist.capture.source import UNNAMED
 from aotdist.convention.bases import BasePlan
 from aotdist.errors import UnsupportedProgram
-from aotdist.origins import Origins
 from aotdist.program import PrimalIdx, Row, Slot
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
@@ -52,6 +51,7 @@ from aotdist.torch_seam.symbols import hint
 from aotdist.torch_seam.tensors import as_parameter, is_unheard, set_versions
 from aotdist.torch_seam.transforms import beneath_transforms
 from aotdist.trace.classes import show_as_example
+from aotdist.trace.failures import refusal, unsupported
 from aotdist.trace.numbers.symbols import Count, Symbols
 from aotdist.trace.recorder import Recorder
 
@@ -343,20 +343,18 @@ def _mode_of(example: torch.Tensor) -> AbstractContextManager[Any]:
 
 def _refuse_kind(example: torch.Tensor, slot: Slot) -> UnsupportedProgram:
     assert example._base is not None, "a view"
-    return UnsupportedProgram(
+    return unsupported(
         f"`{slot.path}` is a view of a {example._base.dtype} tensor, as {example.dtype} or conjugated; it, "
         "or another view of that tensor, is written with history",
-        stage="joint",
-        fix=f"pass what `{slot.path}` is a view of, and take the view inside of the function",
+        f"pass what `{slot.path}` is a view of, and take the view inside of the function",
     )
 
 
 def _refuse_reshaped(example: torch.Tensor, slot: Slot) -> UnsupportedProgram:
-    return UnsupportedProgram(
+    return unsupported(
         f"`{slot.path}` is a view of a {type(example).__name__} with history, and its size or strides were "
         "written in place before the call; it, or another view of that tensor, is written",
-        stage="joint",
-        fix=f"reshape `{slot.path}` out of place: `unsqueeze` in the place of `unsqueeze_`",
+        f"reshape `{slot.path}` out of place: `unsqueeze` in the place of `unsqueeze_`",
     )
 
 
@@ -378,6 +376,5 @@ def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:
     else:
         return
     if slot.path.startswith(UNNAMED):
-        where, what = Origins().current() or None, f"a tensor that is met here {what}"
-        raise UnsupportedProgram(what, where=where, stage="joint", fix=fix)
+        raise refusal(f"a tensor that is met here {what}", fix)
     raise UnsupportedProgram(f"`{slot.path}` {what}", stage="capture", fix=fix)

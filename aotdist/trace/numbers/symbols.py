@@ -21,7 +21,6 @@ import torch
 
 from aotdist.capture.arguments import Numbers
 from aotdist.capture.source import Source
-from aotdist.errors import UnsupportedProgram
 from aotdist.program import PrimalIdx, Slot
 from aotdist.sizes import STATIC, Measure, Sizes, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, wrapper_rule
@@ -36,6 +35,7 @@ from aotdist.torch_seam.symbols import (
     symbols_in,
 )
 from aotdist.torch_seam.tensors import marked_dims
+from aotdist.trace.failures import unsupported
 
 if TYPE_CHECKING:
     from aotdist.torch_seam.symbols import ShapeEnv
@@ -212,11 +212,10 @@ class Symbols:
         for place, symbol in self._marked:
             where = specialised_at(self._env, symbol)
             if where is not None:
-                raise UnsupportedProgram(
+                raise unsupported(
                     f"`{place}` was marked as dynamic, and the program only works for {expression(symbol)}",
-                    where=where,
-                    stage="joint",
-                    fix="do not mark it, or write the program for any size",
+                    "do not mark it, or write the program for any size",
+                    where,
                 )
         conditions = tuple((measure, expression(number)) for measure, number in self._conditions)
         symbols = tuple((name, measure) for _, name, measure in self._symbols)

@@ -82,19 +82,13 @@ CORRECTIONS: tuple[Correction, ...] = (
         "checks of data",
         "function",
         functions_of_data.CHECKS,
-        "data are asked whether they are in order, in C++",
+        "data are asked whether they are in order",
     ),
     Correction(
         "answers to checks",
         "operator",
         functions_of_data.ANSWERS,
-        "data are asked whether they are in order, in C++",
-    ),
-    Correction(
-        "checks of variances",
-        "function",
-        functions_of_data.VARIANCES,
-        "variances are asked whether they are negative",
+        "data are asked whether they are in order",
     ),
     Correction(
         "mean of a CTC loss",

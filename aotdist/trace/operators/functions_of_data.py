@@ -1,8 +1,8 @@
 """Functions of PyTorch that read, in C++, what a trace does not have: data, or numbers for symbolic sizes.
 
-- *Checks* (`istft`, `cov`): a function asks whether a condition holds (`equal`), and gets the answer with
-  which it goes on; the condition becomes a check (`aotdist.capture.checks`), in a backward a node that
-  raises.
+- *Checks* (`istft`, `cov`, `gaussian_nll_loss`): a function asks whether a condition holds, and gets the
+  answer with which it goes on; the condition becomes a check (`aotdist.capture.checks`), in a backward a node
+  that raises.
 - *Linear algebra* asks whether a tensor is a plain one, and computes vectors otherwise along with the values
   that are asked for, by another algorithm, which rounds otherwise; and leaves `out=` as it is.
 - *Sparse gradients* of bags have no rows where they are fakes.
@@ -28,7 +28,7 @@ from torch.nn import functional
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import SparseRows
 from aotdist.torch_seam.autograd import running_node
-from aotdist.torch_seam.checks import check_all, gaussian_nll_loss
+from aotdist.torch_seam.checks import check_all
 from aotdist.torch_seam.functional import DataDependentOutputException
 from aotdist.torch_seam.functions import interpolated_size, interpolation
 from aotdist.torch_seam.operators import OpOverload, schema_of, suggest_memory_format, with_defaults
@@ -36,8 +36,8 @@ from aotdist.torch_seam.operators import OpOverload, schema_of, suggest_memory_f
 _ATEN = torch.ops.aten
 _LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
 
-_Expected = tuple[bool, str]
-"""The answer with which a function goes on, and what it says otherwise."""
+_Expected = tuple[bool, type[Exception], str]
+"""The answer with which a function goes on, and the error that it raises otherwise, with its message."""
 _ASKED: ContextVar[Iterator[_Expected] | None] = ContextVar("asked_by_a_function_of_pytorch", default=None)
 _VALUES_ALONE: ContextVar[bool] = ContextVar("values_alone", default=False)
 _PHASE = (
@@ -63,17 +63,18 @@ def _within(
         variable.reset(token)
 
 
-def _answer(func: OpOverload, condition: Tensor, true: Tensor) -> bool:
+def _answer(func: OpOverload, condition: Tensor, *true: Tensor) -> bool:
+    """What `equal(condition, true)`, or `bool(condition)`, is where the function goes on."""
     asked = _ASKED.get()
     if asked is None:
         return NotImplemented
-    holds, message = next(asked)
+    holds, error, message = next(asked)
     try:
-        if _within(_ASKED, None, func, condition, true) is holds:  # it is known at capture
+        if true and _within(_ASKED, None, func, condition, *true) is holds:  # it is known at capture
             return holds
     except DataDependentOutputException:
         pass
-    check_all(condition if holds else condition.logical_not(), lambda: message)
+    check_all(error, condition if holds else condition.logical_not(), message)
     return holds
 
 
@@ -85,41 +86,41 @@ def _check_in_backward(_func: OpOverload, *args: Any, **kwargs: Any) -> bool:
 
 
 def _of_istft(*_args: Any, **_kwargs: Any) -> list[_Expected]:
-    return [(False, "istft: window overlap add min: 1 (somewhere the windows add up to zero)")]
+    message = "istft: window overlap add min: 1 (somewhere the windows add up to zero)"
+    return [(False, RuntimeError, message)]
 
 
 def _of_cov(
     _input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Iterator[_Expected]:
     if fweights is not None:
-        yield True, "cov(): fweights cannot be negative"
+        yield True, RuntimeError, "cov(): fweights cannot be negative"
     if aweights is not None:
-        yield True, "cov(): aweights cannot be negative"
+        yield True, RuntimeError, "cov(): aweights cannot be negative"
     if fweights is not None or aweights is not None:
-        yield True, "cov(): weights sum to zero, can't be normalized"
-    yield (
-        False,
-        f"cov(): degrees of freedom is <= 0 (eager warns, and divides by zero); correction is {correction}",
+        yield True, RuntimeError, "cov(): weights sum to zero, can't be normalized"
+    message = (
+        f"cov(): degrees of freedom is <= 0 (eager warns, and divides by zero); correction is {correction}"
     )
+    yield False, RuntimeError, message
 
 
-def _checking_variances(_func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    return gaussian_nll_loss(*args, **kwargs)
+def _of_gaussian_nll_loss(*_args: Any, **_kwargs: Any) -> list[_Expected]:
+    return [(False, ValueError, "var has negative entry/entries")]
 
 
 CHECKS: Mapping[Any, Callable[..., Any]] = {
     getattr(owner, name): functools.partial(_checked, expected)
     for owner in (torch, torch.Tensor)
     for name, expected in (("istft", _of_istft), ("cov", _of_cov))
-}
+} | {functional.gaussian_nll_loss: functools.partial(_checked, _of_gaussian_nll_loss)}
 """What is called for functions that check data."""
 ANSWERS: Mapping[Any, Callable[..., Any]] = {
     _ATEN.equal.default: _answer,
+    _ATEN._local_scalar_dense.default: _answer,
     _ATEN.allclose.default: _check_in_backward,
 }
 """What answers the questions of these functions."""
-VARIANCES: Mapping[Any, Callable[..., Any]] = {functional.gaussian_nll_loss: _checking_variances}
-"""What is called for a loss that checks data in Python."""
 
 
 def _of_values(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
