@@ -1,4 +1,4 @@
-"""Functions of PyTorch replaced for the time of a context, and hooks where PyTorch has none."""
+"""Functions of PyTorch replaced for the time of a context, hooks where PyTorch has none, and shared locks."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -14,9 +14,29 @@ from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from aotdist.torch_seam.autograd import in_thread_of_engine
-from aotdist.torch_seam.locks import process_lock
 
 T = TypeVar("T")
+
+LOCKS: list[threading.RLock] = []
+"""All that `process_lock` has made."""
+
+
+def process_lock() -> threading.RLock:
+    """A lock that all threads share, and that is never gone."""
+    LOCKS.append(threading.RLock())
+    return LOCKS[-1]
+
+
+def is_owned(lock: Any) -> bool:
+    """Whether this thread holds a lock; for `threading.RLock` alone."""
+    return lock._is_owned()
+
+
+def free_in_child(locks: Iterable[Any]) -> None:
+    """Free, in a process that was forked, the locks that threads hold which it does not have."""
+    for lock in locks:
+        if not is_owned(lock):
+            lock._at_fork_reinit()
 
 
 @contextmanager

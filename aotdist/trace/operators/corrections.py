@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from aotdist.subclasses.protocol import sparse_made
-from aotdist.trace.operators import attention, fakes, formulas, functions_of_data, padded_batches
+from aotdist.trace.operators import attention, fakes, functions_of_data, padded_batches
 from aotdist.trace.operators import functionalised as operators
 
 Level: TypeAlias = Literal["function", "operator", "node", "fake", "fake on a CPU"]
@@ -62,7 +62,7 @@ CORRECTIONS: tuple[Correction, ...] = (
     Correction(
         "formulas by data",
         "function",
-        formulas.INSTEAD,
+        functions_of_data.FORMULAS,
         "a loss is computed by a formula that asks for no data, and that rounds otherwise",
         of_bits=True,
     ),

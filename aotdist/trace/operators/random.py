@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam.ambient import default_generator_is, generator_id, times_seeded_elsewhere
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.operators import OpOverload
-from aotdist.torch_seam.random import default_generator_is, generator_id, times_seeded_elsewhere
 from aotdist.torch_seam.symbols import hint
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.failures import refusal
