@@ -48,8 +48,8 @@ functions make in C++ (`istft`, `cov`), which get the answer to go on with
 in eager: at which level (functions, operators, nodes, fakes), what is called instead, why, and the last
 release that was seen to need it; `tests/trace/test_corrections.py` takes out one row after the other, and
 each time a program goes wrong. Some hold only where results are to have eager's bits: PyTorch chooses the
-formula of a loss by data, or by whether a tensor is a plain one (`trace/operators/functions_of_data.py`). What
-needs data is an operator that decides when it runs.
+formula of a loss by data, or by whether a tensor is a plain one (`trace/operators/functions_of_data.py`).
+What needs data is an operator that decides when it runs.
 
 **Results.** A result in an object that is not a pytree is created anew at every call, as in eager
 (`capture/instances.py`).

@@ -1,8 +1,8 @@
 """Operators that take functions: `torch.cond`, `scan`, `map`, and the others.
 
-The branches of `cond` become graphs inside of the graph (`aotdist.trace.body`), two for the forward and two for
-the backward: the predicate decides at run time which of two runs. Both branches take the same operands: the
-arguments, and all tensors that either closes over. The backward recomputes a branch from the operands. An
+The branches of `cond` become graphs inside of the graph (`aotdist.trace.body`), two for the forward and two
+for the backward: the predicate decides at run time which of two runs. Both branches take the same operands:
+the arguments, and all tensors that either closes over. The backward recomputes a branch from the operands. An
 operand that only the other branch uses gets zeros for its gradient, where eager leaves it without one.
 
 Loops of a known length, `scan` and `map`, are unrolled: whatever holds of a Python loop holds of them.
