@@ -122,7 +122,7 @@ class Backward:
     ) -> None:
         recorder.tracer.phase = "backward"
         self.recorder, self.node_outs = recorder, node_outs
-        self._ends, self._wanted = ends, wanted
+        self._ends, self.wanted = ends, wanted
         self.mode, self.in_python = mode, in_python
         self._autocast = recorder.options.backward_autocast
         if ends and not wanted:
@@ -136,14 +136,22 @@ class Backward:
         tensors = [tensor for _, tensor in ends]
         functions = custom_functions(tensors)
         if functions and any(map(recorder.is_given, leaves_behind(tensors))):
-            raise _closed_over_unheard(functions)
+            raise unsupported(  # from torch 2.14 on, where a bound `apply` takes tensors in C++, unheard
+                f"a name bound to the `apply` of an autograd function (of {', '.join(functions)}) is called "
+                "with a tensor that the program closes over, which would get no gradient",
+                "call `TheFunction.apply(...)` itself, or pass the tensor to the compiled function",
+            )
         if REENTRANT_CHECKPOINT in functions or hands_out_more(tensors):
-            raise _reentrant_checkpoint()
+            raise unsupported(
+                "a result follows from more than the tensors that a reentrant checkpoint returns (from a "
+                "loss in a list), of which eager has no gradient; or `CheckpointFunction` is called itself",
+                "use `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`",
+            )
 
     def choices(self) -> list[Chosen]:
         """The choices of results for which the backward has to be traced separately."""
         tensors = [tensor for _, tensor in self._ends]
-        tensors += [leaf for _, leaf in self._wanted]
+        tensors += [leaf for _, leaf in self.wanted]
         return [] if is_linear(self._ends) and not _mixes_kinds(tensors) else self.some()
 
     def some(self) -> list[Chosen]:
@@ -156,10 +164,6 @@ class Backward:
     def end(self, idx: NodeOutIdx) -> torch.Tensor:
         """The traced tensor of a result."""
         return next(tensor for each, tensor in self._ends if each == idx)
-
-    def wanted(self) -> Sequence[Wanted]:
-        """Where gradients of the inputs arrive."""
-        return self._wanted
 
     def run(
         self,
@@ -183,7 +187,7 @@ class Backward:
         given = self._tangents if tangents is None else tangents
         if not ends:
             return Computed({}, ())
-        arriving = self._wanted if wanted is None else ()
+        arriving = self.wanted if wanted is None else ()
         arrive_at = [leaf for _, leaf in arriving] if wanted is None else wanted
         with (
             self._autocast(),
@@ -208,24 +212,6 @@ def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
     return unsupported(
         f"`{slot}` requires grad, and no input of the program that does leads to it",
         "call `requires_grad_()` on the result outside, or pass the tensor that is to get the gradient",
-    )
-
-
-def _reentrant_checkpoint() -> UnsupportedProgram:
-    """An error for a reentrant checkpoint that cannot be recomputed as `use_reentrant=False` ones are."""
-    return unsupported(
-        "a result follows from more than the tensors that a reentrant checkpoint returns (from a loss in a "
-        "list), of which eager has no gradient; or `CheckpointFunction` is called without `checkpoint`",
-        "use `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`",
-    )
-
-
-def _closed_over_unheard(functions: Sequence[str]) -> UnsupportedProgram:
-    """An error for a tensor that an autograd function took in C++ where nothing hears: from torch 2.14 on."""
-    return unsupported(
-        f"a name bound to the `apply` of an autograd function (of {', '.join(functions)}) is called with a "
-        "tensor that the program closes over, which would get no gradient",
-        "call `TheFunction.apply(...)` itself, or pass the tensor to the compiled function",
     )
 
 

@@ -48,7 +48,7 @@ from aotdist.trace.backward import (
 )
 from aotdist.trace.context import TraceContext
 from aotdist.trace.data_writes import backward_writes, counts_of_results
-from aotdist.trace.failures import result_written, unsupported, written_without_others
+from aotdist.trace.failures import refusal, unsupported
 from aotdist.trace.forward_effects import ForwardEffects
 from aotdist.trace.forward_snapshot import ForwardEnd, is_read_again
 from aotdist.trace.metadata import refuse
@@ -122,7 +122,11 @@ class BackwardTrace:
             forward.node_outs, counted, counts_of_results(tensors, row), strict=True
         ):
             if before != after:
-                raise result_written(out.slot)
+                raise refusal(
+                    f"the backward (a hook, an autograd function) writes `{out.slot}`, which the program "
+                    "returns",
+                    f"return a clone of `{out.slot}`, or write a clone in the backward",
+                )
         written += kept_results(recorder, whole.kept)
         _refuse_replaced_inputs(recorder, self._inputs, self._in_python.replaced)
         once = is_read_again(self._written_of_nobody(writers), grads + written)
@@ -212,7 +216,11 @@ class BackwardTrace:
             some_writes, written = backward_writes(recorder, row, counters, metadata)
             for idx in some_writes:
                 if idx not in writes:
-                    raise written_without_others(row[idx].slot)
+                    raise refusal(
+                        f"the backward (a hook, an autograd function) writes `{row[idx].slot}` only where a "
+                        "gradient is None",
+                        "write it whichever gradients are None",
+                    )
             grads, kept = some.recipes()
             found.append(Choice(chosen, grads, some_writes, kept))
             slots = found[-1].slots(row.map(lambda one: one.slot), row.map(lambda one: one.recipe))

@@ -144,10 +144,8 @@ class CaptureMode(TorchFunctionMode):
 
     def swap(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the program works on in the place of `tensor`."""
-        if not self._recorder.is_foreign(tensor):
-            return tensor
-        (heard,) = seen_by_modes([tensor])
-        return self._stand_in(tensor) if heard is tensor else heard
+        known = self.met(tensor)
+        return self._stand_in(tensor) if known is None else known
 
     def met(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """What the program works on in the place of `tensor`; None if it has not met it yet."""

@@ -282,22 +282,6 @@ def steps_inside(step: Callable[..., None], schedule: Any, *_: Any, **__: Any) -
     raise accumulates_inside(f"a {type(schedule).__name__} steps inside of the compiled module")
 
 
-def result_written(slot: Slot) -> UnsupportedProgram:
-    """An error for a backward that writes a tensor which the program has made and returns."""
-    return refusal(
-        f"the backward (a hook, an autograd function) writes `{slot}`, which the program returns",
-        fix=f"return a clone of `{slot}`, or write a clone in the backward",
-    )
-
-
-def written_without_others(slot: Slot) -> UnsupportedProgram:
-    """An error for a backward of some results that writes something that the backward of all does not."""
-    return refusal(
-        f"the backward (a hook, an autograd function) writes `{slot}` only where a gradient is None",
-        fix="write it whichever gradients are None",
-    )
-
-
 def retyped_unseen(slot: Slot, known: torch.dtype, given: torch.dtype) -> UnsupportedProgram:
     """An error for a gradient of another dtype than the input has when the program's node takes it."""
     return unsupported(

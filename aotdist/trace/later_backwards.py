@@ -141,7 +141,7 @@ class LaterBackwards:
         self._recorder, self._backward, self._node_outs = backward.recorder, backward, backward.node_outs
         self._recalling = backward.mode = recalling
         self._ins, self._recipes = ins, recipes
-        self._wanted = [(idx, leaf) for idx, leaf in backward.wanted() if idx in grads]
+        self._wanted = [(idx, leaf) for idx, leaf in backward.wanted if idx in grads]
         self._waypoints = ObservedGrads((), ()) if waypoints is None else waypoints
         self._serials, self._serial = serials or itertools.count(1), 0
 

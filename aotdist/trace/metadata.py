@@ -169,15 +169,10 @@ def _refuse_forgotten(stand_in: StandIn, log: ViewLog) -> None:
     example = stand_in.example
     if example.is_leaf and example.requires_grad and example._base is not None and stand_in.bumps():
         if log.views.has_outdated_views(stand_in.tensor):
-            raise forgotten(stand_in.slot)
-
-
-def forgotten(slot: Slot) -> UnsupportedProgram:
-    """An error for a leaf of which autograd forgets that others are views of it."""
-    return unsupported(
-        f"`{slot}`, a leaf and a view of another, is written after views of it are made",
-        "make the views after the write, or under `no_grad`",
-    )
+            raise unsupported(
+                f"`{stand_in.slot}`, a leaf and a view of another, is written after views of it are made",
+                "make the views after the write, or under `no_grad`",
+            )
 
 
 def _refuse_other_ends(change: Change, stand_in: StandIn) -> None:

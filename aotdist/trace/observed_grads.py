@@ -9,7 +9,7 @@ waypoint; `aotdist.partition.gates.linked` closes the cuts again.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -82,14 +82,12 @@ class ObservedGrads:
     @contextmanager
     def watched(self, recorder: Recorder) -> Generator[None]:
         """While autograd runs inside, note what passes each waypoint, and cut the graph there."""
-        handles = [node.register_hook(hook) for node, hook in self._piece_hooks(recorder)]
-        for passing in self._passing.values():
-            handles.append(passing.tensor.register_hook(_cutting(passing, recorder)))
-        try:
+        with ExitStack() as hooks:
+            for node, hook in self._piece_hooks(recorder):
+                hooks.enter_context(node.register_hook(hook))
+            for passing in self._passing.values():
+                hooks.enter_context(passing.tensor.register_hook(_cutting(passing, recorder)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _piece_hooks(self, recorder: Recorder) -> Iterator[tuple[Node, Any]]:
         if not self._passing:
@@ -109,15 +107,11 @@ class ObservedGrads:
 
             return replaced
 
-        handles = [
-            node.register_prehook(instead(number, given.get(passing.value)))  # type: ignore[arg-type]
-            for (node, number), passing in self._passing.items()
-        ]
-        try:
+        with ExitStack() as hooks:
+            for (node, number), passing in self._passing.items():
+                total = None if passing.value is None else given.get(passing.value)
+                hooks.enter_context(node.register_prehook(instead(number, total)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def noting(self, pieces: Sequence[tuple[int, int]]) -> Generator[dict[PrimalIdx, torch.Tensor]]:
@@ -133,12 +127,10 @@ class ObservedGrads:
             return noted
 
         senders = (passing[position].senders[k] for position, k in pieces)
-        handles = [node.register_hook(note(at, number)) for at, (node, number) in enumerate(senders)]
-        try:
+        with ExitStack() as hooks:
+            for at, (node, number) in enumerate(senders):
+                hooks.enter_context(node.register_hook(note(at, number)))
             yield found
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def wanted(self, pieces: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         """The waypoints that pieces are sent to."""

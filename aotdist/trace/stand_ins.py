@@ -142,7 +142,6 @@ class Inputs:
         self._stand_ins: list[StandIn] = []
         self._by_example: dict[int, torch.Tensor] = {}
         self._by_tensor: dict[int, PrimalIdx] = {}
-        self._of_views: list[PrimalIdx] = []
 
     def counts(self) -> tuple[Count, ...]:
         """The numbers that symbols stand for."""
@@ -162,8 +161,6 @@ class Inputs:
         self._by_tensor[id(stand_in.tensor)] = at
         self._by_example[id(example)] = stand_in.tensor
         self._stand_ins.append(stand_in)
-        if example._is_view() and not stand_in.tensor._is_view():
-            self._of_views.append(at)
         return stand_in.tensor
 
     def _made(self, at: PrimalIdx, slot: Slot, example: torch.Tensor) -> StandIn:
@@ -241,11 +238,21 @@ class Inputs:
 
     def _view_again(self, slot: Slot, example: torch.Tensor, recipe: Recipe, base: StandIn) -> StandIn:
         if not is_wrapper(example) and kind_of(example) != kind_of(base.example):
-            raise _refuse_kind(example, slot)
+            assert example._base is not None, "a view"
+            raise unsupported(
+                f"`{slot.path}` is a view of a {example._base.dtype} tensor, as {example.dtype} or "
+                "conjugated; it, or another view of that tensor, is written with history",
+                f"pass what `{slot.path}` is a view of, and take the view inside of the function",
+            )
         with torch.enable_grad():
             view = made_again(example, base.tensor)
         if is_wrapper(example) and _shape_of(view) != _shape_of(example):
-            raise _refuse_reshaped(example, slot)
+            raise unsupported(
+                f"`{slot.path}` is a view of a {type(example).__name__} with history, and its size or "
+                "strides were written in place before the call; it, or another view of that tensor, is "
+                "written",
+                f"reshape `{slot.path}` out of place: `unsqueeze` in the place of `unsqueeze_`",
+            )
         set_creation_meta(view, creation_meta(example))
         plains = tuple(second_shell(plain) for plain in plain_tensors(view))  # type: ignore[arg-type]
         return StandIn(slot, example, recipe, view, Opened.of(view), plains, derived=True)
@@ -268,10 +275,6 @@ class Inputs:
     def row(self) -> Row[PrimalIdx, StandIn]:
         """Every stand-in so far."""
         return Row(self._stand_ins)
-
-    def views(self) -> list[tuple[PrimalIdx, torch.Tensor]]:
-        """The stand-ins for views that are no views themselves."""
-        return [(idx, self._stand_ins[idx].tensor) for idx in self._of_views]
 
     def made_again(self) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
         """The stand-ins that are views of another one to autograd, each with what makes it."""
@@ -339,23 +342,6 @@ def _mode_of(example: torch.Tensor) -> AbstractContextManager[Any]:
     if torch.is_inference_mode_enabled() and not example.is_inference():
         return torch.inference_mode(False)
     return nullcontext()
-
-
-def _refuse_kind(example: torch.Tensor, slot: Slot) -> UnsupportedProgram:
-    assert example._base is not None, "a view"
-    return unsupported(
-        f"`{slot.path}` is a view of a {example._base.dtype} tensor, as {example.dtype} or conjugated; it, "
-        "or another view of that tensor, is written with history",
-        f"pass what `{slot.path}` is a view of, and take the view inside of the function",
-    )
-
-
-def _refuse_reshaped(example: torch.Tensor, slot: Slot) -> UnsupportedProgram:
-    return unsupported(
-        f"`{slot.path}` is a view of a {type(example).__name__} with history, and its size or strides were "
-        "written in place before the call; it, or another view of that tensor, is written",
-        f"reshape `{slot.path}` out of place: `unsqueeze` in the place of `unsqueeze_`",
-    )
 
 
 def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:

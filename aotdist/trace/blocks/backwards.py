@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -158,12 +158,10 @@ class Backwards:
         """For each tensor that a call was given, the gradients that the block sends to it inside."""
         pieces: list[list[torch.Tensor]] = [[] for _ in model.edges]
         nodes = dict.fromkeys(node for node, _, _ in model.consumers)
-        handles = [node.register_hook(_noting(pieces, self._running, model, node)) for node in nodes]
-        try:
+        with ExitStack() as hooks:
+            for node in nodes:
+                hooks.enter_context(node.register_hook(_noting(pieces, self._running, model, node)))
             yield pieces
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _stand_in_for(grad: torch.Tensor, recorder: Recorder, nodes: list[Node]) -> torch.Tensor:
