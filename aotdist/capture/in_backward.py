@@ -53,7 +53,7 @@ _KINDS: Mapping[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.S
 
 
 Told: TypeAlias = Callable[[Mapping[str, Any]], Sequence[tuple[str, torch.Tensor | NumberStep]]]
-"""From numbers that depend on data, by symbol, to what they follow from: see `Recorder.told`."""
+"""From numbers that depend on data, by symbol, to their sources: see `Recorder.sources_of_numbers`."""
 
 
 class InBackward:

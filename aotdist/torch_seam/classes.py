@@ -39,25 +39,27 @@ def intercept_classes(hear: Remake) -> AbstractContextManager[None]:
     return _CLASSES.applied(hear)
 
 
-def _heard(tensor: torch.Tensor | None, cls: type[torch.Tensor], op: Callable[..., torch.Tensor]) -> Any:
+def _intercepted(
+    tensor: torch.Tensor | None, cls: type[torch.Tensor], op: Callable[..., torch.Tensor]
+) -> Any:
     hear = _CLASSES.value
     return None if hear is None else hear(tensor, cls, op)
 
 
 def _as_subclass(tensor: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
-    made = _heard(tensor, cls, _ALIAS)
+    made = _intercepted(tensor, cls, _ALIAS)
     return torch._C.TensorBase.as_subclass(tensor, cls) if made is None else made
 
 
 def _subclass_of_data(
     cls: type[torch.Tensor], data: torch.Tensor, require_grad: bool = False, **options: Any
 ) -> torch.Tensor:
-    made = None if options else _heard(data, cls, _DETACH)
+    made = None if options else _intercepted(data, cls, _DETACH)
     return _make_subclass(cls, data, require_grad, **options) if made is None else _leaf(made, require_grad)
 
 
 def _parameter(cls: type[torch.Tensor], data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
-    made = None if data is None else _heard(data, cls, _DETACH)
+    made = None if data is None else _intercepted(data, cls, _DETACH)
     return _make_parameter(cls, data, requires_grad) if made is None else _leaf(made, requires_grad)
 
 
@@ -68,7 +70,7 @@ def _leaf(made: torch.Tensor, requires_grad: bool) -> torch.Tensor:
 
 def _of_class(cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     is_given = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
-    made = _heard(args[0] if is_given else None, cls, _ALIAS)
+    made = _intercepted(args[0] if is_given else None, cls, _ALIAS)
     return torch._C.TensorBase.__new__(cls, *args, **kwargs) if made is None else made
 
 

@@ -38,10 +38,12 @@ def function_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
         return None
     key = (op, *map(_kind, args), *((name, _kind(value)) for name, value in kwargs.items()))
     if key not in _known:
-        args, kwargs = pytree.tree_map(_alike, (list(args), dict(kwargs)))
-        expected = _asked(op._op, args, kwargs)
+        args, kwargs = pytree.tree_map(_meta_argument, (list(args), dict(kwargs)))
+        expected = _first_operator(op._op, args, kwargs)
         named = (getattr(holder, op.overloadpacket.__name__, None) for holder in _HOLDERS)
-        same = (f for f in named if f is not None and _asked(f, args, kwargs) == expected is not None)
+        same = (
+            f for f in named if f is not None and _first_operator(f, args, kwargs) == expected is not None
+        )
         _known[key] = next(same, None)
     return _known[key]
 
@@ -55,7 +57,7 @@ def _kind(value: Any) -> Any:
     return int if isinstance(value, torch.SymInt) else type(value)
 
 
-def _alike(leaf: Any) -> Any:
+def _meta_argument(leaf: Any) -> Any:
     """What stands for an argument where nothing is computed."""
     if isinstance(leaf, torch.Tensor):
         # What follows from sizes that depend on data is estimated, and may come out negative.
@@ -64,11 +66,11 @@ def _alike(leaf: Any) -> Any:
     return estimate(leaf) if isinstance(leaf, torch.SymInt) else leaf
 
 
-class _Asked(Exception):
+class _FirstOperator(Exception):
     """Stops a call once it is known what it asks the dispatcher for."""
 
 
-class _Asking(TorchDispatchMode):
+class _NotingFirstOperator(TorchDispatchMode):
     """Notes the first operator, and its arguments, in words; stops there."""
 
     asked: tuple[Any, ...] | None = None
@@ -77,12 +79,12 @@ class _Asking(TorchDispatchMode):
         """Note, and stop."""
         leaves, spec = pytree.tree_flatten((args, kwargs or {}))
         self.asked = (func, spec, *(id(x) if isinstance(x, torch.Tensor) else repr(x) for x in leaves))
-        raise _Asked
+        raise _FirstOperator
 
 
-def _asked(call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, ...] | None:
+def _first_operator(call: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, ...] | None:
     """The first operator that a call asks the dispatcher for, and with what; None if it refuses before."""
-    with no_modes(), torch_functions_off(), autocast_off(), torch.no_grad(), _Asking() as asking:
+    with no_modes(), torch_functions_off(), autocast_off(), torch.no_grad(), _NotingFirstOperator() as asking:
         with suppress(Exception):
             call(*args, **kwargs)
     return asking.asked

@@ -61,19 +61,19 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or any(not isinstance(hook, _Told) for hook in of_all)
+        or any(not isinstance(hook, _ThreadHook) for hook in of_all)
     )
 
 
-class _Told:
+class _ThreadHook:
     """A hook that listens to the optimizers of the thread that makes it."""
 
-    def __init__(self, tell: Callable[[torch.optim.Optimizer], None]) -> None:
-        self._tell, self._thread = tell, threading.get_ident()
+    def __init__(self, call: Callable[[torch.optim.Optimizer], None]) -> None:
+        self._call, self._thread = call, threading.get_ident()
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._tell(optimizer)
+            self._call(optimizer)
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
@@ -92,8 +92,8 @@ def intercept_steps(
         after: likewise, if its step did not fail.
     """
     with (
-        register_optimizer_step_pre_hook(_Told(before)),
-        register_optimizer_step_post_hook(_Told(after)),
+        register_optimizer_step_pre_hook(_ThreadHook(before)),
+        register_optimizer_step_post_hook(_ThreadHook(after)),
     ):
         yield
 

@@ -194,7 +194,7 @@ class Backward:
             self.mode,
             naming_failures_of_backward(of_assumed=tangents is None),
             users_code(self.mode.swap),
-            self.in_python.running(choice, self.recorder.shape_env, self.recorder.told),
+            self.in_python.running(choice, self.recorder.shape_env, self.recorder.sources_of_numbers),
         ):
             tensors, first = zip(*((tensor, given[idx]) for idx, tensor in ends), strict=True)
             found = seen_by_modes(

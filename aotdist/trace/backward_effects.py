@@ -160,7 +160,7 @@ class BackwardTrace:
             node_outs=forward.node_outs,
             ends=self._ends,
             wanted=[(idx, one.leaf) for idx, one in forward.metadata.taking_grad(self._inputs.row())],
-            mode=forward.lifting,
+            mode=forward.capture_mode,
             in_python=self._in_python,
         )
 

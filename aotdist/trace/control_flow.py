@@ -38,9 +38,9 @@ def call_higher_order(
     op: HigherOrderOperator,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    lifting: AbstractContextManager[Any],
+    capture_mode: AbstractContextManager[Any],
 ) -> Any:
-    """What `op(*args, **kwargs)` returns in the program `around` it; what it calls runs in `lifting`.
+    """What `op(*args, **kwargs)` returns in the program `around` it; what it calls runs in `capture_mode`.
 
     Raises:
         UnsupportedProgram: it cannot be recorded.
@@ -49,7 +49,7 @@ def call_higher_order(
         case "cond":
             return _cond(around, trace, *args)
         case name if name in _INLINED:
-            with lifting:
+            with capture_mode:
                 return _INLINED[name](op)(*args, **kwargs)
         case "custom_function_call":  # an `autograd.Function` inside of a `torch.func` transform
             return op(*args, **kwargs)

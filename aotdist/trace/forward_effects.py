@@ -44,7 +44,7 @@ class ForwardEffects:
         is_rewritten: whether inputs, or results once they are made, change shape or history.
         node_outs: what the node returns.
         results: the values of that.
-        lifting: the mode that it ran in: knows what the program asked, and told.
+        capture_mode: the mode that it ran in: knows what the program asked, and told.
         numbers: see `Facts.numbers`.
     """
 
@@ -56,7 +56,7 @@ class ForwardEffects:
     is_rewritten: bool
     node_outs: Row[NodeOutIdx, NodeOut]
     results: list[Result]
-    lifting: CaptureMode
+    capture_mode: CaptureMode
     numbers: tuple[tuple[str, NodeOutIdx | NumberStep], ...]
 
     def ends(self) -> list[End]:
@@ -65,18 +65,18 @@ class ForwardEffects:
         return [(idx, tensors[idx]) for idx, out in self.node_outs.enumerate() if out.differentiable]
 
 
-def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMode) -> ForwardEffects:
+def read_forward(context: TraceContext, outs: Sequence[Any], capture_mode: CaptureMode) -> ForwardEffects:
     """What the forward did; read before a backward writes anything.
 
     Args:
         context: the parties of the trace.
         outs: what it returned.
-        lifting: the mode that it ran in.
+        capture_mode: the mode that it ran in.
     """
     recorder, inputs, log = context.recorder, context.inputs, context.log
     metadata = Metadata.of(inputs, log)
     _mark_reshaped(context, metadata)
-    spent = released_results(outs, inputs, log) if lifting.ran_backward else {}
+    spent = released_results(outs, inputs, log) if capture_mode.ran_backward else {}
     outputs = NodeOutputs(outs, inputs, log, metadata.written, spent)
     numbers = _tell_numbers(context, outputs)
     row = inputs.row()
@@ -99,7 +99,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
             raise requires_grad_by_itself(node_out.slot)
     _refuse_own_leaves(outs, outputs, inputs, log)
     is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
-    outputs.order = (*outputs.order, *final_actions(outs, outputs.facts, spent, lifting.retained))
+    outputs.order = (*outputs.order, *final_actions(outs, outputs.facts, spent, capture_mode.retained))
     results = value_results(recorder, node_outs, outputs.tensors)
     return ForwardEffects(
         outs=outs,
@@ -110,7 +110,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
         is_rewritten=is_rewritten,
         node_outs=node_outs,
         results=results,
-        lifting=lifting,
+        capture_mode=capture_mode,
         numbers=numbers,
     )
 
@@ -130,10 +130,10 @@ def _tell_numbers(
         recipes = [recipe_of(tensor) for tensor in outputs.tensors]
         needed = numbers_of_data([outputs.facts, outputs.order, recipes])
     found: list[tuple[str, NodeOutIdx | NumberStep]] = []
-    for name, told in context.recorder.told(needed):
+    for name, told in context.recorder.sources_of_numbers(needed):
         is_step = isinstance(told, NumberStep)
         found.append((name, told if is_step else outputs.add(Slot("output", name), told, history=False)))
-    unbacked.told = frozenset(name for name, _ in found)
+    unbacked.returned = frozenset(name for name, _ in found)
     return tuple(found)
 
 

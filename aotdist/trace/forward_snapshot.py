@@ -49,8 +49,8 @@ class ForwardEnd:
         After that the backward can be traced once more: to autograd, nothing that it saved has been written.
         """
         later = list(row)[len(self.values) :]
-        values = [*self.values, *(one.met for one in later)]
-        counters = [*self.counters, *(one.counted for one in later)]
+        values = [*self.values, *(one.first_values for one in later)]
+        counters = [*self.counters, *(one.first_counters for one in later)]
         for stand_in, held, counts in zip(row, values, counters, strict=True):
             for plain, value in zip(stand_in.plains, held, strict=True):
                 if is_functional_base(plain) and functional_value(plain) is not value:

@@ -90,7 +90,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
         """Called with every tensor before an operator writes it."""
         self.num_writes = 0
         """How many tensors operators have written."""
-        self.recorded_again: Callable[..., Any] | None = None
+        self.record_known: Callable[..., Any] | None = None
         """Records an operator with fakes for arguments whose result is known, or gives `NotImplemented`."""
 
     def remember(self, tensor: FunctionalTensor) -> FunctionalTensor:
@@ -141,7 +141,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
             with self, torch.no_grad():
                 moves(*args, **kwargs)
             return args[0]
-        self._tell_of_writes(func, args, kwargs)
+        self._note_writes(func, args, kwargs)
         _make_views_again((args, kwargs))
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
         result = self._by_our_rules(func, args, kwargs) if beneath_wrappers else NotImplemented
@@ -154,15 +154,15 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
             self._remember_viewed(args[0])
         return self.remember(result) if isinstance(result, FunctionalTensor) else result
 
-    def _again(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def _with_known_result(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run an operator with which PyTorch's mode would do nothing, where its result is known."""
-        if self.recorded_again is None or not is_functional(func):
+        if self.record_known is None or not is_functional(func):
             return NotImplemented
         named = {name: _with_fakes(value) for name, value in kwargs.items()}
-        result = self.recorded_again(func, _with_fakes(args), named)
+        result = self.record_known(func, _with_fakes(args), named)
         return result if result is NotImplemented else functional_results(self, result)
 
-    def _tell_of_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _note_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.on_write is not None and is_operator(func):
             for tensor in written_by(func, args, kwargs):
                 if isinstance(tensor, FunctionalTensor):
@@ -219,7 +219,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
         if rows := corrections.of("operator", func):
             with self:
                 return corrections.corrected(rows, func, args, kwargs)
-        return self._again(func, args, kwargs)
+        return self._with_known_result(func, args, kwargs)
 
     def _for_its_effect(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that prints or raises: the graph has it as it is, in order, and nothing drops it.

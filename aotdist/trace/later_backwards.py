@@ -120,7 +120,7 @@ class LaterBackwards:
 
     Args:
         backward: the trace's backward, which holds no tensor of the caller's; its recorder records more.
-        recalling: the mode that backwards run in.
+        replay_mode: the mode that backwards run in.
         ins: names of the inputs.
         recipes: how the inputs are put together.
         grads: the gradients that inputs get.
@@ -131,7 +131,7 @@ class LaterBackwards:
     def __init__(
         self,
         backward: Backward,
-        recalling: ReplayMode,
+        replay_mode: ReplayMode,
         ins: Row[PrimalIdx, Slot],
         recipes: Row[PrimalIdx, Recipe],
         grads: Mapping[PrimalIdx, torch.Tensor],
@@ -139,7 +139,7 @@ class LaterBackwards:
         serials: Iterator[int] | None = None,
     ) -> None:
         self._recorder, self._backward, self._node_outs = backward.recorder, backward, backward.node_outs
-        self._recalling = backward.mode = recalling
+        self._replay_mode = backward.mode = replay_mode
         self._ins, self._recipes = ins, recipes
         self._wanted = [(idx, leaf) for idx, leaf in backward.wanted if idx in grads]
         self._waypoints = ObservedGrads((), ()) if waypoints is None else waypoints
@@ -147,7 +147,7 @@ class LaterBackwards:
 
     def find_at(self, sources: Mapping[PrimalIdx, Source]) -> None:
         """Where inputs are read that are no arguments."""
-        self._recalling.find_at(sources)
+        self._replay_mode.find_at(sources)
 
     def meets_other_kinds(self) -> bool:
         """Whether gradients of other kinds need another backward.
@@ -258,7 +258,7 @@ class LaterBackwards:
             node_outs=node_outs,
             ends=ends,
             wanted=self._wanted_of_double_backward(given),
-            mode=self._recalling,
+            mode=self._replay_mode,
             in_python=self._backward.in_python.beyond(),
         )
         found, failure = _tried(backward, [tensor for _, tensor in ends])
@@ -277,7 +277,7 @@ class LaterBackwards:
             facts=facts,
             later=LaterBackwards(
                 backward=backward,
-                recalling=self._recalling,
+                replay_mode=self._replay_mode,
                 ins=ins,
                 recipes=facts.recipes,
                 grads=found,

@@ -263,7 +263,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
                 return self._record(func, args, kwargs, node_args, node_kwargs)
         return self._dispatch_generally(func, types, args, kwargs)
 
-    def record_again(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def record_known(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operator whose result for such arguments is known; `NotImplemented` where it is not."""
         if self._unbacked is not None or current_scalars() is not None or not is_recording(self):
             return NotImplemented

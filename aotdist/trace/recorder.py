@@ -151,7 +151,7 @@ class Recorder:
         )
         self.draws, self.data_guards = self._proxy_mode.draws, self._proxy_mode.data_guards
         self.draws.are_refused = within is not None
-        self._functionalisation.recorded_again = self._proxy_mode.record_again
+        self._functionalisation.record_known = self._proxy_mode.record_known
         self._rng: list[torch.fx.Node] = []
         self._arguments: dict[Slot, torch.fx.Node] = {}
         self._first: torch.fx.GraphModule | None = None
@@ -317,7 +317,7 @@ class Recorder:
             self.data_guards.note_size(self._placeholder(slot, number), spelled, hint(number))
         return self._arguments[slot]
 
-    def told(self, numbers: Mapping[str, Any]) -> list[tuple[str, torch.Tensor | NumberStep]]:
+    def sources_of_numbers(self, numbers: Mapping[str, Any]) -> list[tuple[str, torch.Tensor | NumberStep]]:
         """What numbers that depend on data follow from, in order, without what the forward tells.
 
         Each is a tensor for the graph to return, which holds the number, or how Python computes it.
@@ -327,7 +327,7 @@ class Recorder:
         """
         if self.unbacked is None:
             return []
-        steps, told = self.unbacked.steps, self.unbacked.told
+        steps, told = self.unbacked.steps, self.unbacked.returned
         asked, numbers = numbers.keys(), {**numbers, **self.unbacked.numbers}
         names = [name for name in self.unbacked.needed_for(asked) if name not in told]
         return [(name, steps.get(name) or self._holding(name, numbers[name])) for name in names]

@@ -72,8 +72,8 @@ class StandIn:
             gradients for it, are those of the other inputs.
         spans: the spans that its plain tensors lie in, together with others.
         base: which stand-in it is a view of, if it is made as one.
-        counted: the version counters, of `tensor` and of what lies inside of it, before the program ran.
-        met: the values of its plain tensors then.
+        first_counters: version counters of `tensor` and of what lies inside of it, before the program ran.
+        first_values: the values of its plain tensors then.
     """
 
     slot: Slot
@@ -85,8 +85,8 @@ class StandIn:
     derived: bool = False
     spans: frozenset[PrimalIdx] = frozenset()
     base: PrimalIdx | None = None
-    counted: tuple[int, ...] = (0,)
-    met: tuple[torch.Tensor, ...] = ()
+    first_counters: tuple[int, ...] = (0,)
+    first_values: tuple[torch.Tensor, ...] = ()
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -102,15 +102,15 @@ class StandIn:
         return self.example.requires_grad and not self.derived
 
     def bumps(self) -> int:
-        """How many writes of the input autograd counted, by this name or through a view of it."""
-        return 1 if self.tensor.is_inference() else version_of(self.tensor) - self.counted[0]
+        """How many writes autograd counted, of this tensor and of views of it."""
+        return 1 if self.tensor.is_inference() else version_of(self.tensor) - self.first_counters[0]
 
     def writes(self) -> tuple[int, ...]:
-        """How often each plain tensor of the input was written, also through what shares its memory."""
+        """How often each plain tensor was written, also through tensors that share its memory."""
         return tuple(data_writes(plain) for plain in self.plains)
 
     def counts(self) -> tuple[tuple[int, ...], int]:
-        """Both: `writes` and `bumps`."""
+        """`writes` and `bumps`."""
         return self.writes(), self.bumps()
 
     def values(self) -> tuple[torch.Tensor, ...]:
@@ -131,7 +131,7 @@ class StandIn:
 
 
 class Inputs:
-    """Makes and remembers stand-ins; a tensor met twice has one."""
+    """Makes and remembers stand-ins, one for each tensor."""
 
     def __init__(self, recorder: Recorder, symbols: Symbols, bases: BasePlan) -> None:
         self._recorder = recorder
@@ -186,7 +186,7 @@ class Inputs:
         return replace(stand_in, derived=is_span, spans=spans)
 
     def _note_storages(self, at: PrimalIdx, stand_in: StandIn) -> None:
-        """Note which storages hold more than the input, and which are an input's."""
+        """Note which storages are larger than the input in them, and which are an input's."""
         is_own = is_real(stand_in.example) and not self._bases.is_span(at)
         for plain, real in zip(stand_in.plains, plain_tensors(stand_in.example), strict=True):
             if not is_symbolic(tuple(real.shape)) and real.untyped_storage().nbytes() > real.nbytes:
@@ -260,7 +260,7 @@ class Inputs:
     def show_attributes(self) -> None:
         """Let the user's code see the attributes of the examples, and the methods of their classes.
 
-        Of a tensor that is met later, it holds the example itself.
+        A tensor that the program closes over needs none: the user's code holds the example itself.
         """
         for stand_in in self._stand_ins:
             show_as_example(stand_in.tensor, stand_in.example, stand_in.slot.path)
@@ -277,7 +277,7 @@ class Inputs:
         return Row(self._stand_ins)
 
     def made_again(self) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
-        """The stand-ins that are views of another one to autograd, each with what makes it."""
+        """The stand-ins that autograd knows as views of another, each with the function that makes it."""
         for stand_in in (one for one in self._stand_ins if one.base is not None):
             yield stand_in.tensor, functools.partial(made_again, stand_in.example)
 
@@ -291,12 +291,12 @@ class Inputs:
         return None if at is None else str(self._stand_ins[at].slot)
 
     def of_example(self, example: torch.Tensor) -> torch.Tensor | None:
-        """The stand-in for a real tensor, if the program has met that."""
+        """The stand-in for a real tensor, if there is one yet."""
         return self._by_example.get(id(example))
 
     @contextmanager
     def current(self) -> Generator[None]:
-        """Let `current_inputs` return these inside."""
+        """Let `current_inputs` return these while the context is active."""
         token = _CURRENT.set(self)
         try:
             yield
@@ -304,18 +304,18 @@ class Inputs:
             _CURRENT.reset(token)
 
     def behind(self, tensors: Iterable[torch.Tensor]) -> list[StandIn]:
-        """The inputs at which the history of `tensors` begins."""
+        """The inputs that are leaves of the history of `tensors`."""
         leaves = [node.variable for node in nodes_behind(tensors) if hasattr(node, "variable")]
         known = set(map(id, leaves))
         return [one for one in self._stand_ins if one.takes_grad and id(one.leaf) in known]
 
 
 def _counted_from_here(stand_in: StandIn) -> StandIn:
-    """The stand-in with its example's version counter, and with the counts from which writes are counted."""
+    """The stand-in, with its example's version counter; its writes are counted from here."""
     tensor, example = stand_in.tensor, stand_in.example
     if not (example.is_inference() or tensor.is_inference()):
         set_versions((tensor,), (version_of(example),))
-    return replace(stand_in, counted=stand_in.counters(), met=stand_in.values())
+    return replace(stand_in, first_counters=stand_in.counters(), first_values=stand_in.values())
 
 
 def _shape_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -338,14 +338,14 @@ def current_inputs() -> Inputs:
 
 
 def _mode_of(example: torch.Tensor) -> AbstractContextManager[Any]:
-    """The mode to make a stand-in in: of a normal tensor it is a normal one, in inference mode, too."""
+    """The mode to make a stand-in in: that of a normal tensor is a normal one, in inference mode, too."""
     if torch.is_inference_mode_enabled() and not example.is_inference():
         return torch.inference_mode(False)
     return nullcontext()
 
 
 def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:
-    """Refuse tensors that are neither dense nor around dense ones; one that nobody named, by its line."""
+    """Refuse tensors that are neither dense nor wrappers of dense ones, by name or by the user's line."""
     if is_wrapper(example):
         return
     if example.is_nested or example.is_quantized:

@@ -101,9 +101,9 @@ class _Called:
         """Its result."""
         return self.function(*self.args, **self.kwargs)
 
-    def kind(self, met: Callable[[torch.Tensor], torch.Tensor | None]) -> Kind:
+    def kind(self, known_stand_in: Callable[[torch.Tensor], torch.Tensor | None]) -> Kind:
         """Its kind; see `kind_of`."""
-        return kind_of(self.module, self.args, self.kwargs, met, runs_hooks=self.runs_hooks)
+        return kind_of(self.module, self.args, self.kwargs, known_stand_in, runs_hooks=self.runs_hooks)
 
 
 class Blocks:
@@ -111,7 +111,7 @@ class Blocks:
 
     Args:
         recorder: records the program.
-        met: gives the traced tensor of a real one that the program has met.
+        known_stand_in: gives the traced tensor of a real one that the program has met.
         num_hooks: how many hooks of gradients the program has registered.
         num_effects: how often it has done things that no node tells, these included.
         watch: watches Python outside of modules, and says afterwards whether anything was changed; None for a
@@ -121,12 +121,12 @@ class Blocks:
     def __init__(
         self,
         recorder: Recorder,
-        met: Callable[[torch.Tensor], torch.Tensor | None],
+        known_stand_in: Callable[[torch.Tensor], torch.Tensor | None],
         num_hooks: Callable[[], int],
         num_effects: Callable[[], tuple[int, ...]],
         watch: Callable[[], Callable[[], bool]] | None,
     ) -> None:
-        self._recorder, self._met, self._watch = recorder, met, watch
+        self._recorder, self._known_stand_in, self._watch = recorder, known_stand_in, watch
         self._candidates: dict[Hashable, list[_Candidate]] = {}
         self._num_effects = num_effects
         self._backwards = Backwards(recorder, num_hooks)
@@ -164,18 +164,18 @@ class Blocks:
         path = called.path
         with noting_no_reads():
             try:
-                kind = called.kind(self._met)
+                kind = called.kind(self._known_stand_in)
             except Unfit as unfit:
                 self._reasons[path] = str(unfit)
                 kind = None
             candidates = [] if kind is None else self._candidates.setdefault(kind.key, [])
-            alike = next((one for one in reversed(candidates) if kind and one.is_for(kind)), None)
+            candidate = next((one for one in reversed(candidates) if kind and one.is_for(kind)), None)
         if kind is None:
             return called.run()
-        if alike is not None and isinstance(alike.recorded, Recorded) and alike.is_confirmed:
-            return self._instance(alike, kind, path)
-        if alike is not None and isinstance(alike.recorded, str):
-            self._note_reason(path, alike.recorded)
+        if candidate is not None and isinstance(candidate.recorded, Recorded) and candidate.is_confirmed:
+            return self._instance(candidate, kind, path)
+        if candidate is not None and isinstance(candidate.recorded, str):
+            self._note_reason(path, candidate.recorded)
             return called.run()
         assert self._watch is not None, "calls come here only then"
         with noting_no_reads():
@@ -185,7 +185,9 @@ class Blocks:
         with noting_no_reads():
             if has_changed() and isinstance(recorded, Recorded):
                 recorded = "it changes something in Python"
-            candidates.append(self._compared(alike, _Candidate(recorded, Reads.of(kind, reads), has_changed)))
+            candidates.append(
+                self._compared(candidate, _Candidate(recorded, Reads.of(kind, reads), has_changed))
+            )
         if isinstance(reason := candidates[-1].recorded, str):
             self._note_reason(path, reason)
         else:
@@ -220,7 +222,7 @@ class Blocks:
             inputs, before = tuple(map(recorder.value, plains)), counts_of(plains)
         last, effects = next(iter(reversed(tracer.graph.nodes)), None), self._num_effects()
         num_writes = recorder.num_writes()
-        first, counted = next_sequence_nr(), tracer.next_counted()
+        first, counted = next_sequence_nr(), tracer.next_graph_seq_nr()
         result = called.run()
         nodes = [node for node in nodes_since(tracer.graph.nodes, last) if node.op != "placeholder"]
         if len(nodes) < _FEWEST_OPERATORS:
@@ -230,7 +232,7 @@ class Blocks:
                 writes = writes_since(before, plains, set(nodes), recorder)
                 if self._num_effects() != effects:
                     raise Unfit("it prints, checks or chooses by data, or hooks a gradient")
-                if not called.kind(self._met).is_still(kind):
+                if not called.kind(self._known_stand_in).is_still(kind):
                     raise Unfit("it changes its own attributes, or its arguments")
                 checked_nodes(nodes, recorder)
                 if recorder.num_writes() > num_writes and closes_over(nodes, inputs):
@@ -249,7 +251,7 @@ class Blocks:
             outs=outs,
             spec=spec,
             first_seq=counted,
-            num_seqs=tracer.next_counted() - counted,
+            num_seqs=tracer.next_graph_seq_nr() - counted,
             edges=edges,
             consumers=consumers,
             saves=saves,
@@ -267,7 +269,7 @@ class Blocks:
             plains = kind.plains()
             nodes = map(recorder.value, plains)
             memory = _memory(model.inputs, plains)
-            offset = tracer.next_counted() - model.first_seq
+            offset = tracer.next_graph_seq_nr() - model.first_seq
             copying = Copying(
                 recorder=recorder,
                 now=dict(zip(model.inputs, nodes, strict=True)),
@@ -280,7 +282,7 @@ class Blocks:
             call = _Call(self._backwards, model, copying, kind.tensors, written, last)
             given = [t for t, count in zip(kind.tensors, model.edges, strict=True) for _ in range(count)]
             tensors = _Instance.apply(call, *given) if given else call.forward()
-        tracer.count_from(model.first_seq + offset + model.num_seqs)
+        tracer.continue_seq_nrs_at(model.first_seq + offset + model.num_seqs)
         return model.returned(kind, tensors)
 
 

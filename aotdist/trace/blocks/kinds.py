@@ -116,7 +116,7 @@ def kind_of(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    met: Callable[[torch.Tensor], torch.Tensor | None],
+    known_stand_in: Callable[[torch.Tensor], torch.Tensor | None],
     *,
     runs_hooks: bool,
 ) -> Kind:
@@ -126,7 +126,7 @@ def kind_of(
         module: what is called.
         args: its arguments.
         kwargs: likewise.
-        met: gives the traced tensor of one that the program has met.
+        known_stand_in: gives the traced tensor of one that the program has met.
         runs_hooks: whether the module's own hooks run in the call, rather than around it.
 
     Raises:
@@ -135,7 +135,7 @@ def kind_of(
     if in_backward() or under_transform() or hears_saved_tensors():
         raise Unfit("it is called in a backward, in a checkpoint or under a transform of `torch.func`")
     with torch_functions_off():
-        described = _Described(None if runs_hooks else module, met)
+        described = _Described(None if runs_hooks else module, known_stand_in)
         inside = (described.value(module), *map(described.argument, (args, tuple(kwargs.items()))))
         tensors = tuple(tensor for _, tensor in described.tensors.values())
         around = (ambient(), tuple(current_tags().items()), num_modes())
@@ -148,7 +148,7 @@ class _Described:
 
     Args:
         root: the module whose hooks are left out, if one's are.
-        met: see `kind_of`.
+        known_stand_in: see `kind_of`.
 
     Attributes:
         tensors: the traced tensors met, by identity, each with its position among them.
@@ -157,8 +157,10 @@ class _Described:
         modules: likewise.
     """
 
-    def __init__(self, root: nn.Module | None, met: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        self._root, self._met = root, met
+    def __init__(
+        self, root: nn.Module | None, known_stand_in: Callable[[torch.Tensor], torch.Tensor | None]
+    ) -> None:
+        self._root, self._known_stand_in = root, known_stand_in
         self._numbers: dict[int, int] = {}
         self.tensors: dict[int, tuple[int, torch.Tensor]] = {}
         self.held: list[Any] = []
@@ -193,7 +195,7 @@ class _Described:
         return self._object(value)
 
     def _tensor(self, value: torch.Tensor) -> Hashable:
-        traced = self._met(value)
+        traced = self._known_stand_in(value)
         if traced is None:
             self.held.append(value)
             return "a tensor of the program", id(value)

@@ -260,7 +260,7 @@ class Recorded:
             args, kwargs = map_arg((ours.args, ours.kwargs), lambda node: now.get(node, node))
             a, b = ours.node, theirs.node
             same = (args, kwargs) == (theirs.args, theirs.kwargs) and _same_target(a, b, recorder)
-            if not same or not _alike(a.meta, b.meta, module):
+            if not same or not _same_meta(a.meta, b.meta, module):
                 return f"two calls record different operators, at {b.meta['source']}"
             now[a] = b
         ours_now = tuple(replace(write, node=now[write.node]) for write in self.writes)
@@ -283,12 +283,12 @@ def _same_target(ours: Node, theirs: Node, recorder: Recorder) -> bool:
     return ours.op == theirs.op and ours.target is theirs.target
 
 
-_OF_A_CALL = frozenset({"serial", "val", "module", "seq_nr", "eager_input_vals", "tensor_meta"})
+_OF_ONE_CALL = frozenset({"serial", "val", "module", "seq_nr", "eager_input_vals", "tensor_meta"})
 """What nodes of two calls differ in."""
 
 
-def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any], module: Callable[[str], str]) -> bool:
-    names = (ours.keys() | theirs.keys()) - _OF_A_CALL
+def _same_meta(ours: Mapping[str, Any], theirs: Mapping[str, Any], module: Callable[[str], str]) -> bool:
+    names = (ours.keys() | theirs.keys()) - _OF_ONE_CALL
     return (
         all(ours.get(name) == theirs.get(name) for name in names)
         and module(ours["module"]) == theirs["module"]

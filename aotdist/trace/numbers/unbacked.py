@@ -76,7 +76,7 @@ class Unbacked:
         self.copied: dict[Node, FakeTensor] = {}
         self.numbers: dict[str, Any] = {}
         self.steps: dict[str, NumberStep] = {}
-        self.told: frozenset[str] = frozenset()
+        self.returned: frozenset[str] = frozenset()
         self._env = env
         self._graph, self._stamp = tracer.graph, tracer.stamp
         self._size = size
