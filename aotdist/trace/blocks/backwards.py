@@ -1,4 +1,4 @@
-"""The backward of a recorded call, run by itself, for the instances of the block to copy."""
+"""The backward of a recorded call, which is run by itself so that instances of the block can copy it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from aotdist.trace.blocks.recording import (
     Recorded,
     Step,
     Value,
-    checked_nodes,
+    check_copyable,
     likenesses_of,
     value_of,
 )
@@ -35,9 +35,9 @@ class Sent:
     """The gradients that a block sends to one tensor.
 
     Args:
-        pieces: each of them, in order; None for those that do not come.
+        pieces: each of them, in order; None for an edge that gets none.
         total: their sum.
-        sums: the nodes that add them up.
+        sums: the nodes that compute the sum.
     """
 
     pieces: tuple[Value | None, ...]
@@ -50,8 +50,8 @@ class RecordedBackward:
     """A backward of a recorded call.
 
     Args:
-        tangents: for the plain tensors of the gradients that arrived, the nodes that stood for them.
-        steps: what was recorded.
+        tangents: the placeholders for the plain tensors of the gradients of the block's results.
+        steps: the nodes that were recorded.
         sent: what the block sends to each tensor that it was given.
     """
 
@@ -72,7 +72,7 @@ class Backwards:
         self._recorder, self._num_hooks = recorder, num_hooks
         self._known: dict[tuple[int, Hashable], RecordedBackward] = {}
         self._running: list[Recorded] = []
-        """The calls whose backwards run now, the innermost last: there are blocks in blocks."""
+        """The calls whose backwards run now, the innermost last: a block may contain others."""
 
     def of(
         self, model: Recorded, grads: Sequence[torch.Tensor | None], needed: tuple[bool, ...]
@@ -82,7 +82,7 @@ class Backwards:
         Args:
             model: the call.
             grads: gradients of its results.
-            needed: which of the gradients that it sends are.
+            needed: which of the gradients that it sends are needed.
         """
         memories: dict[int, int] = {}
         key = id(model), (tuple(None if g is None else likeness(g, memories) for g in grads), needed)
@@ -129,7 +129,7 @@ class Backwards:
         needed: tuple[bool, ...],
         aside: Graph,
     ) -> RecordedBackward:
-        """What a backward records into the graph aside."""
+        """Run the backward of a call, and read off what it recorded into the graph `aside`."""
         recorder, tangents = self._recorder, list[Node]()
         plains = model.kind.plains()
         check_unwritten([(plains[write.position], write.node) for write in model.writes], recorder)
@@ -149,7 +149,7 @@ class Backwards:
             for position, some in enumerate(pieces)
         )
         steps = tuple(Step.of(node) for node in aside.nodes if model.made(node))
-        checked_nodes([step.node for step in steps], recorder)
+        check_copyable([step.node for step in steps], recorder)
         model.likenesses.update(likenesses_of(steps))
         return RecordedBackward(tuple(tangents), steps, sent)
 
@@ -165,7 +165,7 @@ class Backwards:
 
 
 def _stand_in_for(grad: torch.Tensor, recorder: Recorder, nodes: list[Node]) -> torch.Tensor:
-    """A tensor like a gradient that arrives, by itself; `nodes` gets the nodes of its plain tensors."""
+    """A new tensor with the metadata of a gradient; the placeholders of its plain tensors go to `nodes`."""
     plains: list[FunctionalTensor] = []
     for plain in plain_tensors(grad):
         like = likeness_of(functional_value(plain))  # type: ignore[arg-type]
@@ -185,7 +185,7 @@ def _first_of_each(edges: Sequence[int], needed: Sequence[bool]) -> list[bool]:
 
 
 def _noting(pieces: list[list[torch.Tensor]], running: list[Recorded], model: Recorded, node: Any) -> Any:
-    """A hook that notes what an autograd node sends to what the block was given."""
+    """A hook that notes the gradients which an autograd node sends to tensors that the block was given."""
     places = [(sent, position) for each, sent, position in model.consumers if each is node]
 
     def note(grad_inputs: Sequence[torch.Tensor | None], grad_outputs: Any) -> None:
@@ -200,7 +200,7 @@ def _noting(pieces: list[list[torch.Tensor]], running: list[Recorded], model: Re
 
 
 def _sent(pieces: Sequence[torch.Tensor], count: int, total: torch.Tensor | None, recorder: Recorder) -> Sent:
-    """What a block sends to one tensor, in `count` places."""
+    """What a block sends to one tensor, over `count` edges."""
     values = [value_of(piece, recorder) for piece in pieces]
     value = None if total is None else value_of(total, recorder)
     ends = {node for nodes, _ in values for node in nodes}

@@ -1,6 +1,6 @@
-"""Functions of one tensor that are called again and again: recorded once for each kind of it, then copied.
+"""Functions of one tensor that are recorded once for each kind of argument, and copied from then on.
 
-FSDP2's chains of operators around each parameter, in the hooks of units, which are outside of any block.
+These are the operators that FSDP2's hooks call for each parameter, outside of any block.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from aotdist.trace.blocks.kinds import Unfit, likeness_of
 from aotdist.trace.blocks.recording import (
     Likenesses,
     Step,
-    checked_nodes,
+    check_copyable,
     closes_over,
     likenesses_of,
     nodes_since,
@@ -45,7 +45,7 @@ class _Chain:
 
 
 class Functions:
-    """The functions of one trace that record the same for equal arguments.
+    """What such functions recorded in one trace.
 
     Args:
         recorder: records the program.
@@ -54,12 +54,12 @@ class Functions:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._known: dict[Hashable, _Chain | None] = {}
-        """By what decides what is recorded; None where it cannot be copied."""
+        """By what decides what is recorded; None for what cannot be copied."""
 
     def call(
         self, key: Hashable, function: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor
     ) -> torch.Tensor:
-        """What a function gives; see `aotdist.torch_seam.proxies.recorded_once`."""
+        """The result of a function; see `aotdist.torch_seam.proxies.recorded_once`."""
         if not isinstance(given, FunctionalTensor):
             return function(given)
         with torch_functions_off():
@@ -80,14 +80,14 @@ class Functions:
         return result
 
     def _chain(self, given: Node, made: Sequence[Node], result: torch.Tensor) -> _Chain | None:
-        """What a call recorded, if a copy of it is another call."""
+        """What a call recorded; None if that cannot be copied for another call."""
         if not isinstance(result, FunctionalTensor) or not is_functional_base(result):
             return None
         end = self._recorder.value(result)
         if end not in made or closes_over(made, [given]):
             return None
         try:
-            checked_nodes(made, self._recorder)
+            check_copyable(made, self._recorder)
             steps = tuple(map(Step.of, made))
             return _Chain(given, steps, end, likenesses_of(steps))
         except Unfit:

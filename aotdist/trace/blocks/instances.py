@@ -37,7 +37,7 @@ from aotdist.trace.blocks.recording import (
     Likenesses,
     Recorded,
     Step,
-    checked_nodes,
+    check_copyable,
     checked_outs,
     closes_over,
     gradients_of,
@@ -58,13 +58,13 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Candidate:
-    """What is known of the calls of one kind.
+    """The first calls of one kind.
 
     Args:
-        recorded: a call, or why none can be copied.
-        reads: the attributes that it reads: calls for which they are others are of another kind.
-        has_changed: says whether anything in Python outside of modules was changed since it began.
-        is_confirmed: whether two calls recorded the same.
+        recorded: a recorded call, or the reason why calls cannot be copied.
+        reads: the attributes that it read; a call that finds other values there is of another kind.
+        has_changed: whether anything in Python outside of modules has changed since the call began.
+        is_confirmed: whether a second call recorded the same.
     """
 
     recorded: Recorded | str
@@ -73,7 +73,7 @@ class _Candidate:
     is_confirmed: bool = False
 
     def is_for(self, kind: Kind) -> bool:
-        """Whether it says something of a call."""
+        """Whether it applies to a call of this kind."""
         return self.reads.hold_for(kind) and (isinstance(self.recorded, str) or not self.has_changed())
 
 
@@ -83,9 +83,9 @@ class _Called:
 
     Args:
         module: the module.
-        path: its qualified name.
-        function: what runs it: its forward, or a checkpoint.
-        args: what that is given.
+        path: the module's qualified name.
+        function: the module's forward, or a checkpoint of the module.
+        args: arguments of that function.
         kwargs: likewise.
         runs_hooks: whether the module's own hooks run in it.
     """
@@ -98,7 +98,7 @@ class _Called:
     runs_hooks: bool
 
     def run(self) -> Any:
-        """Its result."""
+        """Call the function."""
         return self.function(*self.args, **self.kwargs)
 
     def kind(self, known_stand_in: Callable[[torch.Tensor], torch.Tensor | None]) -> Kind:
@@ -111,11 +111,11 @@ class Blocks:
 
     Args:
         recorder: records the program.
-        known_stand_in: gives the traced tensor of a real one that the program has met.
+        known_stand_in: gives the stand-in of a real tensor; None for one that the program has not used yet.
         num_hooks: how many hooks of gradients the program has registered.
-        num_effects: how often it has done things that no node tells, these included.
-        watch: watches Python outside of modules, and says afterwards whether anything was changed; None for a
-            trace without instances.
+        num_effects: how many effects that no node shows the program has had, hooks included.
+        watch: starts to watch Python outside of modules; what it returns says whether anything has changed
+            since. None for a trace without instances.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class Blocks:
         self._reasons: dict[str, str] = {}
 
     def copies(self) -> Copies:
-        """What was copied, and what was not."""
+        """Which calls were copied, and why others were not."""
         return Copies(tuple(self._instances), self._reasons)
 
     @contextlib.contextmanager
     def called(self) -> Generator[None]:
-        """While the program runs inside, calls of its modules come here, checkpoints of one included."""
+        """While the context is active, calls and checkpoints of modules run by way of this object."""
         if self._watch is None or not self._recorder.can_instantiate():
             yield
             return
@@ -153,7 +153,7 @@ class Blocks:
         return self._run(_Called(module, current_module(), forward, args, kwargs, runs_hooks=False))
 
     def _checkpoint(self, checkpoint: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run a checkpoint; one of a module is a block, its first argument included."""
+        """Run a checkpoint: a block, if what it runs is a module or a method of one."""
         module = _module_of(args[0]) if args else None
         path = None if module is None else path_of(module)
         if module is None or path is None:
@@ -191,7 +191,7 @@ class Blocks:
         if isinstance(reason := candidates[-1].recorded, str):
             self._note_reason(path, reason)
         else:
-            self._reasons.pop(path, None)  # of what a checkpoint calls, which is part of it
+            self._reasons.pop(path, None)  # of the module inside of a checkpoint, which is a part of this
         return result
 
     def _note_reason(self, path: str, reason: str) -> None:
@@ -199,10 +199,10 @@ class Blocks:
             self._reasons[path] = reason
 
     def _compared(self, before: _Candidate | None, now: _Candidate) -> _Candidate:
-        """What is known of calls like one that was traced, and of one like it before, if there was one."""
+        """The candidate after a call was traced, given the one before it, if there was one."""
         if before is None or isinstance(now.recorded, str):
             return now
-        assert isinstance(before.recorded, Recorded), "otherwise it is known not to be"
+        assert isinstance(before.recorded, Recorded), "kinds that cannot be copied are not compared"
         difference = before.recorded.difference_from(now.recorded, self._recorder)
         if difference is None and before.reads != now.reads:
             difference = "two calls read different attributes"
@@ -215,7 +215,7 @@ class Blocks:
         return replace(now, recorded=difference)
 
     def _recorded(self, called: _Called, kind: Kind) -> tuple[Any, Recorded | str]:
-        """Trace a call; what it returns, and what was recorded, or why that cannot be copied."""
+        """Trace a call: its result, and what it recorded, or why that cannot be copied."""
         recorder, tracer = self._recorder, self._recorder.tracer
         with torch_functions_off():
             plains = kind.plains()
@@ -234,7 +234,7 @@ class Blocks:
                     raise Unfit("it prints, checks or chooses by data, or hooks a gradient")
                 if not called.kind(self._known_stand_in).is_still(kind):
                     raise Unfit("it changes its own attributes, or its arguments")
-                checked_nodes(nodes, recorder)
+                check_copyable(nodes, recorder)
                 if recorder.num_writes() > num_writes and closes_over(nodes, inputs):
                     raise Unfit("it writes tensors, and computes with some that it closes over")
                 outs, spec = pytree.tree_flatten(result)
@@ -299,11 +299,11 @@ class _Call:
     """One instance of a block.
 
     Args:
-        backwards: those of recorded calls.
+        backwards: the backwards of recorded calls.
         model: the recorded call.
         copying: how its nodes become those of this call.
-        given: the tensors that it is given.
-        written: the plain tensors of these that it writes.
+        given: the tensors that this call can reach.
+        written: which of their plain tensors it writes, and how.
         last: the serial of its last node in the forward.
     """
 
@@ -315,7 +315,7 @@ class _Call:
     last: int
 
     def forward(self) -> list[torch.Tensor]:
-        """Record the forward; its results."""
+        """Record the forward, and return its results."""
         self.copying.copy(self.model.steps)
         for tensor, write in self.written:
             self.copying.recorder.write(tensor, self.copying.now[write.node], write.num_versions)
@@ -325,8 +325,8 @@ class _Call:
     def backward(
         self, grads: Sequence[torch.Tensor | None], needed: tuple[bool, ...]
     ) -> list[torch.Tensor | None]:
-        """Record the backward; the gradients that the block sends, in order. It may be run several times."""
-        recorder, copying = self.copying.recorder, self.copying.again()
+        """Record the backward, and return the gradients that the block sends. May be called several times."""
+        recorder, copying = self.copying.recorder, self.copying.snapshot()
         check_unwritten([(tensor, copying.now[write.node]) for tensor, write in self.written], recorder)
         recorded = self.backwards.of(self.model, grads, needed)
         plains = [plain for grad in grads if grad is not None for plain in plain_tensors(grad)]
@@ -350,9 +350,10 @@ class _Call:
         return found
 
     def _adds_up(self, tensor: torch.Tensor, roots: Collection[int]) -> bool:
-        """Whether the block adds up what it sends to a tensor: autograd has nothing yet to add it to.
+        """Whether the block itself sums the gradients that it sends to a tensor.
 
-        Autograd adds up in the order in which gradients come: what follows in the program has sent its own.
+        It does if these come first: autograd sums in the order in which gradients arrive, and users of the
+        tensor that follow the block in the program have sent theirs before.
 
         Args:
             tensor: what the block is given, and sends several gradients to.

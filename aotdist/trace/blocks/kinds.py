@@ -1,4 +1,4 @@
-"""What decides what a call of a module records: two calls of one kind record the same."""
+"""The kind of a call of a module: all that decides what it records. Two calls of one kind record the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from aotdist.torch_seam.modes import num_modes, torch_functions_off, under_trans
 
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
 _MOST_OBJECTS = 500
-"""What reaches more (it may refer to its parent) is compared for longer than it is traced, 2 us each."""
+"""To compare more objects, 2 us each, takes longer than to trace (a module may refer to its parent)."""
 _CONSTANTS = frozenset({bool, int, float, str, type(None)})
 """The classes of most of what hangs on a module."""
 _FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, type, types.ModuleType)
@@ -40,7 +40,7 @@ Attribute = tuple[int, str]
 
 
 class Unfit(Exception):
-    """A call that is traced as it is; says why."""
+    """A call that has to be traced; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Reads:
 
     @classmethod
     def of(cls, kind: Kind, reads: Mapping[tuple[int, str], nn.Module]) -> Reads:
-        """What a call of a kind read: modules by their identity, and the name of the attribute."""
+        """What a call of a kind read; `reads` has modules by identity and name of the attribute."""
         numbers = {id(module): number for number, module in kind.modules.items()}
         named = ((numbers[module], name) for module, name in reads if module in numbers)
         inside = {at: kind.attributes[at] for at in named if at in kind.attributes}
@@ -71,13 +71,13 @@ class Reads:
         )
 
     def of_call(self, kind: Kind) -> dict[tuple[int, str], nn.Module]:
-        """What another call reads: modules by their identity, and the name of the attribute."""
+        """What another call reads: modules, by identity and name of the attribute."""
         inside = {(id(kind.modules[number]), name): kind.modules[number] for number, name in self.inside}
         return inside | {at: module for at, (module, _) in self.outside.items()}
 
 
 def _shown(module: nn.Module, name: str) -> Hashable:
-    """A constant attribute of a module, or which object it is; None if there is none."""
+    """An attribute of a module by value, if it is a constant, else by identity; None if there is none."""
     value = vars(module).get(name)
     return (type(value), repr(value)) if is_constant(value) else id(value)
 
@@ -103,7 +103,7 @@ class Kind:
     held: tuple[Any, ...]
 
     def is_still(self, before: Kind) -> bool:
-        """Whether it is that kind of call, of the same tensors: `self.buffer = other` gives it another."""
+        """Whether it equals an earlier kind, tensors included: `self.buffer = other` changes these."""
         same = list(map(id, self.tensors)) == list(map(id, before.tensors))
         return same and (self.key, self.attributes) == (before.key, before.attributes)
 
@@ -144,7 +144,7 @@ def kind_of(
 
 
 class _Described:
-    """Describes a module, what hangs on it, and arguments, as something to compare.
+    """Describes a module, its attributes and state, and arguments, as something to compare.
 
     Args:
         root: the module whose hooks are left out, if one's are.
@@ -169,7 +169,7 @@ class _Described:
         self._is_given = False
 
     def argument(self, value: Any) -> Hashable:
-        """An argument; an object among these may be changed by the call."""
+        """An argument; objects in arguments are described by what they hold, as the call may change it."""
         self._is_given = True
         return self.value(value)
 
@@ -205,7 +205,7 @@ class _Described:
         return "tensor", position
 
     def _once(self, value: Any, describe: Callable[[Any], Hashable]) -> Hashable:
-        """What `describe` says where it is met first; a number after that."""
+        """`describe(value)` the first time; a number from then on."""
         number = self._numbers.get(id(value))
         if number is not None:
             return "again", number
@@ -263,17 +263,17 @@ def _is_of_tensor_parallelism(hook: Any) -> bool:
 
 
 def _likenesses(tensors: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
-    """What tensors are like, and which of them lie in one memory."""
+    """The metadata of tensors, and which of them share memory."""
     memories: dict[int, int] = {}
     return tuple((likeness(tensor, memories), tensor.requires_grad) for tensor in tensors)
 
 
 def likeness(tensor: torch.Tensor, memories: dict[int, int]) -> Hashable:
-    """What a traced tensor is like.
+    """The metadata of a traced tensor, as something to compare.
 
     Args:
         tensor: the tensor.
-        memories: numbers memory by where it is met first; it is added to.
+        memories: a number for each memory, in the order of first use; it is added to.
 
     Raises:
         Unfit: it is sparse, a constant or of a size that depends on data, or it cannot be compared.
@@ -289,10 +289,10 @@ def likeness(tensor: torch.Tensor, memories: dict[int, int]) -> Hashable:
 
 
 def likeness_of(value: torch.Tensor) -> Likeness:
-    """What a fake is like.
+    """The metadata of a fake.
 
     Raises:
-        Unfit: it is none, or there is more to it.
+        Unfit: it is no fake, or its metadata do not describe it.
     """
     like = Likeness.of(value) if isinstance(value, FakeTensor) else None
     if like is None:
@@ -301,7 +301,7 @@ def likeness_of(value: torch.Tensor) -> Likeness:
 
 
 def _is_comparable(value: Any) -> bool:
-    """Whether a recipe, or something in it, is made of what compares by value."""
+    """Whether a recipe, or a part of one, compares by value."""
     if type(value) in _CONSTANTS:
         return True
     if isinstance(value, (Wrapper, Plain, Constant)):
