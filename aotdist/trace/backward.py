@@ -1,9 +1,9 @@
 """The backward of a traced program: autograd runs from its results, of all of them or of some.
 
-A backward is linear, so the backward of some results follows from that of all (`aotdist.partition.reduced`).
-There are exceptions: a user's function with several results may tell None from zeros; where wrappers meet
-other tensors, a sum may be of another kind than a summand; and user code may write or keep tensors. With one
-of these, the backward is traced for every choice of results.
+A backward is linear, so the backward of some results is a part of that of all (`aotdist.partition.reduced`).
+There are exceptions: a user's function with several results may treat None and zeros differently; where
+wrappers are added to plain tensors, a sum is of another class than a summand; and user code may write or keep
+tensors. With one of these, the backward is traced for every choice of results.
 """
 
 from __future__ import annotations
@@ -58,16 +58,16 @@ Wanted = tuple[PrimalIdx, torch.Tensor]
 """An input, and the leaf at which its gradients arrive."""
 
 _MOST_CHOICES = 4
-"""With at most so many results, the backward may be traced for every choice of some of them."""
+"""The backward is traced for choices of results only of programs with at most this many."""
 
 
 def is_linear(ends: Sequence[End]) -> bool:
-    """Whether no autograd function on the way tells None from zeros."""
+    """Whether no autograd function in the history treats None and zeros differently."""
     return not mixes_gradients([tensor for _, tensor in ends])
 
 
 def _mixes_kinds(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether wrappers meet other kinds of tensors: the kind of a gradient may then depend on the results."""
+    """Whether wrappers are combined with other kinds: which kind a gradient is may depend on the results."""
     recipes = [recipe_of(tensor) for tensor in tensors]
     return mixes_with_plain(recipes) and len(set(map(_kind, recipes))) > 1
 
@@ -84,7 +84,7 @@ class Computed:
 
     Args:
         grads: the gradients of inputs.
-        kept: the tensors that user code in it keeps.
+        kept: tensors that user code (hooks, autograd functions) stored somewhere.
     """
 
     grads: Mapping[PrimalIdx, torch.Tensor]
@@ -107,7 +107,7 @@ class Backward:
         node_outs: what the program returns.
         ends: the differentiable ones among `node_outs`, with their tensors.
         wanted: the inputs that may get gradients, each with its leaf.
-        mode: the mode that the program ran in, for tensors that it closes over; every run is inside of it.
+        mode: the mode that the program ran in, which finds stand-ins of closed-over tensors.
         in_python: watches what each run changes in Python.
     """
 
@@ -178,9 +178,9 @@ class Backward:
 
         Args:
             choice: the results to start from; all, if not given.
-            tangents: the gradients to start with, if not those that are assumed.
-            wanted: where gradients are to arrive, if not at inputs; what arrives is not returned.
-            retain_graph: whether there will be another run.
+            tangents: the gradients to start with, if not those of the metadata that the trace assumes.
+            wanted: the tensors to compute gradients of, if not the inputs; these are not returned.
+            retain_graph: whether the backward will run again.
             with_history: whether the gradients are to be differentiated in turn.
         """
         ends = [(idx, tensor) for idx, tensor in self._ends if choice is None or idx in choice]
@@ -208,7 +208,7 @@ class Backward:
 
 
 def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
-    """An error for a result that requires grad although no input that does leads to it."""
+    """An error for a result that requires grad although it follows from no input that does."""
     return unsupported(
         f"`{slot}` requires grad, and no input of the program that does leads to it",
         "call `requires_grad_()` on the result outside, or pass the tensor that is to get the gradient",
@@ -236,12 +236,12 @@ def refuse_unfit(
     grads: Mapping[PrimalIdx, torch.Tensor],
     reshaped: Callable[[PrimalIdx], bool],
 ) -> None:
-    """Raise where an input that was reshaped unseen has a gradient that its node would not take.
+    """Raise if the gradient of an input that was reshaped in place does not fit what autograd knows of it.
 
     Args:
         row: the inputs.
         grads: their gradients.
-        reshaped: whether an input shows its elements in another way now.
+        reshaped: whether an input was reshaped in place.
     """
     for idx, grad in grads.items():
         if not reshaped(idx):  # whose size may be symbolic, and is not to be compared

@@ -1,4 +1,4 @@
-"""What the backward of a program did, read off its trace; that of some results, where it is traced alone."""
+"""What the backward of a program did, read off its trace, and the backwards of some results only."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ class BackwardEffects:
 
 
 class BackwardTrace:
-    """Traces the backward of a program, and what has to be traced besides; once.
+    """Traces the backward of a program, and the backwards of some results that do not follow from it.
 
     Args:
-        context: the parties of the trace.
+        context: the context of the trace.
         forward: what the forward did.
     """
 
@@ -102,7 +102,7 @@ class BackwardTrace:
         self._nonlinear = self._backward.choices() if context.options.cuts else []
 
     def effects(self) -> BackwardEffects:
-        """Run it, and read off what it did."""
+        """Run the backward, and read off what it did."""
         context, recorder, forward, backward = self._context, self._recorder, self._forward, self._backward
         metadata, tensors = forward.metadata, forward.outputs.tensors
         num_changes = len(context.log.changes)
@@ -165,7 +165,7 @@ class BackwardTrace:
         )
 
     def _written_of_nobody(self, writers: Writers) -> list[torch.fx.Node]:
-        """What the forward computed, that is in nobody's hands, and that the backward writes over."""
+        """Values of the forward that the backward overwrites, and that are neither inputs nor results."""
         held = [plain for one in self._inputs.row() for plain in one.plains]
         held += [plain for result in self._forward.outputs.tensors for plain in plain_tensors(result)]
         storages = set(map(memory_of, held))
@@ -174,19 +174,19 @@ class BackwardTrace:
     def _to_trace_alone(
         self, whole: Computed, writes: Collection[PrimalIdx], writers: Writers
     ) -> Sequence[Chosen]:
-        """The choices of results whose backward does not follow from the whole one.
+        """The choices of results whose backward is not a part of the whole one.
 
         Args:
-            whole: what that computes.
+            whole: what the whole backward computes.
             writes: the inputs that it writes.
-            writers: where it does.
+            writers: the nodes that write.
         """
         keeps = whole.kept and self._context.options.cuts and self._may_run_later
-        if keeps or (writes and not self._are_met_by_all(writes, writers)):
+        if keeps or (writes and not self._are_written_for_all_results(writes, writers)):
             return self._backward.some()
         return self._nonlinear
 
-    def _are_met_by_all(self, writes: Collection[PrimalIdx], writers: Writers) -> bool:
+    def _are_written_for_all_results(self, writes: Collection[PrimalIdx], writers: Writers) -> bool:
         """Whether the backward writes the same, from whichever of the results it starts."""
         row = self._inputs.row()
         memory = {functional_storage_id(plain) for idx in writes for plain in row[idx].plains}
@@ -199,9 +199,9 @@ class BackwardTrace:
     def _trace_alone(
         self, choices: Sequence[Chosen], writes: Collection[PrimalIdx]
     ) -> tuple[dict[Chosen, Computed], tuple[Choice, ...], list[Result]]:
-        """Run the backward of each choice of results: what each computes, its fact, and graph results.
+        """Run the backward of each choice of results: what each computes, its facts, and graph results.
 
-        Each begins with what the inputs hold when the forward ends, if the whole backward has `writes`.
+        If the whole backward writes inputs, each starts from what the inputs held when the forward ended.
         """
         runs: dict[Chosen, Computed] = {}
         found: list[Choice] = []
@@ -228,7 +228,7 @@ class BackwardTrace:
         return runs, tuple(found), results
 
     def _find_changes_of_some(self) -> None:
-        """Run the backward of each choice of results, to see what it changes in Python."""
+        """Run the backward of each choice of results only to see what it changes in Python."""
         with self._recorder.on_trial():
             for chosen in self._backward.some():
                 self._backward.run(chosen, retain_graph=True)
@@ -245,9 +245,10 @@ def _results_behind_nodes(ends: Sequence[End]) -> dict[Any, frozenset[NodeOutIdx
 def _refuse_replaced_inputs(
     recorder: Recorder, inputs: Inputs, replaced: Sequence[tuple[Source, torch.Tensor]]
 ) -> None:
-    """Refuse a backward that computes with a tensor and then puts another in its place.
+    """Refuse a backward that computes with a tensor and then assigns another in its place.
 
-    The tensor is read when the forward begins; by then, backwards of other calls may have replaced it.
+    The call reads the tensor when its forward begins; until its backward runs, that of another call may have
+    replaced the tensor.
     """
     for place, tensor in replaced:
         met = inputs.of_example(tensor)
@@ -275,7 +276,7 @@ _SUMS = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor})
 
 
 class LayoutSums(TorchDispatchMode):
-    """Notes, while autograd runs inside, whether wrappers of different layouts are added up."""
+    """Notes whether autograd adds wrappers of different layouts while the mode is active."""
 
     supports_higher_order_operators = True
 
@@ -320,7 +321,7 @@ def held_tensors(
 
 
 def _viewed_input(outputs: NodeOutputs, fact: OutputFact) -> PrimalIdx | None:
-    """The input that an output is, or is a view of; inputs are written after all gradients are led."""
+    """The input that an output is, or is a view of; None for others."""
     match fact:
         case IsInput(input=source) | ViewOfInput(base=source):
             return source

@@ -44,7 +44,7 @@ class ForwardEffects:
         is_rewritten: whether inputs, or results once they are made, change shape or history.
         node_outs: what the node returns.
         results: the values of that.
-        capture_mode: the mode that it ran in: knows what the program asked, and told.
+        capture_mode: the mode that it ran in, which has noted questions, hooks and retained gradients.
         numbers: see `Facts.numbers`.
     """
 
@@ -69,7 +69,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], capture_mode: Captu
     """What the forward did; read before a backward writes anything.
 
     Args:
-        context: the parties of the trace.
+        context: the context of the trace.
         outs: what it returned.
         capture_mode: the mode that it ran in.
     """
@@ -78,7 +78,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], capture_mode: Captu
     _mark_reshaped(context, metadata)
     spent = released_results(outs, inputs, log) if capture_mode.ran_backward else {}
     outputs = NodeOutputs(outs, inputs, log, metadata.written, spent)
-    numbers = _tell_numbers(context, outputs)
+    numbers = _return_numbers(context, outputs)
     row = inputs.row()
     context.refuse_accumulation()
     for idx, one in row.enumerate():
@@ -115,12 +115,12 @@ def read_forward(context: TraceContext, outs: Sequence[Any], capture_mode: Captu
     )
 
 
-def _tell_numbers(
+def _return_numbers(
     context: TraceContext, outputs: NodeOutputs
 ) -> tuple[tuple[str, NodeOutIdx | NumberStep], ...]:
     """Let the graph return the numbers that depend on data and are needed outside of it.
 
-    In training that is all of them: which of them the backward needs is not known yet.
+    In training these are all, as it is not known yet which of them the backward needs.
     """
     unbacked = context.recorder.unbacked
     if unbacked is None:
@@ -138,7 +138,7 @@ def _tell_numbers(
 
 
 def _mark_reshaped(context: TraceContext, metadata: Metadata) -> None:
-    """Mark arguments that are reshaped in place: no view of one may be saved, as its history changes."""
+    """Mark arguments that are reshaped in place: a view of one gets another history, so none may be saved."""
     for idx in metadata.changes:
         stand_in = context.inputs.row()[idx]
         for inner, _ in leaves(stand_in.recipe):

@@ -1,9 +1,9 @@
 """The recorder: plain-tensor operations become FX nodes; arguments may be added at any moment.
 
 Below the user's function stand, from top to bottom, functionalisation (writes become new values),
-proxies (values become nodes) and fake tensors (no data is touched). A tangent, or a tensor that the
-function merely closes over, is met in the middle of the trace, so `argument` can be called at any
-time: its placeholder is inserted after those that are already there.
+proxies (values become nodes) and fake tensors (no data is touched). Tangents, and tensors that the function
+closes over, turn up in the middle of the trace, so `argument` can be called at any time: its placeholder is
+inserted after those that are already there.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ class Writers:
     """What a backward writes.
 
     Args:
-        nodes: which memory, by its storage, and by which autograd node, by its number. Hooks run between
-            nodes: of what they write the number is None.
-        of_forward: what the forward computed and is written over, with its storage.
+        nodes: pairs of a storage and the sequence number of the autograd node that writes it; hooks run
+            between nodes, and have None for the number.
+        of_forward: values of the forward that are overwritten, each with its storage.
     """
 
     nodes: set[tuple[int, int | None]]
@@ -85,7 +85,7 @@ class RecordOptions:
         decompositions: operators to record as simpler ones; empty keeps the program's own.
         functional_rng: draw random numbers from a seed and an offset, which become the last arguments.
         backward_autocast: what the backward is recorded in.
-        of_bits: what is recorded runs operator by operator, and is to have eager's bits.
+        of_bits: the recorded graph runs operator by operator, and is to have eager's bits.
         target: the generation of the GPUs that a trace on the CPU is for, if it is for any.
     """
 
@@ -106,7 +106,7 @@ class Recorder:
         of_data: whether sizes and numbers may depend on data.
         fakes: the user's fake tensors, which are treated like real ones. Their mode then decides whether
             sizes may be symbolic.
-        finds_out: let the program choose by data of its inputs, see `aotdist.trace.numbers.data_guards`.
+        finds_out: let the program branch on data of its inputs, see `aotdist.trace.numbers.data_guards`.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class Recorder:
         self._first: torch.fx.GraphModule | None = None
         self._goes_on = False
         self.is_aside = False
-        """Whether it records into another graph, which the program does not run: see `aside`."""
+        """Whether it records into a graph that the program does not run: see `aside`."""
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Recorder:
@@ -191,16 +191,16 @@ class Recorder:
         self._exit.__exit__(*exc)
 
     def can_instantiate(self) -> bool:
-        """Whether what is recorded may be copied: it draws from no stream and is no part of another trace."""
+        """Whether blocks may be copied: not with a random stream, nor inside of another trace."""
         return self._stream is None and self._within is None
 
     def call_functions_by_way_of(self, call: Callable[..., torch.Tensor]) -> None:
-        """Let functions that record the same be called by `call`, from now on; see `recorded_once`."""
+        """Route functions that may be recorded once through `call` from now on; see `recorded_once`."""
         self._proxy_mode.calling_functions = call
 
     @contextlib.contextmanager
     def aside(self) -> Generator[torch.fx.Graph]:
-        """Record into a graph of its own inside, which may refer to nodes of this one; it is emptied."""
+        """Record into another graph, which may refer to nodes of this one, and is emptied at the end."""
         ours, serials = self.tracer.graph, self.tracer.num_serials
         aside = self.tracer.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
         was_aside, self.is_aside = self.is_aside, True
@@ -263,8 +263,8 @@ class Recorder:
 
         Args:
             slot: its name.
-            fake: what it is like.
-            overwritten: its memory is written by another name, so that backward cannot keep it.
+            fake: its value in the trace.
+            overwritten: its memory is written through another argument, so the backward cannot keep it.
         """
         node = self._placeholder(slot, fake)
         node.meta["overwritten"] = overwritten
@@ -274,7 +274,7 @@ class Recorder:
     def note_data(
         self, at: PrimalIdx, arguments: Sequence[FunctionalTensor], reals: Sequence[torch.Tensor]
     ) -> None:
-        """Note that an input's data exists before a call: with `finds_out`, the program may choose by it.
+        """Note that an input's data exists before a call: with `finds_out`, the program may branch on it.
 
         Args:
             at: the input.
@@ -318,9 +318,9 @@ class Recorder:
         return self._arguments[slot]
 
     def sources_of_numbers(self, numbers: Mapping[str, Any]) -> list[tuple[str, torch.Tensor | NumberStep]]:
-        """What numbers that depend on data follow from, in order, without what the forward tells.
+        """The sources of numbers that depend on data, in order, without those that the forward returns.
 
-        Each is a tensor for the graph to return, which holds the number, or how Python computes it.
+        Each is a tensor of one element for the graph to return, or how Python computes the number.
 
         Args:
             numbers: by the names of the symbols.
@@ -350,7 +350,7 @@ class Recorder:
         return [node.meta["val"] for slot, node in self._arguments.items() if slot.role == "size"]
 
     def _placeholder(self, slot: Slot, val: Any) -> torch.fx.Node:
-        """A new argument, after those that are there already."""
+        """A new argument, inserted after the existing ones."""
         graph = self.tracer.graph
         last = next(reversed(self._arguments.values()), None)
         with graph.inserting_before(None) if last is None else graph.inserting_after(last):
@@ -368,7 +368,7 @@ class Recorder:
         self._functionalisation.rebinding.in_more.add(functional_storage_id(tensor))
 
     def asked_for_strides(self, tensor: torch.Tensor) -> None:
-        """Note that the program's backward looks at the strides of a tensor, which tangents may decide."""
+        """Note that the program's backward reads the strides of a tensor, which depend on the tangents'."""
         if self.tracer.phase != "backward":
             return
         for plain in plain_tensors(tensor):
@@ -394,7 +394,7 @@ class Recorder:
         return self._functionalisation.remember(functional(self._fake_of(node), self._functionalisation))
 
     def _fake_of(self, node: torch.fx.Node) -> torch.Tensor:
-        """The value of a node, which the tracer knows by it."""
+        """The value of a node, which the tracer tracks from now on."""
         fake = node.meta["val"]
         if node_of(fake, self.tracer) is None:
             track(fake, node, self.tracer)
@@ -404,7 +404,7 @@ class Recorder:
         return node_of(functional_value(tensor), self.tracer)
 
     def attribute(self, name: str, module: torch.fx.GraphModule) -> torch.fx.Node:
-        """A node for a graph that operators of this graph take."""
+        """A `get_attr` node for a graph that an operator takes."""
         root = self.tracer.root
         unique = next(n for k in itertools.count() if not hasattr(root, n := f"{name}_{k}"))
         root.register_module(unique, module)
@@ -430,22 +430,22 @@ class Recorder:
         return [functional(fake, self._functionalisation) for fake in fakes]
 
     def num_writes(self) -> int:
-        """How many tensors operators have written by now."""
+        """How many writes of tensors were recorded so far."""
         return self._functionalisation.num_writes
 
     def write(self, tensor: FunctionalTensor, node: torch.fx.Node, num_versions: int) -> None:
-        """Let a tensor that owns its memory hold the value of a node, written in as many versions."""
+        """Let a tensor that owns its memory hold the value of a node; raise its version by `num_versions`."""
         self._functionalisation.num_writes += 1
         replace_functional_value(tensor, self._fake_of(node))
         bump(tensor, num_versions)
 
     def num_nodes(self) -> int:
-        """How many nodes are recorded by now."""
+        """How many nodes were recorded so far."""
         return len(self.tracer.graph.nodes)
 
     @contextlib.contextmanager
     def noting_writers(self) -> Generator[Writers]:
-        """Note what is written inside, and by which autograd nodes."""
+        """Note what is written while the context is active, and by which autograd nodes."""
         found = Writers(set(), {})
 
         def note(tensor: FunctionalTensor) -> None:
@@ -465,7 +465,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def on_trial(self) -> Generator[None]:
-        """Erase what is recorded inside when the context is left: it is only to be looked at."""
+        """Erase, at the end, what was recorded in the context: only its effects in Python are of interest."""
         nodes = self.tracer.graph.nodes
         before = set(nodes)
         yield
@@ -482,7 +482,7 @@ class Recorder:
         """
         for symbol in symbols:
             self.size(symbol)
-        self._proxy_mode.calling_functions = None  # which knows of nodes
+        self._proxy_mode.calling_functions = None  # it holds nodes
         graph, now = self.tracer.graph, dict[torch.fx.Node, torch.fx.Node]()
         if self._goes_on:
             graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
@@ -497,7 +497,7 @@ class Recorder:
         return Graph(gm, tuple(slots), tuple(slot for slot, _ in results))
 
     def go_on(self) -> None:
-        """Allow more to be recorded after `graph`: the graph that was handed out becomes a copy."""
+        """Allow more to be recorded after `graph`: the graph that it returned gets a copy of the nodes."""
         if self._goes_on or self._first is None:
             return
         recorded, handed_out = self.tracer.graph, torch.fx.Graph(tracer_cls=PythonKeyTracer)
@@ -508,7 +508,7 @@ class Recorder:
 
 
 def _anomaly_mode_off() -> contextlib.AbstractContextManager[Any]:
-    """It would look for NaNs among numbers that nobody has. It is all threads', and touched only if on."""
+    """It would look for NaNs in fakes. The flag is global to all threads, so it is set only if it is on."""
     return (
         torch.autograd.set_detect_anomaly(False) if torch.is_anomaly_enabled() else contextlib.nullcontext()
     )
