@@ -185,15 +185,6 @@ def nodes_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
     return _nodes_from([tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None])
 
 
-def tensors_by_node(tensors: Sequence[torch.Tensor]) -> dict[Any, frozenset[int]]:
-    """The autograd nodes in the history of `tensors`, each with the positions of those that it is behind."""
-    found: dict[Any, frozenset[int]] = {}
-    for position, tensor in enumerate(tensors):
-        for node in nodes_behind([tensor]):
-            found[node] = found.get(node, frozenset()) | {position}
-    return found
-
-
 def saves_tensors(node: Any) -> bool:
     """Whether an autograd node has saved tensors, which one backward frees for the next.
 

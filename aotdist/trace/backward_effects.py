@@ -26,11 +26,7 @@ from aotdist.facts import (
 )
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import is_wrapper, leaves, plain_tensors, recipe_of, same_layout
-from aotdist.torch_seam.autograd import (
-    saves_tensors,
-    sequence_nr,
-    tensors_by_node,
-)
+from aotdist.torch_seam.autograd import nodes_behind, saves_tensors, sequence_nr
 from aotdist.torch_seam.functional import functional_storage_id, memory_of
 from aotdist.torch_seam.modes import TorchDispatchMode
 from aotdist.torch_seam.operators import OpOverload
@@ -235,11 +231,12 @@ class BackwardTrace:
 
 
 def _results_behind_nodes(ends: Sequence[End]) -> dict[Any, frozenset[NodeOutIdx]]:
-    """The autograd nodes, each with the results that it is behind."""
-    return {
-        node: frozenset(ends[position][0] for position in positions)
-        for node, positions in tensors_by_node([tensor for _, tensor in ends]).items()
-    }
+    """The autograd nodes, each with the results that follow from it."""
+    found: dict[Any, frozenset[NodeOutIdx]] = {}
+    for idx, tensor in ends:
+        for node in nodes_behind([tensor]):
+            found[node] = found.get(node, frozenset()) | {idx}
+    return found
 
 
 def _refuse_replaced_inputs(

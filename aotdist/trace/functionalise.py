@@ -263,7 +263,7 @@ def _refuse_resized(func: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def _make_views_again(given: Any) -> None:
-    """Compute pending views of written tensors with grad mode on: under `no_grad`, too, they have a history."""
+    """Compute pending views of written tensors with grad mode on: even under `no_grad` they have history."""
     if torch.is_grad_enabled() or in_backward():
         return
     with torch.enable_grad():
