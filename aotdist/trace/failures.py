@@ -1,4 +1,4 @@
-"""Errors that PyTorch raises while a program is traced, forward or backward, turned into errors of ours."""
+"""Errors that PyTorch raises while a program is traced, as errors of ours with what to do about them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def naming_outdated_views(log: ViewLog) -> Generator[None]:
 
 @contextmanager
 def naming_failures() -> Generator[None]:
-    """An error that says "no data here", or "no history there", becomes ours, with the user's line."""
+    """Errors that data, or a history, is missing in the trace become ours, with the user's line."""
     try:
         yield
     except AotdistError:
@@ -159,7 +159,7 @@ def _elsewhere() -> str:
 
 
 def is_of_the_program(error: Exception) -> bool:
-    """Whether an error would be raised whatever the numbers are that symbols stand for: it speaks of none."""
+    """Whether an error does not mention a symbol, so that it would be raised for any numbers."""
     own = (RuntimeError, ValueError, LookupError, Warning)
     return (
         type(error) is not NotImplementedError and isinstance(error, own) and not _SYMBOL.search(str(error))
@@ -207,11 +207,11 @@ _OF_AUTOGRAD: Mapping[re.Pattern[str], tuple[str, str]] = {
 
 @contextmanager
 def naming_failures_of_backward(*, of_assumed: bool) -> Generator[None]:
-    """In a backward: what autograd refuses becomes an error of ours, too.
+    """As `naming_failures`, for a backward; what autograd refuses becomes an error of ours, too.
 
     Args:
-        of_assumed: whether the gradients that it starts from have the sizes, layouts and classes that a trace
-            assumes before it knows those of a call.
+        of_assumed: whether it starts from gradients with the metadata that a trace assumes, rather than from
+            those of a call.
     """
     with _noting_when(), naming_failures():
         try:
@@ -291,7 +291,7 @@ def retyped_unseen(slot: Slot, known: torch.dtype, given: torch.dtype) -> Unsupp
 
 
 def needs_value(function: str) -> UnsupportedProgram:
-    """An error for a function that computes with a number of the trace, or makes a size of it."""
+    """An error for a function that computes with the value of a traced number, or takes it as a size."""
     return refusal(
         f"`{function}` needs the value of a number that differs from call to call (a learning rate, or what "
         "follows from a step count)",
@@ -300,7 +300,7 @@ def needs_value(function: str) -> UnsupportedProgram:
 
 
 def wants_number(conversion: str) -> UnsupportedProgram:
-    """An error for a conversion of a number of the trace to one of Python's own."""
+    """An error for a conversion of a traced number to one of Python's own."""
     return refusal(
         f"`{conversion}(tensor)` has to be a number of Python's at once, and it differs from call to call",
         fix="read it by `tensor.item()`, and compute with it by operators of Python, and by the functions of "
@@ -309,7 +309,7 @@ def wants_number(conversion: str) -> UnsupportedProgram:
 
 
 def only_at_a_call() -> UnsupportedProgram:
-    """An error for who asks for the value of a number of the trace."""
+    """An error for a use of a traced number that needs its value."""
     return refusal(
         "the program needs the value of a number that is only known at a call (a learning rate, or what "
         "follows from a step count)",

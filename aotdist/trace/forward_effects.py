@@ -76,8 +76,8 @@ def read_forward(context: TraceContext, outs: Sequence[Any], capture_mode: Captu
     recorder, inputs, log = context.recorder, context.inputs, context.log
     metadata = Metadata.of(inputs, log)
     _mark_reshaped(context, metadata)
-    spent = released_results(outs, inputs, log) if capture_mode.ran_backward else {}
-    outputs = NodeOutputs(outs, inputs, log, metadata.written, spent)
+    freed = released_results(outs, inputs, log) if capture_mode.ran_backward else {}
+    outputs = NodeOutputs(outs, inputs, log, metadata.written, freed)
     numbers = _return_numbers(context, outputs)
     row = inputs.row()
     context.refuse_accumulation()
@@ -99,7 +99,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], capture_mode: Captu
             raise requires_grad_by_itself(node_out.slot)
     _refuse_own_leaves(outs, outputs, inputs, log)
     is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
-    outputs.order = (*outputs.order, *final_actions(outs, outputs.facts, spent, capture_mode.retained))
+    outputs.order = (*outputs.order, *final_actions(outs, outputs.facts, freed, capture_mode.retained))
     results = value_results(recorder, node_outs, outputs.tensors)
     return ForwardEffects(
         outs=outs,

@@ -1,10 +1,10 @@
 """Backwards of a traced program that are traced on demand, after the program was compiled.
 
-A program is compiled for gradients of the kinds of its results: a wrapper, laid out alike, for a wrapper, a
-plain tensor for a plain one. The code that computes the loss may send others; then operators meet other
-tensors, and the inputs' gradients are of other kinds. And gradients may have to be differentiated in turn.
+A program is compiled for gradients of the same kind as its results: a wrapper of the same layout for a
+wrapper, a plain tensor for a plain one. The caller may pass others; then the backward calls other operators,
+and the inputs' gradients are of other kinds. And gradients may have to be differentiated in turn.
 
-So autograd's graph of the trace, which holds no data, is kept, and backwards run through it again.
+For these, autograd's graph of the trace, which holds no data, is kept, and backwards run through it again.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TracedDoubleBackward:
         returned: which result is the gradient of each input of the program, or each piece; None for none.
         kept: the results that user code in the backward keeps.
         has_history: whether any of them has.
-        failure: why the gradients have no history although eager's have one; empty if they do.
+        failure: why the gradients have no history although eager's have one; empty if they have.
         facts: what the trace showed.
         later: traces backwards of this backward.
     """
@@ -152,8 +152,8 @@ class LaterBackwards:
     def meets_other_kinds(self) -> bool:
         """Whether gradients of other kinds need another backward.
 
-        A backward of plain tensors alone is the same for any gradients. Beneath wrappers that never meet
-        plain tensors in operators (DTensors), plain results have plain gradients.
+        A backward of plain tensors alone is the same for any gradients. With wrappers that no operator
+        combines with plain tensors (DTensors), plain results have plain gradients.
         """
         of_outs = [out.recipe for out in self._node_outs if out.differentiable]
         return any(isinstance(recipe, Wrapper) for recipe in of_outs) or mixes_with_plain(self._recipes)
@@ -166,7 +166,7 @@ class LaterBackwards:
         return self.meets_other_kinds() and self._recorder.shape_env is None
 
     def of_kinds(self, kinds: Kinds) -> Derived:
-        """The backward for such gradients, as it is recorded: its graph takes all that the program takes.
+        """The backward for gradients of these kinds; its graph takes all that the program takes.
 
         Args:
             kinds: of the gradients that there are.
@@ -197,13 +197,13 @@ class LaterBackwards:
         watched: bool = False,
         pieces: Sequence[tuple[int, int]] = (),
     ) -> TracedDoubleBackward:
-        """The backward for such gradients as a program that has a backward.
+        """The backward for gradients of these kinds as a program that has a backward.
 
         Args:
             kinds: of the gradients that there are.
             recorded: those that require grad themselves.
-            watched: whether nothing passes waypoints: what arrives there is the sum.
-            pieces: what it computes, if not the inputs' gradients: each a waypoint, and the piece there.
+            watched: whether gradients stop at waypoints, and go on from the given sums.
+            pieces: what to compute instead of the inputs' gradients: pairs of a waypoint and a piece of it.
 
         Raises:
             UnsupportedProgram: they cannot be differentiated.
@@ -238,7 +238,7 @@ class LaterBackwards:
         computed: Computed,
         returned: Iterable[int],
     ) -> TracedDoubleBackward:
-        """What was recorded just now as a program, and its backward.
+        """What was just recorded, as a program with a backward.
 
         Args:
             tangents: the gradients that arrive.

@@ -1,9 +1,9 @@
-"""Observed gradients: of results in the caller's hands that those of other results pass in the program.
+"""Observed gradients: gradients of some results that pass through other results, which the caller may hook.
 
-In eager each such tensor has its place in autograd's graph, where the caller can watch what passes. Here the
-program is one node, so the trace notes where gradients pass: for each waypoint, the summands of its gradient
-and their sum. From there on the sum is a new argument of the graph, so the recorded graph is cut at every
-waypoint; `aotdist.partition.gates.linked` closes the cuts again.
+In eager each such tensor has its place in autograd's graph. Here the program is one node, so the trace notes
+where gradients pass: for each waypoint, the summands of its gradient and their sum. Behind it, the sum is a
+new argument of the graph, so the recorded graph is cut at every waypoint; `aotdist.partition.gates.linked`
+closes the cuts again.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class HeldTensor:
     tensor: torch.Tensor
     pieces: list[torch.Tensor] = field(default_factory=list)
     senders: list[Edge] = field(default_factory=list)
-    """The nodes that sent these pieces, and which of the gradients that each sends."""
+    """For each piece the node that sent it, and its position among the gradients that the node sends."""
     total: torch.Tensor | None = None
 
     def edge(self) -> Edge:
@@ -53,7 +53,7 @@ class HeldTensor:
 
 
 class ObservedGrads:
-    """Finds the waypoints of a program before its backward is traced, and watches them meanwhile.
+    """Finds the waypoints of a program before its backward is traced, and watches them while it is.
 
     Args:
         held: the tensors that the caller will hold.
@@ -81,7 +81,7 @@ class ObservedGrads:
 
     @contextmanager
     def watched(self, recorder: Recorder) -> Generator[None]:
-        """While autograd runs inside, note what passes each waypoint, and cut the graph there."""
+        """While autograd runs, note what passes each waypoint, and cut the graph there."""
         with ExitStack() as hooks:
             for node, hook in self._piece_hooks(recorder):
                 hooks.enter_context(node.register_hook(hook))
@@ -99,7 +99,7 @@ class ObservedGrads:
 
     @contextmanager
     def cut_for(self, given: Mapping[NodeOutIdx, torch.Tensor]) -> Generator[None]:
-        """While autograd runs inside, what is `given` passes each waypoint, or nothing, whatever arrives."""
+        """While autograd runs, replace what arrives at each waypoint by the `given` gradient, or by None."""
 
         def instead(number: int, total: torch.Tensor | None) -> Any:
             def replaced(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -115,7 +115,7 @@ class ObservedGrads:
 
     @contextmanager
     def noting(self, pieces: Sequence[tuple[int, int]]) -> Generator[dict[PrimalIdx, torch.Tensor]]:
-        """A dictionary that is filled with pieces, by their number, while autograd runs inside."""
+        """A dictionary that is filled with pieces, by their number, while autograd runs."""
         passing, found = list(self._passing.values()), dict[PrimalIdx, torch.Tensor]()
 
         def note(at: int, number: int) -> Any:

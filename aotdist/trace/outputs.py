@@ -1,6 +1,6 @@
 """What each output is: fresh, an input, or a view of which tensor by which steps.
 
-And what each write of metadata that shows outside is done to, and with which arguments.
+Also where each write of metadata that shows outside is repeated, and with which arguments.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class NodeOutputs:
         inputs: the stand-ins that it was given.
         log: the views that the program made, and its writes of metadata.
         written: numbers of the writes of metadata that are repeated on inputs outside.
-        spent: identities of results whose saved tensors autograd has freed, so that they have no backward.
+        freed: identities of results whose saved tensors autograd has freed, so that they have no backward.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class NodeOutputs:
         inputs: Inputs,
         log: ViewLog,
         written: Container[int],
-        spent: Container[int],
+        freed: Container[int],
     ) -> None:
         self.slots: list[Slot] = []
         self.tensors: list[torch.Tensor] = []
@@ -72,7 +72,7 @@ class NodeOutputs:
         self.bumps: Counter[PrimalIdx] = Counter()
         self._known: dict[int, NodeOutIdx] = {}
         self._outs, self._inputs, self._log = outs, inputs, log
-        self._written, self._spent = written, spent
+        self._written, self._freed = written, freed
         look_inside(log, outs, [stand_in.opened for stand_in in inputs.row()])
         self._first: dict[int, OutIdx] = {}
         for position, out in enumerate(outs):
@@ -109,7 +109,7 @@ class NodeOutputs:
         return idx
 
     def _in_order(self) -> tuple[Action, ...]:
-        """What is done outside: outputs that are made, and writes of metadata."""
+        """What is done outside, in program order: outputs are made, and metadata is written."""
         made: list[tuple[int, Action]] = [
             (self._time(out), OutIdx(position)) for position, out in enumerate(self._outs)
         ]
@@ -121,10 +121,9 @@ class NodeOutputs:
         return tuple(item for _, item in sorted([*self._kept, *made], key=lambda pair: pair[0]))
 
     def _finds_more_to_replay(self) -> bool:
-        """Look for intermediates that are returned as they were made, and whose changes are repeated outside.
+        """Look for intermediates that are returned as they were made, with their changes repeated outside.
 
-        They are those that were moved to other memory, and those of which a returned view was made before a
-        change.
+        These were moved to other memory, or have a returned view that was made before a change.
         """
         before = len(self._replayed)
         for tensor, time in self._seen_outside():
@@ -136,7 +135,7 @@ class NodeOutputs:
         return len(self._replayed) > before
 
     def _seen_outside(self) -> list[tuple[torch.Tensor, int]]:
-        """Tensors that are looked at outside, and when."""
+        """Tensors that are used outside, and when."""
         seen = [(out, _LATER) for out in self._outs if isinstance(out, torch.Tensor)]
         for number, change in enumerate(self._log.changes):
             if self._is_done_outside(number, change):
@@ -150,8 +149,8 @@ class NodeOutputs:
         return key in self._replayed or (key in self._first and change.moves())
 
     def _has_history(self, out: torch.Tensor) -> bool:
-        """Whether gradients of an output may reach inputs: not if autograd has freed what it saved."""
-        return out.requires_grad and id(out) not in self._spent
+        """Whether gradients of an output may reach inputs: not if its saved tensors are freed."""
+        return out.requires_grad and id(out) not in self._freed
 
     def _target(self, number: int, change: Change) -> Place | None:
         if not self._is_done_outside(number, change):
@@ -204,7 +203,7 @@ class NodeOutputs:
         return ViewOfIntermediate(value, steps) if steps else Fresh(value)
 
     def _time(self, out: Any) -> int:
-        """When to make an output: when it was made, or before its base was changed, if it was since."""
+        """When to make an output: when the program did, or before a later change of its base."""
         if not isinstance(out, torch.Tensor):
             return -1
         made = self._log.views.made(out)
