@@ -135,7 +135,8 @@ class Blocks:
 
     def copies(self) -> Copies:
         """Which calls were copied, and why others were not."""
-        return Copies(tuple(self._instances), self._reasons)
+        reasons = {path: reason for path, reason in self._reasons.items() if reason is not _FEW}
+        return Copies(tuple(self._instances), reasons)
 
     @contextlib.contextmanager
     def called(self) -> Generator[None]:
@@ -175,7 +176,7 @@ class Blocks:
         if candidate is not None and isinstance(candidate.recorded, Recorded) and candidate.is_confirmed:
             return self._instance(candidate, kind, path)
         if candidate is not None and isinstance(candidate.recorded, str):
-            self._note_reason(path, candidate.recorded)
+            self._reasons[path] = candidate.recorded
             return called.run()
         assert self._watch is not None, "calls come here only then"
         with noting_no_reads():
@@ -189,14 +190,10 @@ class Blocks:
                 self._compared(candidate, _Candidate(recorded, Reads.of(kind, reads), has_changed))
             )
         if isinstance(reason := candidates[-1].recorded, str):
-            self._note_reason(path, reason)
+            self._reasons[path] = reason
         else:
             self._reasons.pop(path, None)  # of the module inside of a checkpoint, which is a part of this
         return result
-
-    def _note_reason(self, path: str, reason: str) -> None:
-        if reason is not _FEW:
-            self._reasons[path] = reason
 
     def _compared(self, before: _Candidate | None, now: _Candidate) -> _Candidate:
         """The candidate after a call was traced, given the one before it, if there was one."""
