@@ -188,7 +188,8 @@ def _run_forward(
         context.view_mode,
         higher_order=functools.partial(call_higher_order, context, trace),
     )
-    blocks = _blocks(context, capture_mode)
+    in_python = context.options.in_python if context.options.instantiate else None
+    blocks = Blocks(recorder, capture_mode, in_python)
     with (
         swapped_unseen(capture_mode.swap),
         intercept_saved_tensor_hooks(capture_mode),
@@ -206,35 +207,9 @@ def _run_forward(
     recorder.draws.check()
     recorder.data_guards.forget()
     recorder.check_numbers()
-    foreign = (isinstance(out, torch.Tensor) and recorder.is_foreign(out) for out in outs)
-    return (
-        [stand_in(out) if met else out for out, met in zip(outs, foreign, strict=True)],
-        capture_mode,
-        blocks,
-    )
-
-
-def _blocks(context: TraceContext, capture_mode: CaptureMode) -> Blocks:
-    """The blocks of a trace; they are instantiated only if the options ask for it."""
-    in_python, guards = context.options.in_python, context.recorder.data_guards
-
-    def watch() -> Callable[[], bool]:
-        assert in_python is not None and in_python.watch_forward is not None, (
-            "modules are called by the program"
-        )
-        return in_python.watch_forward()
-
-    def num_hooks() -> int:
-        return capture_mode.num_hooks
-
-    def num_effects() -> tuple[int, ...]:
-        made = () if in_python is None else in_python.num_effects()
-        return num_hooks(), len(capture_mode.retained), len(capture_mode.asked), len(guards.given), *made
-
-    is_asked = context.options.instantiate and in_python is not None
-    return Blocks(
-        context.recorder, capture_mode.known_stand_in, num_hooks, num_effects, watch if is_asked else None
-    )
+    is_foreign = [isinstance(out, torch.Tensor) and recorder.is_foreign(out) for out in outs]
+    outs = [stand_in(out) if is_real else out for out, is_real in zip(outs, is_foreign, strict=True)]
+    return outs, capture_mode, blocks
 
 
 def _refuse_swap(first: torch.Tensor, second: torch.Tensor) -> NoReturn:

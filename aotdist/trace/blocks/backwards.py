@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Sequence
+from collections.abc import Generator, Hashable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +25,7 @@ from aotdist.trace.blocks.recording import (
     value_of,
 )
 from aotdist.trace.blocks.writes import check_unwritten, counts_of
+from aotdist.trace.capture_mode import CaptureMode
 from aotdist.trace.failures import SPENT
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.tracer import NotInstantiable
@@ -65,11 +66,11 @@ class Backwards:
 
     Args:
         recorder: records the program.
-        num_hooks: how many hooks of gradients the program has registered: they would be called.
+        capture_mode: the mode that the program ran in: it counts hooks of gradients, which would be called.
     """
 
-    def __init__(self, recorder: Recorder, num_hooks: Callable[[], int]) -> None:
-        self._recorder, self._num_hooks = recorder, num_hooks
+    def __init__(self, recorder: Recorder, capture_mode: CaptureMode) -> None:
+        self._recorder, self._capture_mode = recorder, capture_mode
         self._known: dict[tuple[int, Hashable], RecordedBackward] = {}
         self._running: list[Recorded] = []
         """The calls whose backwards run now, the innermost last: a block may contain others."""
@@ -103,7 +104,7 @@ class Backwards:
             return RecordedBackward((), (), nothing)
         if any(map(retains_grad, model.tensors())):
             raise NotInstantiable("the gradient of a block's result is retained")
-        if self._num_hooks():
+        if self._capture_mode.num_hooks:
             raise NotInstantiable("the program hooks gradients")
         self._running.append(model)
         try:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from aotdist.capture.in_backward import InBackward
 from aotdist.origins import current_module, path_of
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import next_sequence_nr, node_base
@@ -46,6 +47,7 @@ from aotdist.trace.blocks.recording import (
     value_of,
 )
 from aotdist.trace.blocks.writes import Write, check_unwritten, counts_of, writes_since
+from aotdist.trace.capture_mode import CaptureMode
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.tracer import NotInstantiable
 
@@ -111,25 +113,14 @@ class Blocks:
 
     Args:
         recorder: records the program.
-        known_stand_in: gives the stand-in of a real tensor; None for one that the program has not used yet.
-        num_hooks: how many hooks of gradients the program has registered.
-        num_effects: how many effects that no node shows the program has had, hooks included.
-        watch: starts to watch Python outside of modules; what it returns says whether anything has changed
-            since. None for a trace without instances.
+        capture_mode: the mode that the program runs in.
+        in_python: watches Python outside of modules; None for a trace without instances.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        known_stand_in: Callable[[torch.Tensor], torch.Tensor | None],
-        num_hooks: Callable[[], int],
-        num_effects: Callable[[], tuple[int, ...]],
-        watch: Callable[[], Callable[[], bool]] | None,
-    ) -> None:
-        self._recorder, self._known_stand_in, self._watch = recorder, known_stand_in, watch
+    def __init__(self, recorder: Recorder, capture_mode: CaptureMode, in_python: InBackward | None) -> None:
+        self._recorder, self._capture_mode, self._in_python = recorder, capture_mode, in_python
         self._candidates: dict[Hashable, list[_Candidate]] = {}
-        self._num_effects = num_effects
-        self._backwards = Backwards(recorder, num_hooks)
+        self._backwards = Backwards(recorder, capture_mode)
         self._instances: list[tuple[str, str]] = []
         self._reasons: dict[str, str] = {}
 
@@ -141,7 +132,7 @@ class Blocks:
     @contextlib.contextmanager
     def called(self) -> Generator[None]:
         """While the context is active, calls and checkpoints of modules run by way of this object."""
-        if self._watch is None or not self._recorder.can_instantiate():
+        if self._in_python is None or not self._recorder.can_instantiate():
             yield
             return
         self._recorder.call_functions_by_way_of(Functions(self._recorder).call)
@@ -165,7 +156,7 @@ class Blocks:
         path = called.path
         with noting_no_reads():
             try:
-                kind = called.kind(self._known_stand_in)
+                kind = called.kind(self._capture_mode.known_stand_in)
             except Unfit as unfit:
                 self._reasons[path] = str(unfit)
                 kind = None
@@ -178,9 +169,9 @@ class Blocks:
         if candidate is not None and isinstance(candidate.recorded, str):
             self._reasons[path] = candidate.recorded
             return called.run()
-        assert self._watch is not None, "calls come here only then"
+        assert self._in_python is not None and self._in_python.watch_forward is not None, "see `called`"
         with noting_no_reads():
-            has_changed = self._watch()
+            has_changed = self._in_python.watch_forward()
         with noting_reads() as reads:
             result, recorded = self._recorded(called, kind)
         with noting_no_reads():
@@ -229,7 +220,7 @@ class Blocks:
                 writes = writes_since(before, plains, set(nodes), recorder)
                 if self._num_effects() != effects:
                     raise Unfit("it prints, checks or chooses by data, or hooks a gradient")
-                if not called.kind(self._known_stand_in).is_still(kind):
+                if not called.kind(self._capture_mode.known_stand_in).is_still(kind):
                     raise Unfit("it changes its own attributes, or its arguments")
                 check_copyable(nodes, recorder)
                 if recorder.num_writes() > num_writes and closes_over(nodes, inputs):
@@ -255,6 +246,12 @@ class Blocks:
             likenesses={},
             parameters={number: dict(vars(one)["_parameters"]) for number, one in kind.modules.items()},
         )
+
+    def _num_effects(self) -> tuple[int, ...]:
+        """How many effects that no node shows the program has had."""
+        mode, made = self._capture_mode, () if self._in_python is None else self._in_python.num_effects()
+        num_guards = len(self._recorder.data_guards.given)
+        return mode.num_hooks, len(mode.retained), len(mode.asked), num_guards, *made
 
     def _instance(self, candidate: _Candidate, kind: Kind, path: str) -> Any:
         model = candidate.recorded
