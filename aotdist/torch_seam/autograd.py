@@ -137,7 +137,7 @@ def is_leaf_with_grad(tensor: torch.Tensor) -> bool:
 
 
 def creation_meta(tensor: torch.Tensor) -> Any:
-    """How autograd knows a view to be made, which decides what it says of a write; None for no view."""
+    """How autograd noted that a view was made, which decides how it treats writes; None for no view."""
     return torch._C._autograd._get_creation_meta(tensor) if tensor._is_view() else None
 
 
@@ -158,10 +158,10 @@ def leaves_behind(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def mixes_gradients(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a Python autograd function in the history of `tensors` may tell None from zeros.
+    """Whether a Python autograd function in the history of `tensors` may treat None and zeros differently.
 
     It may if it has several results; or if list operators follow it, which send None to some functions, and
-    so zeros beyond them. Functions of ours that do not are marked by `passes_gradients_on`.
+    so zeros beyond them. Functions of ours that treat both alike are marked by `passes_gradients_on`.
     """
     lists = [node for node in nodes_behind(tensors) if node.name().startswith("Foreach")]
     nodes = [node for node in _custom_nodes(tensors) if len(node._input_metadata) > 1]

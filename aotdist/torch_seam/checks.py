@@ -41,7 +41,7 @@ def raise_check(error: type[Exception], message: str | None) -> None:
     torch._check_with(error, False, say)  # noqa: FBT003
 
 
-def _tell_of_check(
+def _note_check(
     error_type: type[Exception], cond: torch.Tensor, message: Callable[[], object] | None = None
 ) -> None:
     note = _CHECKS.value
@@ -50,7 +50,7 @@ def _tell_of_check(
         _check_now(error_type, cond, message)
 
 
-def _tell_of_validation(valid: torch.Tensor) -> torch.Tensor | bool:
+def _note_validation(valid: torch.Tensor) -> torch.Tensor | bool:
     note, frame = _CHECKS.value, inspect.currentframe()
     asking = None if frame is None else frame.f_back
     if note is None or asking is None or asking.f_globals is not vars(distribution):
@@ -72,8 +72,8 @@ def _is_definite(constraint: Any, value: torch.Tensor) -> torch.Tensor:
 _CHECKS = Patch[NoteCheck](
     "check_hearers",
     lambda: [
-        (torch, "_check_tensor_all_with", _tell_of_check),
-        (torch, "_is_all_true", _tell_of_validation),
+        (torch, "_check_tensor_all_with", _note_check),
+        (torch, "_is_all_true", _note_validation),
         (_definite, "check", _is_definite),
     ],
 )

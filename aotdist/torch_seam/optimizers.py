@@ -66,7 +66,7 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
 
 
 class _ThreadHook:
-    """A hook that listens to the optimizers of the thread that makes it."""
+    """A hook that is called for optimizers that step in the thread that made it."""
 
     def __init__(self, call: Callable[[torch.optim.Optimizer], None]) -> None:
         self._call, self._thread = call, threading.get_ident()
@@ -85,7 +85,7 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 def intercept_steps(
     before: Callable[[torch.optim.Optimizer], None], after: Callable[[torch.optim.Optimizer], None]
 ) -> Generator[None]:
-    """In this context, and in this thread, optimizers tell before and after they step.
+    """In this context and thread, `before` and `after` are called around each optimizer's step.
 
     Args:
         before: called with the optimizer.

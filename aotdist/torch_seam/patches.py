@@ -33,7 +33,7 @@ def is_owned(lock: Any) -> bool:
 
 
 def free_in_child(locks: Iterable[Any]) -> None:
-    """Free, in a process that was forked, the locks that threads hold which it does not have."""
+    """In a forked process, free the locks of threads that do not exist in it."""
     for lock in locks:
         if not is_owned(lock):
             lock._at_fork_reinit()
@@ -87,8 +87,8 @@ def _values() -> dict[str, Any]:
 class Patch(Generic[T]):
     """Replaces attributes of PyTorch's, or of Python's, while any thread asks for it.
 
-    It is the only way in which this package replaces any, and `PATCHES` has all there are. All threads then
-    meet the replacement, which looks at its thread's `value`: in one that did not ask, that is None, and the
+    This package replaces attributes in no other way, and `PATCHES` has all patches. All threads then call the
+    replacement, which looks at its thread's `value`: in a thread that did not ask, that is None, and the
     replacement has to do what the original does.
 
     Args:
@@ -176,7 +176,7 @@ def _held_by(owner: Any, name: str) -> Any:
 
 
 def settle_in_child() -> None:
-    """Put back, in a process that was forked, what the threads replaced that it does not have."""
+    """In a forked process, put back what threads replaced that do not exist in it."""
     for patch in PATCHES.values():
         patch.settle_in_child()
 

@@ -1,4 +1,4 @@
-"""`torch.func` transforms: where they, autograd functions and scripted functions take tensors."""
+"""`torch.func` transforms, autograd functions and scripted functions: which tensors they take."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
