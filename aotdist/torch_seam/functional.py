@@ -154,7 +154,7 @@ def number_of(size: Number) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
+class FakeMetadata:
     """The metadata of a dense fake: all that decides what operators make of it.
 
     Args:
@@ -178,7 +178,7 @@ class Likeness:
     symbols: tuple[torch.SymInt, ...] = field(compare=False)
 
     @classmethod
-    def of(cls, fake: FakeTensor) -> Likeness | None:
+    def of(cls, fake: FakeTensor) -> FakeMetadata | None:
         """The metadata of a fake; None if they do not describe it, or if its size depends on data."""
         if fake.constant is not None or fake.layout is not torch.strided or fake.requires_grad:
             return None

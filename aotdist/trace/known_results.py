@@ -14,7 +14,13 @@ from typing import Any, TypeAlias
 import torch
 from torch.fx.immutable_collections import immutable_list
 
-from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode, Likeness, comparable, may_be_made_anew
+from aotdist.torch_seam.functional import (
+    FakeMetadata,
+    FakeTensor,
+    FakeTensorMode,
+    comparable,
+    may_be_made_anew,
+)
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
@@ -29,7 +35,7 @@ class _NotDescribed(Exception):
     """An argument or a result that the cache cannot describe."""
 
 
-_Result: TypeAlias = tuple[Likeness, bool]
+_Result: TypeAlias = tuple[FakeMetadata, bool]
 """One tensor among an operator's results: its metadata, and whether it shares the first argument's memory."""
 
 
@@ -42,7 +48,7 @@ class KnownResults:
 
     def __init__(self, mode: FakeTensorMode) -> None:
         self._mode = mode
-        self._numbers: dict[Likeness, int] = {}
+        self._numbers: dict[FakeMetadata, int] = {}
         self._fakes: dict[int, tuple[Any, int | None]] = {}
         """By identity of a fake: the fake, held so that the identity stays its own, and the number of its
         metadata, if that describes it. Nothing writes a value of a functional graph, so this stays true."""
@@ -73,8 +79,8 @@ class KnownResults:
     def _number(self, value: Any) -> int:
         known = self._fakes.get(id(value))
         if known is None:
-            likeness = Likeness.of(value) if isinstance(value, FakeTensor) else None
-            number = None if likeness is None else self._numbers.setdefault(likeness, len(self._numbers))
+            metadata = FakeMetadata.of(value) if isinstance(value, FakeTensor) else None
+            number = None if metadata is None else self._numbers.setdefault(metadata, len(self._numbers))
             known = self._fakes[id(value)] = value, number
         if known[1] is None:
             raise _NotDescribed
@@ -104,9 +110,9 @@ class KnownResults:
         return kind(made) if issubclass(kind, (tuple, list)) else made[0]
 
     def _fake_from(self, result: _Result, args: tuple[Any, ...]) -> FakeTensor:
-        likeness, is_view = result
-        fake = likeness.made(self._mode, args[0] if is_view else None)
-        self._fakes[id(fake)] = fake, self._numbers.setdefault(likeness, len(self._numbers))
+        metadata, is_view = result
+        fake = metadata.made(self._mode, args[0] if is_view else None)
+        self._fakes[id(fake)] = fake, self._numbers.setdefault(metadata, len(self._numbers))
         return fake
 
     def _entry_of(
@@ -128,12 +134,12 @@ class KnownResults:
 
     def _tensor_entry(self, one: Any, args: tuple[Any, ...], owners: dict[int, FakeTensor]) -> _Result:
         """The entry for one tensor, which lies in memory of its own or in that of the first argument."""
-        likeness = Likeness.of(one) if isinstance(one, FakeTensor) else None
-        if likeness is None:
+        metadata = FakeMetadata.of(one) if isinstance(one, FakeTensor) else None
+        if metadata is None:
             raise _NotDescribed
         owner = owners.get(storage_id(one))
         is_elsewhere = owner is not None and owner is not args[0]
-        if is_elsewhere or one is owner or Likeness.of(likeness.made(self._mode, owner)) != likeness:
+        if is_elsewhere or one is owner or FakeMetadata.of(metadata.made(self._mode, owner)) != metadata:
             raise _NotDescribed
         owners.setdefault(storage_id(one), one)
-        return likeness, owner is not None
+        return metadata, owner is not None

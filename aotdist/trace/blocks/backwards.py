@@ -15,13 +15,13 @@ from aotdist.torch_seam.autograd import retains_grad
 from aotdist.torch_seam.block_gradients import hooks_off, run_backward_up_to
 from aotdist.torch_seam.functional import FunctionalTensor, functional_value
 from aotdist.torch_seam.proxies import track
-from aotdist.trace.blocks.kinds import Unfit, likeness, likeness_of
+from aotdist.trace.blocks.kinds import Unfit, described_tensor, metadata_of
 from aotdist.trace.blocks.recording import (
     Recorded,
     Step,
     Value,
     check_copyable,
-    likenesses_of,
+    metadata_of_values,
     value_of,
 )
 from aotdist.trace.blocks.writes import check_unwritten, counts_of
@@ -86,7 +86,7 @@ class Backwards:
             needed: which of the gradients that it sends are needed.
         """
         memories: dict[int, int] = {}
-        key = id(model), (tuple(None if g is None else likeness(g, memories) for g in grads), needed)
+        key = id(model), (tuple(None if g is None else described_tensor(g, memories) for g in grads), needed)
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._run(model, grads, needed)
@@ -151,7 +151,7 @@ class Backwards:
         )
         steps = tuple(Step.of(node) for node in aside.nodes if model.made(node))
         check_copyable([step.node for step in steps], recorder)
-        model.likenesses.update(likenesses_of(steps))
+        model.metadata.update(metadata_of_values(steps))
         return RecordedBackward(tuple(tangents), steps, sent)
 
     @contextmanager
@@ -169,8 +169,8 @@ def _stand_in_for(grad: torch.Tensor, recorder: Recorder, nodes: list[Node]) -> 
     """A new tensor with the metadata of a gradient; the placeholders of its plain tensors go to `nodes`."""
     plains: list[FunctionalTensor] = []
     for plain in plain_tensors(grad):
-        like = likeness_of(functional_value(plain))  # type: ignore[arg-type]
-        fake = like.made(recorder.fake_mode, None)
+        metadata = metadata_of(functional_value(plain))  # type: ignore[arg-type]
+        fake = metadata.made(recorder.fake_mode, None)
         node = recorder.tracer.graph.create_node("placeholder", f"tangent_{len(nodes)}")
         node.meta["val"] = fake
         track(fake, node, recorder.tracer)

@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from aotdist.torch_seam.functional import FunctionalTensor, Likeness, functional_value, is_functional_base
+from aotdist.torch_seam.functional import FakeMetadata, FunctionalTensor, functional_value, is_functional_base
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.tensors import storage_id
-from aotdist.trace.blocks.kinds import Unfit, likeness_of
+from aotdist.trace.blocks.kinds import Unfit, metadata_of
 from aotdist.trace.blocks.recording import (
-    Likenesses,
+    FakeCopier,
     Step,
     check_copyable,
     closes_over,
-    likenesses_of,
+    metadata_of_values,
     nodes_since,
 )
 from aotdist.trace.recorder import Recorder
@@ -35,13 +35,13 @@ class _Chain:
         given: the node of its argument.
         steps: what it recorded.
         result: the node of its result.
-        likenesses: what its values are like, by identity.
+        metadata: the metadata of its values, by identity.
     """
 
     given: Node
     steps: tuple[Step, ...]
     result: Node
-    likenesses: dict[int, Likeness]
+    metadata: dict[int, FakeMetadata]
 
 
 class Functions:
@@ -65,7 +65,7 @@ class Functions:
         with torch_functions_off():
             node = self._recorder.value(given)
             try:
-                key = key, likeness_of(functional_value(given))
+                key = key, metadata_of(functional_value(given))
             except Unfit:
                 self._known[key] = None
             if (chain := self._known.get(key)) is not None:
@@ -89,14 +89,14 @@ class Functions:
         try:
             check_copyable(made, self._recorder)
             steps = tuple(map(Step.of, made))
-            return _Chain(given, steps, end, likenesses_of(steps))
+            return _Chain(given, steps, end, metadata_of_values(steps))
         except Unfit:
             return None
 
     def _copied(self, chain: _Chain, given: Node) -> torch.Tensor:
         recorder, tracer, now = self._recorder, self._recorder.tracer, {chain.given: given}
         memory = {storage_id(chain.given.meta["val"]): given.meta["val"]}
-        like = Likenesses(chain.likenesses, recorder, memory)
+        like = FakeCopier(chain.metadata, recorder, memory)
         for step in chain.steps:
             meta = {name: value for name, value in step.node.meta.items() if name not in STAMPED}
             now[step.node] = step.copied(

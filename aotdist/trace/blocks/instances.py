@@ -35,14 +35,14 @@ from aotdist.trace.blocks.functions import Functions
 from aotdist.trace.blocks.kinds import Kind, Reads, Unfit, kind_of
 from aotdist.trace.blocks.recording import (
     Copying,
-    Likenesses,
+    FakeCopier,
     Recorded,
     Step,
     check_copyable,
     checked_outs,
     closes_over,
     gradients_of,
-    likenesses_of,
+    metadata_of_values,
     nodes_since,
     value_of,
 )
@@ -196,7 +196,7 @@ class Blocks:
             difference = "two calls read different attributes"
         try:
             if difference is None:  # the whole model, for one, is called once, and nobody copies it
-                before.recorded.likenesses.update(likenesses_of(before.recorded.steps))
+                before.recorded.metadata.update(metadata_of_values(before.recorded.steps))
                 return replace(before, is_confirmed=True)
         except Unfit as unfit:
             difference = str(unfit)
@@ -243,7 +243,7 @@ class Blocks:
             edges=edges,
             consumers=consumers,
             saves=saves,
-            likenesses={},
+            metadata={},
             parameters={number: dict(vars(one)["_parameters"]) for number, one in kind.modules.items()},
         )
 
@@ -267,7 +267,7 @@ class Blocks:
             copying = Copying(
                 recorder=recorder,
                 now=dict(zip(model.inputs, nodes, strict=True)),
-                like=Likenesses(model.likenesses, recorder, memory),
+                like=FakeCopier(model.metadata, recorder, memory),
                 module=model.module_in(path),
                 seq_offset=offset,
             )

@@ -18,9 +18,9 @@ from aotdist.subclasses.protocol import Constant, Plain, Wrapper, is_wrapper, pl
 from aotdist.torch_seam.autograd import in_backward
 from aotdist.torch_seam.block_gradients import hears_saved_tensors
 from aotdist.torch_seam.functional import (
+    FakeMetadata,
     FakeTensor,
     FunctionalTensor,
-    Likeness,
     comparable,
     functional_value,
     memory_of,
@@ -139,7 +139,7 @@ def kind_of(
         inside = (described.value(module), *map(described.argument, (args, tuple(kwargs.items()))))
         tensors = tuple(tensor for _, tensor in described.tensors.values())
         around = (ambient(), tuple(current_tags().items()), num_modes())
-        key = (inside, _likenesses(tensors), around)
+        key = (inside, _described_tensors(tensors), around)
     return Kind(key, described.attributes, tensors, described.modules, tuple(described.held))
 
 
@@ -262,13 +262,13 @@ def _is_of_tensor_parallelism(hook: Any) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith(_OF_TENSOR_PARALLELISM)
 
 
-def _likenesses(tensors: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
+def _described_tensors(tensors: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
     """The metadata of tensors, and which of them share memory."""
     memories: dict[int, int] = {}
-    return tuple((likeness(tensor, memories), tensor.requires_grad) for tensor in tensors)
+    return tuple((described_tensor(tensor, memories), tensor.requires_grad) for tensor in tensors)
 
 
-def likeness(tensor: torch.Tensor, memories: dict[int, int]) -> Hashable:
+def described_tensor(tensor: torch.Tensor, memories: dict[int, int]) -> Hashable:
     """The metadata of a traced tensor, as something to compare.
 
     Args:
@@ -282,22 +282,22 @@ def likeness(tensor: torch.Tensor, memories: dict[int, int]) -> Hashable:
     found: list[Hashable] = [recipe]
     for plain in plain_tensors(tensor):
         value = functional_value(plain) if isinstance(plain, FunctionalTensor) else plain
-        found += (likeness_of(value), memories.setdefault(memory_of(plain), len(memories)))
+        found += (metadata_of(value), memories.setdefault(memory_of(plain), len(memories)))
     if recipe is not None and not _is_comparable(recipe):
         raise Unfit(f"a {type(tensor).__name__} cannot be compared")
     return tuple(found)
 
 
-def likeness_of(value: torch.Tensor) -> Likeness:
+def metadata_of(value: torch.Tensor) -> FakeMetadata:
     """The metadata of a fake.
 
     Raises:
         Unfit: it is no fake, or its metadata do not describe it.
     """
-    like = Likeness.of(value) if isinstance(value, FakeTensor) else None
-    if like is None:
+    metadata = FakeMetadata.of(value) if isinstance(value, FakeTensor) else None
+    if metadata is None:
         raise Unfit("a tensor is sparse, a constant, or of a size that depends on data")
-    return like
+    return metadata
 
 
 def _is_comparable(value: Any) -> bool:

@@ -20,13 +20,13 @@ from aotdist.convention.rng import draws_nothing
 from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild, recipe_of
 from aotdist.torch_seam.autograd import saves_tensors
 from aotdist.torch_seam.block_gradients import consumers_within, functions_of
-from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, is_functional_base
+from aotdist.torch_seam.functional import FakeMetadata, FakeTensor, FunctionalTensor, is_functional_base
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.nodes import add_node
 from aotdist.torch_seam.operators import is_operator
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
-from aotdist.trace.blocks.kinds import Kind, Unfit, likeness_of
+from aotdist.trace.blocks.kinds import Kind, Unfit, metadata_of
 from aotdist.trace.blocks.writes import Write
 from aotdist.trace.recorder import Recorder
 
@@ -67,7 +67,7 @@ class Step:
         return add_node(graph, "call_function", self.node.target, args, kwargs, self.name, meta)
 
 
-class Likenesses:
+class FakeCopier:
     """Makes fakes with the metadata of recorded nodes, which share memory where those do.
 
     Args:
@@ -79,7 +79,7 @@ class Likenesses:
 
     def __init__(
         self,
-        known: dict[int, Likeness],
+        known: dict[int, FakeMetadata],
         recorder: Recorder,
         memory: dict[int, torch.Tensor],
         made: dict[int, Any] | None = None,
@@ -87,9 +87,9 @@ class Likenesses:
         self._known, self._recorder, self._memory = known, recorder, memory
         self._made = {} if made is None else made
 
-    def snapshot(self) -> Likenesses:
+    def snapshot(self) -> FakeCopier:
         """A copy, so that what is made by it is not added here."""
-        return Likenesses(self._known, self._recorder, dict(self._memory), dict(self._made))
+        return FakeCopier(self._known, self._recorder, dict(self._memory), dict(self._made))
 
     def stands_for(self, recorded: torch.Tensor, fake: torch.Tensor) -> None:
         """Let the memory of a recorded fake be that of another fake in the copy."""
@@ -120,7 +120,7 @@ def closes_over(nodes: Sequence[Node], inputs: Sequence[Node]) -> bool:
     return any(not isinstance(one.meta.get("val"), torch.SymInt) for one in given)
 
 
-def likenesses_of(steps: Iterable[Step]) -> dict[int, Likeness]:
+def metadata_of_values(steps: Iterable[Step]) -> dict[int, FakeMetadata]:
     """The metadata of the values of nodes, by identity.
 
     Raises:
@@ -128,7 +128,7 @@ def likenesses_of(steps: Iterable[Step]) -> dict[int, Likeness]:
     """
     values = pytree.tree_leaves([step.node.meta.get("val") for step in steps])
     with torch_functions_off():
-        return {id(value): likeness_of(value) for value in values if isinstance(value, FakeTensor)}
+        return {id(value): metadata_of(value) for value in values if isinstance(value, FakeTensor)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ class Copying:
 
     recorder: Recorder
     now: dict[Node, Node]
-    like: Likenesses
+    like: FakeCopier
     module: Callable[[str], str]
     seq_offset: int
 
@@ -190,7 +190,7 @@ class Recorded:
         edges: for each tensor of `kind.tensors`, how many gradients the block sends to it.
         consumers: the autograd nodes that send them: node, position among what it sends, and the tensor.
         saves: whether autograd saved tensors.
-        likenesses: the metadata of its values, by identity: added when a second call has recorded the same,
+        metadata: the metadata of its values, by identity: added when a second call has recorded the same,
             and by its backwards.
         parameters: the parameters of each module during the call: under FSDP2 not those between calls.
     """
@@ -207,7 +207,7 @@ class Recorded:
     edges: tuple[int, ...]
     consumers: tuple[tuple[Any, int, int], ...]
     saves: bool
-    likenesses: dict[int, Likeness]
+    metadata: dict[int, FakeMetadata]
     parameters: Mapping[int, Mapping[str, torch.Tensor | None]]
 
     @contextmanager
