@@ -145,7 +145,7 @@ class Backward:
             raise unsupported(
                 "a result follows from more than the tensors that a reentrant checkpoint returns (from a "
                 "loss in a list), of which eager has no gradient; or `CheckpointFunction` is called itself",
-                "use `torch.utils.checkpoint.checkpoint(..., use_reentrant=False)`, or detach what is only kept",
+                "use `checkpoint(..., use_reentrant=False)`, or detach what the program only looks at",
             )
 
     def choices(self) -> list[Chosen]:
