@@ -39,7 +39,7 @@ _KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
     ),
 )
 KERNEL_CHOICES = tuple(may_choose for may_choose, _ in _KERNELS)
-"""What tells whether operators may choose each of these kernels.
+"""Functions that return whether operators may choose each of these kernels.
 
 For attention: flash, memory-efficient, math, cuDNN. For convolutions and recurrent layers: oneDNN, cuDNN.
 For attention layers in evaluation: the fast path, one kernel for the whole layer.
@@ -145,7 +145,7 @@ autocast_off: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutoc
 
 
 def generator_id(generator: torch.Generator) -> int:
-    """A number that two Python objects share exactly when they are one generator; an operator wraps anew."""
+    """A number that two Python objects share exactly when they wrap one generator."""
     return generator._cdata
 
 

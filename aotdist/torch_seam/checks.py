@@ -31,7 +31,7 @@ def intercept_checks(note: NoteCheck) -> AbstractContextManager[None]:
 
 
 def check_all(error: type[Exception], condition: torch.Tensor, message: str) -> None:
-    """Raise `error` unless all elements of `condition` are true, which `intercept_checks` hears of."""
+    """Raise `error` unless all elements of `condition` are true, by way of `intercept_checks`."""
     torch._check_tensor_all_with(error, condition, lambda: message)
 
 

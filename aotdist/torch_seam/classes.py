@@ -34,7 +34,7 @@ def intercept_classes(hear: Remake) -> AbstractContextManager[None]:
     """In this context and thread, `hear` is called where a tensor is converted to another class.
 
     By `as_subclass`, `_make_subclass`, `nn.Parameter` or the class itself, called with a tensor. None of
-    these is a torch function, so no mode hears of them.
+    these is a torch function, so no mode sees them.
     """
     return _CLASSES.applied(hear)
 
@@ -64,7 +64,7 @@ def _parameter(cls: type[torch.Tensor], data: torch.Tensor | None = None, requir
 
 
 def _leaf(made: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    with class_functions_off():  # a mode hears of it, and notes it
+    with class_functions_off():  # a mode sees it, and notes it
         return made.requires_grad_() if requires_grad else made
 
 

@@ -60,7 +60,7 @@ def hands_out_more(tensors: Sequence[torch.Tensor]) -> bool:
     return bool(regions) and is_read_otherwise(tensors, regions)
 
 
-def calling_checkpoints_by_way_of(call: Callable[..., Any]) -> AbstractContextManager[None]:
+def intercept_checkpoints(call: Callable[..., Any]) -> AbstractContextManager[None]:
     """In this context and thread, `checkpoint(*args, **kwargs)` runs as `call(run, *args, **kwargs)`.
 
     Users hold the function by other names. It asks the one beneath it for what Dynamo made of that.

@@ -81,7 +81,7 @@ def new_fake(
     num_bytes: int | None = None,
     memory: torch.UntypedStorage | None = None,
 ) -> FakeTensor:
-    """A dense fake, which no mode hears of: 10 us, where `torch.empty_strided` in a fake mode takes 90.
+    """A dense fake, made below all modes: 10 us, where `torch.empty_strided` in a fake mode takes 90.
 
     Beneath autograd, which a build of PyTorch may lack for the device.
 
@@ -212,7 +212,7 @@ def may_be_made_anew(mode: FakeTensorMode) -> bool:
 def functional(fake: torch.Tensor, mode: FunctionalTensorMode) -> FunctionalTensor:
     """A functional tensor around `fake`, of no history: writes to it are recorded, and never reach `fake`.
 
-    `FunctionalTensor.to_functional` takes 300 us, this 20: no mode has to hear of it.
+    `FunctionalTensor.to_functional` takes 300 us, this 20: it is made below all modes.
     """
     with torch._C._DisableTorchDispatch():
         return FunctionalTensor(torch._to_functional_tensor(fake), mode)
@@ -328,7 +328,7 @@ def is_functional_base(tensor: FunctionalTensor) -> bool:
 
 
 def uncached_fake(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """The mode of a fake tensor computes every result anew, instead of recalling its sizes and strides."""
+    """In this context, the mode of a fake tensor does not use its cache of results."""
     is_cached = isinstance(tensor, FakeTensor)
     return replaced(tensor.fake_mode, "cache_enabled", False) if is_cached else nullcontext()
 

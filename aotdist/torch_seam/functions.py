@@ -16,7 +16,7 @@ from aotdist.torch_seam.symbols import estimate
 from aotdist.torch_seam.trees import pytree
 
 num_function_modes = torch._C._len_torch_function_stack
-"""How many modes hear of PyTorch's functions, in this thread."""
+"""How many torch-function modes are on in this thread."""
 
 _HOLDERS = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
 
@@ -27,7 +27,7 @@ def function_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
     """PyTorch's function, or method, that dispatches to `op` for such arguments; None if there is none.
 
     `sum` over a dimension takes 1.9 us by its function and 4.2 by the operator, `stack` of 100 tensors 11.2
-    and 16.9. Modes for functions hear of the one, and not of the other.
+    and 16.9. Torch-function modes see the function, and not the operator.
 
     Args:
         op: the operator.

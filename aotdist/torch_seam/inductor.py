@@ -335,7 +335,7 @@ def cpp_kernels_batched(make_batch: Callable[[], CppKernelBatch]) -> AbstractCon
     """Modules that Inductor generates or loads in this thread meanwhile leave their C++ kernels to batches.
 
     Generated modules ask `torch._inductor.async_compile.AsyncCompile` for each kernel and then wait
-    for all. They look the class up when they run, so a subclass under that name hears both; other
+    for all. They look the class up when they run, so a subclass under that name gets both calls; other
     threads that meet it meanwhile have no batch and get the original's behaviour.
     """
     return _KERNELS.applied(make_batch)

@@ -218,10 +218,10 @@ def within(
     return replaced_here(nn.Module, "_call_impl", call)
 
 
-def calling_forwards_by_way_of(
+def intercept_forwards(
     call: Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
 ) -> AbstractContextManager[None]:
-    """In this context and thread, modules that have others inside run by way of `call(module, forward, ...)`.
+    """In this context and thread, modules with submodules run as `call(module, forward, args, kwargs)`.
 
     Their hooks run around that. The method is replaced by an attribute, which `call` does not see.
     """

@@ -193,7 +193,7 @@ def replaced_here(owner: Any, name: str, instead: Callable[..., Any]) -> Abstrac
 
 
 def replaced_besides(owner: Any, name: str, instead: Callable[..., Any]) -> AbstractContextManager[None]:
-    """As `replaced_here`, where another may be in force, which is then the function that was there."""
+    """As `replaced_here`; a replacement that is there already is then the function that was there."""
     patch = _patch_of(owner, name)
     if (outer := patch.value) is None:
         return patch.applied(instead)

@@ -62,18 +62,18 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def is_unheard(value: object) -> bool:
+def is_zero_tensor(value: object) -> bool:
     """Whether a value is a view of an efficient zero tensor, which formulas of autograd make (`sgn`).
 
-    PyTorch makes views of these by kernels above all modes, so that no trace hears of them.
+    PyTorch makes views of these by kernels above all modes, so no trace sees them.
     """
     return type(value) is torch.Tensor and value._is_zerotensor()
 
 
 def seen_by_modes(values: Sequence[Any] | None) -> Any:
-    """`values`, where those that are unheard are replaced by zeros that modes hear of."""
+    """`values`, with zero tensors that modes see in the place of such ones."""
     return values and tuple(
-        torch._efficientzerotensor(v.size(), dtype=v.dtype, device=v.device) if is_unheard(v) else v
+        torch._efficientzerotensor(v.size(), dtype=v.dtype, device=v.device) if is_zero_tensor(v) else v
         for v in values
     )
 

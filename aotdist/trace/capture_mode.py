@@ -68,7 +68,7 @@ class CaptureMode(TorchFunctionMode):
     Attributes:
         ran_backward: whether the program asked autograd for gradients itself.
         num_hooks: how many hooks of gradients the user's code has registered.
-        retained: inputs that it told to retain their gradients.
+        retained: inputs whose gradients the program retains.
         asked: see `Facts.asked`.
     """
 

@@ -309,7 +309,7 @@ def _lie_differently(a: Node | torch.Tensor, b: Node | torch.Tensor) -> bool:
 
 
 def _check_alike(true: Body, false: Body) -> None:
-    """Raise unless two branches return the same structure of equal constants and of tensors alike.
+    """Raise unless two branches return the same structure of equal constants and tensors of equal metadata.
 
     Raises:
         UnsupportedProgram: they differ.

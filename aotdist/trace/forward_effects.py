@@ -149,7 +149,7 @@ def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
     if not reshaped and not same_layout(stand_in.recipe, recipe_of(stand_in.tensor)):
         raise refuse(stand_in, "by an operator that lays the result out otherwise")
     for (_, leaf), plain in zip(leaves(stand_in.recipe), stand_in.plains, strict=True):
-        # `out=` gives an empty tensor another size, and no counter tells.
+        # `out=` gives an empty tensor another size, and no counter shows it.
         resized = data_writes(plain) and functional_value(plain).size() != leaf.size
         if storage_changes(plain) or (not reshaped and (resized or metadata_written(plain))):
             raise refuse(stand_in, "in a way that is not repeated outside")

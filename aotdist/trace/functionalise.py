@@ -42,7 +42,7 @@ from aotdist.torch_seam.operators import (
     written_by,
 )
 from aotdist.torch_seam.proxies import unknown_to_the_innermost_tracer
-from aotdist.torch_seam.tensors import is_unheard, seen_by_modes
+from aotdist.torch_seam.tensors import is_zero_tensor, seen_by_modes
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.failures import refusal
 from aotdist.trace.operators import collectives, corrections
@@ -128,7 +128,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
 
     def _dispatch(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator by our rules, or by PyTorch's mode; what it writes keeps its layout."""
-        if any(map(is_unheard, args)):
+        if any(map(is_zero_tensor, args)):
             with self:
                 return func(*seen_by_modes(args), **kwargs)
         if isinstance(func, HigherOrderOperator):

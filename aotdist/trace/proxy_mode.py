@@ -150,7 +150,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # asked for each tensor that is made, 20 us by way of all modes
+            return args[0].fake_device  # asked for each tensor that is made, 20 us through all modes
         if self._unbacked is not None:
             self._unbacked.check()
         if isinstance(func, HigherOrderOperator):

@@ -194,7 +194,7 @@ class Recorder:
         """Whether blocks may be copied: not with a random stream, nor inside of another trace."""
         return self._stream is None and self._within is None
 
-    def call_functions_by_way_of(self, call: Callable[..., torch.Tensor]) -> None:
+    def intercept_functions(self, call: Callable[..., torch.Tensor]) -> None:
         """Route functions that may be recorded once through `call` from now on; see `recorded_once`."""
         self._proxy_mode.calling_functions = call
 

@@ -48,7 +48,7 @@ from aotdist.torch_seam.functional import (
 )
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.symbols import hint
-from aotdist.torch_seam.tensors import as_parameter, is_unheard, set_versions
+from aotdist.torch_seam.tensors import as_parameter, is_zero_tensor, set_versions
 from aotdist.torch_seam.transforms import beneath_transforms
 from aotdist.trace.classes import show_as_example
 from aotdist.trace.failures import refusal, unsupported
@@ -357,7 +357,7 @@ def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:
             "pass its indices and values; its product with a dense matrix is "
             "`zeros.index_add(0, row, values[:, None] * dense[column])`"
         )
-    elif is_unheard(example):
+    elif is_zero_tensor(example):
         what, fix = "is zeros without memory, as the derivative of `sgn` is", "pass its `clone()`"
     else:
         return

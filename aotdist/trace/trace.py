@@ -47,7 +47,7 @@ class Traced:
 
     Args:
         program: the program, with the closed-over tensors that it touched added to its inputs.
-        graph: the joint graph, cut at its waypoints; `aotdist.program.Graph` tells the order of its segments.
+        graph: the joint graph, cut at its waypoints; `aotdist.program.Graph` has the order of its segments.
         facts: what the call has to do around the graph.
         fake_mode: the mode of the fake tensors in the graph's `meta["val"]`.
         symbols: its symbolic sizes, and what was assumed of them; compilers add to it later.

@@ -18,11 +18,11 @@ from aotdist.origins import current_module, path_of
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import next_sequence_nr, node_base
 from aotdist.torch_seam.block_gradients import tensor_ids_of_roots
-from aotdist.torch_seam.control_flow import calling_checkpoints_by_way_of
+from aotdist.torch_seam.control_flow import intercept_checkpoints
 from aotdist.torch_seam.functional import FunctionalTensor, functional_value
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.own_attributes import (
-    calling_forwards_by_way_of,
+    intercept_forwards,
     note_read,
     noting_no_reads,
     noting_reads,
@@ -131,12 +131,12 @@ class Blocks:
 
     @contextlib.contextmanager
     def called(self) -> Generator[None]:
-        """While the context is active, calls and checkpoints of modules run by way of this object."""
+        """In this context, calls and checkpoints of modules are intercepted."""
         if self._in_python is None or not self._recorder.can_instantiate():
             yield
             return
-        self._recorder.call_functions_by_way_of(Functions(self._recorder).call)
-        with calling_forwards_by_way_of(self._forward), calling_checkpoints_by_way_of(self._checkpoint):
+        self._recorder.intercept_functions(Functions(self._recorder).call)
+        with intercept_forwards(self._forward), intercept_checkpoints(self._checkpoint):
             yield
 
     def _forward(

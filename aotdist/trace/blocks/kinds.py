@@ -90,7 +90,7 @@ class Kind:
         key: equal for calls of one kind.
         attributes: what hangs on the modules in it besides their state, by the module's number and the name.
             Only those that a call reads decide what it records: few read the number of a layer.
-        tensors: the traced tensors that the call can reach by way of the module and its arguments, each once,
+        tensors: the traced tensors that the call can reach through the module and its arguments, each once,
             in an order that calls of one kind share.
         modules: the modules in it, by their numbers.
         held: objects that `key` knows by their identity.
@@ -126,7 +126,7 @@ def kind_of(
         module: what is called.
         args: its arguments.
         kwargs: likewise.
-        known_stand_in: gives the traced tensor of one that the program has met.
+        known_stand_in: gives the stand-in of a real tensor; None for one that has none yet.
         runs_hooks: whether the module's own hooks run in the call, rather than around it.
 
     Raises:
@@ -151,7 +151,7 @@ class _Described:
         known_stand_in: see `kind_of`.
 
     Attributes:
-        tensors: the traced tensors met, by identity, each with its position among them.
+        tensors: the traced tensors, by identity, each with its position among them.
         held: objects that are described by their identity.
         attributes: see `Kind`.
         modules: likewise.

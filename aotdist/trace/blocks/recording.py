@@ -366,7 +366,7 @@ def gradients_of(
         raise Unfit("gradients go to a tensor that it closes over")
     sources = {edge for node in inner for edge in node.next_functions}
     if any((end.grad_fn, end.output_nr) in sources for end in ends):
-        # A copy has one autograd node: a gradient of the first would lack what comes by way of the other.
+        # A copy has one autograd node: a gradient of the first would lack what comes through the other.
         raise Unfit("it returns a tensor, and what follows from it")
     if any(map(is_users_class, functions_of(inner))):
         raise Unfit("it calls an autograd function of the user's")

@@ -58,7 +58,7 @@ def _grouped_product(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Shapes: (m, k) or (g, m, k) by (k, n) or (g, k, n); where there is no g, `offs` tells the groups."""
+    """Shapes: (m, k) or (g, m, k) by (k, n) or (g, k, n); without g, `offs` are the ends of the groups."""
     if a.device.type != "cpu" and a.dtype == torch.bfloat16:
         return NotImplemented
     rows, columns = a.size(-2), b.size(-1)

@@ -154,9 +154,9 @@ class _Generator:
 
 
 class _Seeded:
-    """The default generator, which all threads draw from: only its seed tells that this one has set it.
+    """The default generator, which all threads draw from: only a new seed shows that this one has set it.
 
-    If another thread has seeded it meanwhile, that cannot be told.
+    If another thread has seeded it meanwhile, nothing can be said.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
