@@ -74,25 +74,13 @@ SPENT = "Trying to backward through the graph a second time"
 
 
 @contextmanager
-def naming_outdated_views(log: ViewLog) -> Generator[None]:
-    """A failure of a view whose base was reshaped in place after it was made becomes an error of ours.
+def naming_failures(log: ViewLog | None = None) -> Generator[None]:
+    """Errors that data, or a history, is missing in the trace become ours, with the user's line.
 
-    Autograd makes the history of such a view again. Tensors of a trace have no memory to go by, so it calls
-    the view's own operator, which may not fit the new shape.
+    Args:
+        log: the program's views. If the base of one was reshaped in place since, autograd makes its history
+            again by the view's own operator, which may not fit the new shape.
     """
-    try:
-        yield
-    except AotdistError:
-        raise
-    except RuntimeError as error:
-        if not any(change.reshapes() for change in log.changes) or CANNOT_VIEW not in str(error):
-            raise
-        raise reshaped_since(str(error), raised_at(error.__traceback__)) from error
-
-
-@contextmanager
-def naming_failures() -> Generator[None]:
-    """Errors that data, or a history, is missing in the trace become ours, with the user's line."""
     try:
         yield
     except AotdistError:
@@ -107,6 +95,9 @@ def naming_failures() -> Generator[None]:
         where = raised_at(error.__traceback__)
         if _LOST_HISTORY in str(error):
             raise detached_since(where) from error
+        is_outdated = log is not None and any(change.reshapes() for change in log.changes)
+        if is_outdated and CANNOT_VIEW in str(error):
+            raise reshaped_since(str(error), where) from error
         if (named := _what_and_fix(error)) is None:
             raise
         raise unsupported(*named, where) from error

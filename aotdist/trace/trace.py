@@ -32,7 +32,7 @@ from aotdist.trace.capture_mode import CaptureMode, ReplayMode
 from aotdist.trace.classes import users_code
 from aotdist.trace.context import TraceContext, TraceOptions
 from aotdist.trace.control_flow import call_higher_order
-from aotdist.trace.failures import naming_failures, naming_outdated_views, refusal, steps_inside
+from aotdist.trace.failures import naming_failures, refusal, steps_inside
 from aotdist.trace.forward_effects import ForwardEffects, read_forward
 from aotdist.trace.later_backwards import LaterBackwards
 from aotdist.trace.numbers import python_numbers
@@ -198,8 +198,7 @@ def _run_forward(
         formulas_under_modes(),
         intercept_schedules(steps_inside),
         inputs.current(),
-        naming_failures(),
-        naming_outdated_views(context.log),
+        naming_failures(context.log),
         blocks.called(),
     ):
         outs = program.fn(*tensors)
