@@ -26,9 +26,8 @@ if TYPE_CHECKING:
         SignatureMismatch,
         UnsupportedProgram,
     )
-    from aotdist.export.export_module import aot_export_module
+    from aotdist.export.export_module import BackwardSignature, GraphSignature, aot_export_module
     from aotdist.export.joint_simple import aot_export_joint_simple
-    from aotdist.export.signature import BackwardSignature, GraphSignature
     from aotdist.freezing.frozen import Frozen, freeze
     from aotdist.functorch.entry import aot_function, aot_module, aot_module_simplified
     from aotdist.launch.prepare import prepare
@@ -96,9 +95,8 @@ _NAMES = {
         "SignatureMismatch",
         "UnsupportedProgram",
     ),
-    "aotdist.export.export_module": ("aot_export_module",),
+    "aotdist.export.export_module": ("BackwardSignature", "GraphSignature", "aot_export_module"),
     "aotdist.export.joint_simple": ("aot_export_joint_simple",),
-    "aotdist.export.signature": ("BackwardSignature", "GraphSignature"),
     "aotdist.freezing.frozen": ("Frozen", "freeze"),
     "aotdist.functorch.entry": ("aot_function", "aot_module", "aot_module_simplified"),
     "aotdist.launch.prepare": ("prepare",),
@@ -109,8 +107,8 @@ _NAMES = {
     "aotdist.subclasses.float8": ("to_float8",),
     "aotdist.subclasses.sparse24_linear": ("Sparsified", "sparsify_24"),
 }
-"""Where each public name is defined. Its module is imported when the name is first used: all of them take as
-long as torch itself, and many programs need one."""
+"""The public names of each module. A module is imported when one of its names is first used: importing all of
+them takes as long as importing torch, and many programs need one."""
 
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 

@@ -47,7 +47,7 @@ _OF_TORCH_COMPILE: Mapping[str, str] = {
     "set in `torch._inductor.config`",
     "disable": 'pass backend="eager", or call the program under `aotdist.disable()`',
 }
-"""Arguments of `torch.compile` that are none here, and what is meant by each."""
+"""Arguments of `torch.compile` that do not exist here, and what to use instead."""
 
 
 @overload
@@ -83,19 +83,19 @@ def compile(
 ) -> Any:
     """Compile a module in place, or a function into a callable; the work is done at the first call.
 
-    A module is returned as it came in: its type, parameters, `state_dict` keys and hooks are untouched,
-    only its call is compiled. `.source`, `.graphs` and `.explain()` are on the result. Without a target, the
-    result is a decorator: `@aotdist.compile(backend="fx")`.
+    The same module is returned: its type, parameters, `state_dict` keys and hooks are untouched, only its
+    call is compiled. `.source`, `.graphs` and `.explain()` are on the result. Without a target, the result is
+    a decorator: `@aotdist.compile(backend="fx")`.
 
     Args:
         target: an `nn.Module` (plain, FSDP2, tensor parallel, in DDP or Fabric) or any callable.
         backend: `fx` (bit-equal to eager), `inductor`, `auto` (`inductor` where there is a C++ compiler, and
             for graphs that it compiles; else `fx`), `triton` (kernels of our own, for GPUs), or a function
-            `(graph_module, fake_arguments)` that returns a callable. `eager` compiles nothing: a function
-            comes back as it was written, and a module that was compiled in place is so no more.
+            `(graph_module, fake_arguments)` that returns a callable. `eager` compiles nothing: it returns the
+            function itself, and a module that was compiled in place is compiled no more.
         dynamic: `Settings.dynamic`: `"auto"`, True or False; None leaves it to `settings`.
         settings: a `Settings`, a mapping of its fields, or None for `Settings.from_environment()`.
-        others: what else `torch.compile` takes is refused, by the name of what is meant by it here.
+        others: other arguments of `torch.compile` are refused, with what to use instead.
 
     Raises:
         BadSettings: `target` is not callable, or a class; the backend, a setting or an argument is unknown.
@@ -122,7 +122,7 @@ def compile(
 
 
 def _require_target(target: Any, verb: str) -> None:
-    """Raise `BadSettings` for what is no module and no function."""
+    """Raise `BadSettings` if `target` is neither a module nor a function."""
     if isinstance(target, type):
         raise BadSettings(
             f"cannot {verb} the class {target.__name__}",
@@ -138,7 +138,7 @@ def _require_target(target: Any, verb: str) -> None:
 
 
 def _as_written(target: Any) -> Any:
-    """What runs as it was written: the function behind a compiled one, or the module with its own call."""
+    """The function behind a compiled one, or the module, with its own call again."""
     if not isinstance(target, nn.Module):
         return target.__wrapped__ if isinstance(target, CompiledFunction) else target
     container, call = container_rule(target), compiled_call_of(target)
@@ -157,12 +157,12 @@ def load(path: str | Path, target: Callable[..., Any]) -> CompiledFunction: ...
 def load(path: str | Path, target: Any) -> Any:
     """Run a module or a function by an artifact that `aotdist build` made; nothing is compiled.
 
-    As with `compile`, a module is returned as it came in, and only its call is another. A call that the
-    artifact was not built for is refused, with what differs.
+    As with `compile`, the same module is returned, and only its call is replaced. A call that the artifact
+    was not built for is refused, with what differs.
 
     Args:
         path: of the artifact.
-        target: the module, or the function, that it was built of.
+        target: the module, or the function, that it was built from.
 
     Raises:
         BadSettings: `target` is not callable, or a class; or `path` is no path.
@@ -175,7 +175,7 @@ def load(path: str | Path, target: Any) -> Any:
 
 
 def _calling(target: Any, make: Maker) -> Any:
-    """What is called for `target`, which is a module in place or a function of its own."""
+    """`target` with its call replaced, if it is a module, or else a compiled function."""
     if not isinstance(target, nn.Module):
         return CompiledFunction(target, make)
     _compile_in_place(target, make)
@@ -183,10 +183,9 @@ def _calling(target: Any, make: Maker) -> Any:
 
 
 def mark_dynamic(tensor: torch.Tensor, *dims: int) -> None:
-    """Let the sizes of some dimensions differ from call to call without compiling again.
+    """Let the sizes of some dimensions differ from call to call without recompilation.
 
-    A dimension whose size is 0 or 1 when a program is compiled is not dynamic in it. A mark by
-    `torch._dynamo.mark_dynamic` counts too.
+    Sizes of 0 and 1 are always compiled for separately. Marks of `torch._dynamo.mark_dynamic` count too.
 
     Args:
         tensor: to be passed to a compiled call; parameters and buffers may be marked too.
@@ -208,7 +207,7 @@ def mark_dynamic(tensor: torch.Tensor, *dims: int) -> None:
 
 
 def _compile_in_place(module: nn.Module, make: Maker) -> CompiledModule:
-    """Set the call of a module, or of what a container contains (there may be one in another)."""
+    """Set the compiled call of a module; of a container (DDP, Fabric), that of the module inside as well."""
     container = container_rule(module)
     if container is not None:
         rule, contained = container
@@ -216,17 +215,17 @@ def _compile_in_place(module: nn.Module, make: Maker) -> CompiledModule:
         set_compiled_call(module, ContainerCall(module, rule, compiled))
         return compiled
     module_rules(module)
-    refuse_script("", module)  # one that was traced has a call of its own, which would not become ours
+    refuse_script("", module)  # a traced module keeps its own call
     call = CompiledModule(module, make)
     set_compiled_call(module, call)
     return call
 
 
 def compiled_call(target: Any) -> Explained:
-    """The compiled call of a module or function that went through `compile`; a training step is one itself.
+    """The compiled call of what `compile`, `train_step` or `freeze` returned.
 
     Raises:
-        BadSettings: it did not.
+        BadSettings: it was not compiled.
     """
     call = compiled_call_of(target) if isinstance(target, nn.Module) else target
     call = call.contained if isinstance(call, ContainerCall) else call
@@ -258,7 +257,7 @@ def explain(target: Any, *, html: str | Path | None = None) -> Report:
             says how the others differ.
 
     Returns:
-        a report to `print`, or to `show` as a table.
+        a report, to be printed.
 
     Raises:
         BadSettings: `target` did not go through `compile`, or `html` cannot be written.
@@ -274,17 +273,9 @@ def disable(target: Any = None) -> Any:
     """Run eagerly: compiled functions called inside are not compiled and do not look for artifacts.
 
     Args:
-        target: a function to wrap; without it, a context manager.
+        target: a function to wrap; without it, the result is a context manager.
     """
-    if target is None:
-        return running_eagerly()
-
-    @functools.wraps(target)
-    def eager(*args: Any, **kwargs: Any) -> Any:
-        with running_eagerly():
-            return target(*args, **kwargs)
-
-    return eager
+    return running_eagerly() if target is None else running_eagerly()(target)
 
 
 def reset(target: Any = None) -> None:

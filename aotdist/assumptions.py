@@ -1,6 +1,7 @@
-"""From a call to a trace: over the bases that its inputs need, with symbols or numbers, for one call or more.
+"""From a call to its trace: decides about synthetic bases, symbols, and what the program leaves in Python.
 
-`trace_call` runs the user's program as often as it takes to know how to trace it.
+`trace_call` traces the user's program again for as long as a trace contradicts the assumptions it was made
+under.
 """
 
 from __future__ import annotations
@@ -46,17 +47,17 @@ _Inputs: TypeAlias = tuple[Row[DistinctIdx, Slot], Row[DistinctIdx, torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class Assumptions:
-    """What a trace takes for granted. One that contradicts it is made anew, with what it showed.
+    """The assumptions of a trace. If it contradicts one, the program is traced again without that one.
 
     Args:
-        symbolic: sizes can be symbols, where they are asked for. Many of PyTorch's operators (linear algebra,
-            Fourier transforms, losses) take none.
-        bases: which of the inputs share memory, one of them written.
-        writes: what traces showed of writes, by which bases are planned.
-        inputs: the distinct inputs, with the closed-over tensors that a trace met.
-        of_data: why sizes and numbers may depend on data: what refused them; None while none do.
-        failure: why sizes are numbers though symbols were asked for, if a trace with symbols failed.
-        instances: blocks of one kind can be instantiated.
+        symbolic: requested sizes can be symbols. Many of PyTorch's operators (linear algebra, Fourier
+            transforms, losses) take none.
+        bases: which inputs share memory, one of them written.
+        writes: the writes that earlier traces showed, from which bases are planned.
+        inputs: the distinct inputs, with the closed-over tensors that earlier traces met.
+        of_data: the refusal because of which sizes and numbers may now depend on data; None while none may.
+        failure: the error of a trace with symbols because of which sizes are numbers; None if there was none.
+        instances: equal blocks can be copied.
     """
 
     symbolic: bool
@@ -68,7 +69,7 @@ class Assumptions:
     instances: bool = True
 
     def after(self, job: Job, traced: Traced) -> Assumptions:
-        """With the inputs and writes that a trace showed; another one is needed if the bases are others."""
+        """With the inputs and writes that a trace showed; if the bases differ, another trace is needed."""
         inputs = _distinct(traced, self.bases, self.inputs)
         program = Program(job.call.run, *inputs)
         writes = self.writes.and_of(program, traced.facts, self.bases)
@@ -78,10 +79,10 @@ class Assumptions:
         )
 
     def without(self, error: Exception, *, has_symbols: bool) -> Assumptions | None:
-        """Without what an error of a trace contradicts; None if that is nothing."""
+        """Without the assumption that an error of a trace contradicts; None if it contradicts none."""
         if self.instances and _comes_of(error, NotInstantiable):
             return replace(self, instances=False)
-        # Without symbols, PyTorch's fakes find out by real tensors what an operator makes.
+        # Without symbols, PyTorch's fake tensors run an operator that has no fake on real tensors.
         lacks_fake = isinstance(error.__cause__, UnsupportedOperatorException)
         if has_symbols and (lacks_fake or not isinstance(error, AotdistError)):
             return replace(self, symbolic=False, failure=error, of_data=None)
@@ -91,17 +92,17 @@ class Assumptions:
 
 
 def _comes_of(error: BaseException | None, kind: type[Exception]) -> bool:
-    """Whether an error was raised because of one of a kind."""
+    """Whether an error, or one that led to it, is of this kind."""
     while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error is not None
 
 
 class _Contradicted(Exception):
-    """A trace contradicts what it took for granted; the program's changes in Python are undone.
+    """A trace contradicts its assumptions; the program's changes in Python are undone.
 
     Args:
-        instead: what to take for granted instead.
+        instead: the assumptions for the next trace.
     """
 
     def __init__(self, instead: Assumptions) -> None:
@@ -118,7 +119,7 @@ class TracedCall:
         deduped: which of these are the same.
         traced: the trace.
         bases: which of its inputs share memory.
-        before: what was there before, where the program left objects of its own.
+        before: the assignments of the trace, which can be undone.
     """
 
     captured: Captured
@@ -128,22 +129,22 @@ class TracedCall:
     before: Assignments
 
     def returned(self) -> Returned:
-        """How its result is put together, and what it assigns."""
+        """The structure of its result, and its effects in Python."""
         return Returned.of(self.traced.facts)
 
 
 def trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCall:
-    """Trace the program, and once more if its changes in Python would make the trace fit this call only.
+    """Trace the program, and again if its changes in Python would make the trace fit this call only.
 
-    The second trace has symbols for numbers that the program counts in, or starts from what this call leaves:
-    flags which say that something was set up, objects that are made once. If that is another program, the
-    first trace is kept, for calls that find what this one found; if it left an object, for this call alone.
-    Other threads see what it leaves in modules when all that is done.
+    The second trace has symbols for numbers that the program counts, or starts from the state after this
+    call: flags that say that something was set up, objects that are made once. If that is another program,
+    the first trace is kept, for calls in the same state; if the program stored an object, for this call
+    only. Other threads see what it assigns to modules only afterwards.
 
     Args:
         job: what to trace.
-        times: where to note how long it takes.
-        on_failure: closed if what comes later fails: what was assigned is then as it was.
+        times: records how long it takes.
+        on_failure: closed if a later stage fails; it then undoes assignments.
     """
     with own_attributes():
         return _trace_call(job, times, on_failure)
@@ -174,21 +175,21 @@ def _trace_call(job: Job, times: StageTimes, on_failure: ExitStack) -> TracedCal
         later = _set_up(job, times, traced_call, on_failure)
         if later is not None:
             return later
-    traced_call.before.roll_back()  # the call is about to read what it finds
+    traced_call.before.roll_back()  # the call itself runs next, from the state before
     return replace(traced_call, captured=replace(traced_call.captured, leaves=leaves))
 
 
 def _flags(job: Job, traced_call: TracedCall) -> list[tuple[Source, Any]]:
-    """The constants that the program assigns, without its counts, and without what depends on data."""
+    """The constants that the program assigns, without those that are symbols or depend on data."""
     counts = {place.spot() for place in job.counts}
     constants = traced_call.returned().constants()
     return [(place, v) for place, v in constants if place.spot() not in counts and not numbers_of_data(v)]
 
 
 def _with_symbols(job: Job, times: StageTimes, traced_call: TracedCall) -> TracedCall:
-    """The trace with more symbols; `traced_call` if they cannot stand for numbers (as keys, or in texts).
+    """The trace with more symbols; `traced_call` if the program needs numbers (for keys, or in texts).
 
-    Objects that the program makes once stay those of the first trace, which hold numbers.
+    Objects that the program makes once stay those of the first trace, which contain numbers.
     """
     bring_back = traced_call.before.left()
     traced_call.before.roll_back()
@@ -206,24 +207,24 @@ def _with_symbols(job: Job, times: StageTimes, traced_call: TracedCall) -> Trace
 
 
 def _is_equivalent(symbolic: TracedCall, traced_call: TracedCall, varying: Collection[Spot]) -> bool:
-    """Whether a trace with symbols is of the same program, and computes with them as with numbers.
+    """Whether a trace with symbols is of the same program, and computes as Python does with numbers.
 
     Args:
         symbolic: the trace with symbols.
         traced_call: the one without.
-        varying: spots of numbers that have to stay open, besides those among the arguments.
+        varying: spots of numbers that have to stay symbols, besides those among the arguments.
     """
     counts = symbolic.traced.symbols.counts()
     open_ = (count for count in counts if count.is_given or count.place.spot() in varying)
     return (
         not symbolic.captured.in_backward.assigns_symbols()
-        and not _computes_with_what_it_finds(symbolic)
+        and not _depends_on_other_backwards(symbolic)
         and all(symbols_in(count.symbol) for count in open_)
         and is_same_with_symbols(symbolic.traced, traced_call.traced)
     )
 
 
-def _computes_with_what_it_finds(call: TracedCall) -> bool:
+def _depends_on_other_backwards(call: TracedCall) -> bool:
     """Whether the backward computes with, or decides by, numbers that another backward may have changed."""
     traced, theirs = call.traced, call.captured.in_backward.symbols.keys()
     used = {name for size in traced.graph.named_sizes().values() for name in symbols_in(size.meta["val"])}
@@ -231,17 +232,17 @@ def _computes_with_what_it_finds(call: TracedCall) -> bool:
 
 
 def _set_up(job: Job, times: StageTimes, traced_call: TracedCall, on_failure: ExitStack) -> TracedCall | None:
-    """The trace of the call that finds what this one leaves, if it is of the same program."""
+    """The trace from the state that this call leaves, if it is of the same program; None if not."""
     with ExitStack() as otherwise:
         symbols = traced_call.traced.symbols
-        known = [*symbols, *(count.symbol for count in symbols.counts())]
-        numbers = {name: hint(symbol) for symbol in known for name in symbols_in(symbol)}
+        every = [*symbols, *(count.symbol for count in symbols.counts())]
+        numbers = {name: hint(symbol) for symbol in every for name in symbols_in(symbol)}
         flags = [(place, concrete(value, numbers)) for place, value in _flags(job, traced_call)]
         otherwise.callback(assign(flags))
         try:
             later = _trace(job, times)
             moves = later.before.moves()
-            later.before.roll_back()  # an object is left once
+            later.before.roll_back()
             if moves or _flags(job, later) or not is_same_program(later.traced, traced_call.traced):
                 return None
         except InternalError:
@@ -254,7 +255,7 @@ def _set_up(job: Job, times: StageTimes, traced_call: TracedCall, on_failure: Ex
 
 
 def traced_by_itself(job: Job) -> TracedCall:
-    """A trace that nobody runs, whatever is on around it; what it changes in Python is undone."""
+    """A trace for analysis only, whatever modes are on; its changes in Python are undone."""
     with class_functions_off(), users_modes_off(), own_attributes():
         traced_call = _trace(job, StageTimes())
         traced_call.before.roll_back()
@@ -262,10 +263,10 @@ def traced_by_itself(job: Job) -> TracedCall:
 
 
 def _trace(job: Job, times: StageTimes) -> TracedCall:
-    """Trace the program, anew for as long as a trace contradicts what it took for granted.
+    """Trace the program, and again as long as a trace contradicts its assumptions.
 
     Raises:
-        _Contradicted: sizes cannot be symbols, and without them the trace is of no use.
+        _Contradicted: sizes cannot be symbols, and the job is of no use without symbols.
     """
     assumed = Assumptions(job.symbolic)
     while True:
@@ -301,11 +302,11 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
 
     Args:
         job: the call, and how to compile it.
-        times: where to note how long it takes.
-        assumed: what to take for granted.
+        times: records how long it takes.
+        assumed: the assumptions of the trace.
 
     Raises:
-        _Contradicted: the trace shows that some of it does not hold.
+        _Contradicted: the trace contradicts one of them.
     """
     with ExitStack() as scope:
         with times.stage("capture"):
@@ -329,9 +330,9 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
                 fakes=fakes,
                 finds_out=job.finds_out,
             )
-            times.counting(recorder.num_nodes)
+            times.num_nodes = recorder.num_nodes
             recorder.draws.allow(captured.environment.reached.generators)
-            if job.backend.name == "fx" and not dims:  # compilers make kernels of the other path
+            if job.backend.name == "fx" and not dims:  # compilers fuse the other path's operators
                 scope.enter_context(fast_paths_on())
             try:
                 options = TraceOptions(
@@ -351,7 +352,7 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
                     raise _Contradicted(instead) from error
                 if assumed.of_data is None or isinstance(error, AotdistError) or is_of_the_program(error):
                     raise
-                raise assumed.of_data from None  # one of PyTorch's, which needs to know a number
+                raise assumed.of_data from None  # an error of PyTorch's, which needs a number
     captured.in_backward.close()
     if traced.later_backwards is not None:
         traced.later_backwards.find_at(captured.sources(traced.program.examples))
@@ -359,7 +360,7 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
 
 
 def _distinct(traced: Traced, bases: BasePlan, known: _Inputs | None) -> _Inputs:
-    """The distinct tensors of the call: those that are known, and what the trace met besides."""
+    """The distinct tensors of the call: those known before, and closed-over ones that the trace met."""
     slots, examples = (Row[DistinctIdx, Slot](), Row[DistinctIdx, torch.Tensor]()) if known is None else known
     seen = {id(example) for example in examples}
     program = traced.program
@@ -370,7 +371,7 @@ def _distinct(traced: Traced, bases: BasePlan, known: _Inputs | None) -> _Inputs
 
 
 def _with_inputs(program: Program[DistinctIdx], inputs: _Inputs | None) -> Program[DistinctIdx]:
-    """`program` with more inputs, which it reaches by itself."""
+    """`program` with further inputs, which it reads by itself."""
     if inputs is None:
         return program
     count = len(program.ins)

@@ -8,6 +8,7 @@ import weakref
 from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from torch import nn
@@ -22,7 +23,7 @@ from aotdist.origins import short_tracebacks, shortened
 from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting
 from aotdist.runtime.guards import MISS
-from aotdist.runtime.kinds import Kind, Kinds
+from aotdist.runtime.kinds import Kind
 from aotdist.runtime.ranks import number_of_its_kind, present
 from aotdist.subclasses.protocol import ContainerRule
 from aotdist.torch_seam.dynamo import tapes_off
@@ -30,48 +31,42 @@ from aotdist.torch_seam.modes import under_transform
 from aotdist.torch_seam.modules import uncompiled_call
 from aotdist.trace.failures import AccumulatesInside
 
-
-class _Thread(threading.local):
-    """What this thread is doing: compiled functions called meanwhile run as they were written."""
-
-    eager = False
-
-
-_thread = _Thread()
+_eager: ContextVar[bool] = ContextVar("aotdist_eager", default=False)
+"""Whether compiled functions that this thread calls run eagerly."""
 
 
 def runs_eagerly() -> bool:
-    """Whether a compiled call is to run as it was written.
+    """Whether a compiled call is to run eagerly.
 
-    So it does inside of a `torch.func` transform, and of forward-mode differentiation, which differentiate,
-    or batch, the operators that they see.
+    It is inside `torch.func` transforms and forward-mode differentiation as well: these batch, or
+    differentiate, the operators that they see.
     """
-    return _thread.eager or under_transform()
+    return _eager.get() or under_transform()
 
 
 @contextmanager
 def running_eagerly() -> Generator[None]:
-    """Compiled functions that this thread calls in the context are not compiled, and look for no artifact."""
-    before, _thread.eager = _thread.eager, True
+    """Compiled functions that this thread calls inside run eagerly, and make no artifacts."""
+    token = _eager.set(True)
     try:
         yield
     finally:
-        _thread.eager = before
+        _eager.reset(token)
 
 
 class AsWritten(Exception):
-    """What is called has to run as it was written, from further outside than where this is found out."""
+    """A call is refused whose container (DDP, for example) has to run eagerly, too."""
 
 
 class Compiled(Explained):
     """A callable that compiles itself for each new kind of call.
 
-    A call looks for an artifact that fits; when there is none, one is made for it: the call is captured and
-    compiled, or what was built ahead of time is loaded.
+    A call runs the artifact that fits. If there is none, one is made: the call is captured and compiled, or
+    what was built ahead of time is loaded.
 
     Attributes:
-        artifacts: what was made so far, the one used last first.
-        in_container: whether what is around it is to run as it was written where a call is.
+        artifacts: the artifacts made so far, most recently used first.
+        in_container: whether a refused call raises `AsWritten` for its container.
     """
 
     def __init__(self, target: Any, run: Callable[..., Any], make: Maker) -> None:
@@ -85,7 +80,7 @@ class Compiled(Explained):
         present()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the artifact that fits, making one if there is none."""
+        """Run the artifact that fits; make one if there is none."""
         if runs_eagerly():
             return self._run(*args, **kwargs)
         if self.artifacts.kinds.refused and self.is_refused(args, kwargs):
@@ -101,7 +96,7 @@ class Compiled(Explained):
         return self._as_written(args, kwargs) if result is MISS else result
 
     def is_refused(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether calls with such arguments run as they were written."""
+        """Whether calls with such arguments run eagerly, because one was refused."""
         kinds = self.artifacts.kinds
         return bool(kinds.refused) and kinds.is_refused(Kind.of(self._call(args, kwargs)))
 
@@ -111,9 +106,9 @@ class Compiled(Explained):
         return self._run(*args, **kwargs)
 
     def _called_anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Make an artifact and run it; `MISS` where such calls run as they were written.
+        """Make an artifact and run it; `MISS` if such calls are to run eagerly.
 
-        Another thread may make what fits, or change what this one has just made one for.
+        Meanwhile, another thread may have made one that fits, or changed what this one was compiled for.
         """
         made: list[Artifact] = []
         result = MISS
@@ -133,7 +128,7 @@ class Compiled(Explained):
 
     @alone
     def _made_in_turn(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact | None:
-        """An artifact for a call; None if another thread has just made one, which may fit."""
+        """A new artifact; None if this thread had to wait for another, whose artifact may fit."""
         return None if waited_for_lock() else self._made(args, kwargs)
 
     def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Artifact | None:
@@ -146,11 +141,8 @@ class Compiled(Explained):
     def _call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> UserCall:
         return UserCall(self._target(), self._run, args, kwargs, number=self._number)
 
-    def _made_so_far(self) -> Sequence[Artifact]:
-        return self.artifacts
-
-    def _decided(self) -> Sequence[Kinds]:
-        return [self.artifacts.kinds]
+    def _compiled_parts(self) -> Sequence[Artifacts]:
+        return [self.artifacts]
 
     def reset(self) -> None:
         """Forget every artifact."""
@@ -158,14 +150,14 @@ class Compiled(Explained):
 
 
 _MOST_MADE = 4
-"""How many artifacts are made for one call while other threads change what it finds."""
+"""How many artifacts are made for one call, while other threads change what it reads."""
 
 EVERY_COMPILED: weakref.WeakSet[Compiled] = weakref.WeakSet()
-"""What `reset` forgets the artifacts of."""
+"""All compiled callables, for `reset`."""
 
 
 class StepOfFunction(Explained):
-    """What a compiled function becomes that gives gradients to leaves, or lets optimizers step."""
+    """A compiled function that calls `backward()` or steps optimizers; see `aotdist.step.whole`."""
 
     @abstractmethod
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -178,8 +170,8 @@ class CompiledFunction(Compiled):
     Args:
         fn: the function.
         make: makes artifacts.
-        as_step: makes a step of it, if it is one.
-        step: what it made, of a function that is known to be one.
+        as_step: makes a training step of it, once it turns out to be one.
+        step: the training step, if it is known to be one.
     """
 
     __wrapped__: Callable[..., Any]
@@ -197,7 +189,7 @@ class CompiledFunction(Compiled):
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the artifact that fits, or the step, making one if there is none."""
+        """Run the artifact that fits, or the training step; make one if there is none."""
         if self._step is None:
             try:
                 return super().__call__(*args, **kwargs)
@@ -213,11 +205,8 @@ class CompiledFunction(Compiled):
         # A compiled function in a class body is a method like any other.
         return self if instance is None else functools.partial(self, instance)
 
-    def _made_so_far(self) -> Sequence[Artifact]:
-        return super()._made_so_far() if self._step is None else self._step._made_so_far()
-
-    def _decided(self) -> Sequence[Kinds]:
-        return super()._decided() if self._step is None else self._step._decided()
+    def _compiled_parts(self) -> Sequence[Artifacts]:
+        return super()._compiled_parts() if self._step is None else self._step._compiled_parts()
 
     def reset(self) -> None:
         """Forget every artifact."""
@@ -227,7 +216,7 @@ class CompiledFunction(Compiled):
 
 
 class CompiledModule(Compiled):
-    """The compiled call of a module, which hangs on the module and does not keep it alive."""
+    """The compiled call of a module; it is an attribute of the module, and does not keep it alive."""
 
     def __init__(self, module: nn.Module, make: Maker) -> None:
         reference = weakref.ref(module)
@@ -246,7 +235,7 @@ class CompiledModule(Compiled):
         self._attach()
 
     def show_on(self, module: nn.Module) -> None:
-        """Hang `source`, `graphs` and `explain` on another module too."""
+        """Set `source`, `graphs` and `explain` on another module, too."""
         self._shown_on.add(module)
         self._attach()
 
@@ -261,7 +250,7 @@ class CompiledModule(Compiled):
         self._attach()
 
     def _attach(self) -> None:
-        """Hang `source`, `graphs` and `explain` on the module, unless it has attributes of these names."""
+        """Set `source`, `graphs` and `explain` on the module, unless it has attributes of these names."""
         shown = {
             "source": PrintedSource(self.source),
             "graphs": GraphList(self.graphs),
@@ -273,7 +262,7 @@ class CompiledModule(Compiled):
                     vars(module)[name] = value
 
     def hide(self) -> None:
-        """Take down what was hung on modules: this is nobody's call any more."""
+        """Delete these attributes from modules, whose call this is no more."""
         for module in self._shown_on:
             for name in [name for name, value in vars(module).items() if isinstance(value, ATTACHED)]:
                 del vars(module)[name]
@@ -284,9 +273,9 @@ class ContainerCall:
     """The call of a module that runs its own forward around a compiled one (DDP, Fabric's wrapper).
 
     Args:
-        container: the module that is called; not kept alive.
-        rule: what is done around each call.
-        contained: the compiled call of what it contains.
+        container: the module; not kept alive.
+        rule: what to do around each call.
+        contained: the compiled call of the module inside.
     """
 
     def __init__(self, container: nn.Module, rule: ContainerRule, contained: CompiledModule) -> None:
@@ -316,5 +305,5 @@ class ContainerCall:
         return self._as_written(container, args, kwargs)
 
     def _as_written(self, container: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        with running_eagerly():  # the container's own hooks reduce gradients then
+        with running_eagerly():  # the container's own hooks then reduce gradients
             return uncompiled_call(container)(*args, **kwargs)

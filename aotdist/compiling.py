@@ -1,4 +1,4 @@
-"""Makes artifacts by compiling, or lets calls that are refused run as they were written."""
+"""Makes artifacts by compiling, and decides which refused calls run eagerly."""
 
 from __future__ import annotations
 
@@ -28,25 +28,20 @@ from aotdist.settings import Settings, settings_of
 from aotdist.trace.failures import AccumulatesInside
 
 Maker: TypeAlias = Callable[[UserCall, Artifacts], Artifact | None]
-"""Makes an artifact for a call that none of those fits that there are.
-
-None where calls of that kind run as they were written, which `Artifacts.kinds` says.
-"""
-
+"""Makes an artifact for a call that no existing one fits; None if such calls run eagerly from now on."""
 
 OpenDims: TypeAlias = Callable[[UserCall], Mapping[int, frozenset[int]]]
-"""From a call to the dimensions that are dynamic, by the identity of the tensor."""
+"""From a call to its dynamic dimensions, by the identity of the tensor."""
 
 
 class Compiling:
-    """Makes artifacts by compiling; warns when that goes on and on, and when artifacts begin to be dropped.
+    """Makes artifacts by compiling; warns of many recompilations, and when artifacts are first dropped.
 
     Args:
         backend: turns graphs into callables.
         settings: how to compile.
-        open_dims: says of a call which dimensions may differ from call to call, by the identity of the
-            tensor; besides those that `settings` and marks name.
-        else_eager: whether a call that is refused may run as it was written, if `settings` say so.
+        open_dims: further dynamic dimensions of a call, besides those that `settings` and marks name.
+        else_eager: whether a refused call may run eagerly, if `settings` say so.
     """
 
     def __init__(
@@ -61,13 +56,13 @@ class Compiling:
         self._settings = settings
         self._open_dims = open_dims
         self._else_eager = else_eager
-        self._said = set[bool]()  # whether programs were dropped, when it was said
+        self._warned = set[bool]()  # whether artifacts were being dropped, at each warning
         self._guesses = settings.dynamic == "auto" and open_dims is None
-        self._fit_one_size = set[Ambient]()  # modes whose programs cannot be compiled for other sizes
+        self._fit_one_size = set[Ambient]()  # modes whose programs cannot have dynamic sizes
         self._numbers: Changing = {}
 
     def agree_on_state(self, model: nn.Module) -> None:
-        """Compare a model's distributed state with the peers', before it runs as it is written.
+        """Compare a model's distributed state with the peers', before it runs eagerly.
 
         Raises:
             RankDivergence: a name, a shape, a dtype, a placement or the order differs.
@@ -128,13 +123,13 @@ class Compiling:
         return artifact
 
     def _warn_of_many(self, artifact: Artifact, others: Artifacts) -> None:
-        """Say what keeps changing: early, and once more where artifacts begin to be dropped."""
+        """Warn of what keeps changing: after `_MANY` artifacts, and again when they begin to be dropped."""
         most, count = self._settings.max_artifacts, len(others)
         drops = count >= most
         if count < min(_MANY, most):
-            self._said.clear()
-        elif drops not in self._said:
-            self._said.add(drops)
+            self._warned.clear()
+        elif drops not in self._warned:
+            self._warned.add(drops)
             name, changes = artifact.compilation.captured.name, what_changed(artifact, others)
             limit = f"; `max_artifacts` is {most}: for each new program, the one used longest ago is dropped"
             warnings.warn(
@@ -145,12 +140,12 @@ class Compiling:
 
 
 def _is_step(call: UserCall, refusal: UnsupportedProgram) -> bool:
-    """Whether what was refused is a function that is compiled as a step."""
+    """Whether the refused call is of a function that can be compiled as a training step instead."""
     return isinstance(refusal, AccumulatesInside) and not isinstance(call.target, nn.Module)
 
 
 def compiling(backend: str | Compiler | Backend, settings: Settings | Mapping[str, Any] | None) -> Compiling:
-    """What compiles as a user says, and looks in the cache first.
+    """The maker of artifacts for a user's backend and settings, with the compile cache.
 
     Args:
         backend: see `compile`.
@@ -164,4 +159,4 @@ def compiling(backend: str | Compiler | Backend, settings: Settings | Mapping[st
 
 
 _MANY = 8
-"""How many artifacts a function has before it is asked what keeps changing: it may well go on."""
+"""The number of artifacts of a function from which on it is likely that it goes on recompiling."""

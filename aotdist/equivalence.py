@@ -1,4 +1,4 @@
-"""Whether two traces are of one program: one with symbols and one with numbers, or one after the other."""
+"""Compares two traces of a program: one with symbols and one with numbers, or traces of successive calls."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from aotdist.trace.trace import Traced
 
 
 def is_same_with_symbols(symbolic: Traced, numbers: Traced) -> bool:
-    """Whether a trace with symbols is of the program of one with numbers, and computes as Python does."""
+    """Whether a trace with symbols and one with numbers are of one program, and compute the same."""
     return (
         _is_exact(symbolic)
         and not symbolic.symbols.decides_by(symbolic.symbols.floats())
@@ -33,20 +33,20 @@ def is_same_with_symbols(symbolic: Traced, numbers: Traced) -> bool:
 
 def _is_exact(traced: Traced) -> bool:
     """Whether all symbolic numbers are computed as Python computes them."""
-    taken = [node.meta["val"] for node in traced.graph.named_sizes().values()]
-    said = pytree.tree_leaves([_results(traced), list(_assigned(traced.facts).values())])
-    return all(computes_exactly(number) for number in (*taken, *said) if isinstance(number, SYMBOLIC))
+    sizes = [node.meta["val"] for node in traced.graph.named_sizes().values()]
+    results = pytree.tree_leaves([_results(traced), list(_assigned(traced.facts).values())])
+    return all(computes_exactly(number) for number in (*sizes, *results) if isinstance(number, SYMBOLIC))
 
 
 def _have_same_constants(symbolic: Traced, traced: Traced) -> bool:
-    """Whether results and assignments that are no tensors are the same, but for symbols."""
+    """Whether results and assignments that are no tensors are the same, up to symbols."""
     ours, theirs = _assigned(symbolic.facts), _assigned(traced.facts)
     results, other_results = _results(symbolic), _results(traced)
     carried, other_carried = _carried(symbolic.graph), _carried(traced.graph)
     if len(results) != len(other_results):
         return False
     pairs = list(zip(results, other_results, strict=True))
-    # What is assigned the number that it holds anyway shows as an assignment with symbols only.
+    # Assigning a place the number that it holds already is an assignment with symbols only.
     pairs += [(ours[place], theirs[place]) for place in ours.keys() & theirs.keys()]
     if theirs.keys() - ours.keys():
         return False
@@ -56,13 +56,13 @@ def _have_same_constants(symbolic: Traced, traced: Traced) -> bool:
             return False
         pairs_of_leaves = zip(leaves, other_leaves, strict=True)
         numbers = [(a, b) for a, b in pairs_of_leaves if is_constant(b) or isinstance(b, SYMBOLIC)]
-        if not all(_is_hinted(_told(a, carried), _told(b, other_carried)) for a, b in numbers):
+        if not all(_is_hinted(_value(a, carried), _value(b, other_carried)) for a, b in numbers):
             return False
     return True
 
 
 def _results(traced: Traced) -> list[Any]:
-    """Results that are no tensors; a number that a tensor carries outside is one of them."""
+    """The results that are no tensors, with numbers that are returned as tensors (see `_carried`)."""
     facts, found, carried = traced.facts, list[Any](), _carried(traced.graph)
     for fact in facts.outputs:
         match fact:
@@ -76,18 +76,18 @@ def _results(traced: Traced) -> list[Any]:
 
 
 def _carried(graph: Graph) -> dict[str, Any]:
-    """Numbers that results carry outside, by the names of the results, as they are in this call."""
+    """The values, in this call, of numbers that the graph returns as tensors, by the name of the result."""
     results = {slot.path: node for slot, node in graph.named_results().items() if slot.role == "output"}
     return {name: _known(node) for name, node in results.items() if node is not None and _is_known(node)}
 
 
-def _told(number: Any, carried: Mapping[str, Any]) -> Any:
-    """A number, or what it is in this call if a result carries it."""
+def _value(number: Any, carried: Mapping[str, Any]) -> Any:
+    """The value in this call of a number that the graph returns as a tensor; other numbers as they are."""
     return carried.get(str(number), number) if isinstance(number, SYMBOLIC) else number
 
 
 def _is_known(node: Node) -> bool:
-    """Whether what a number is in this call is known, or what a tensor holds that carries it."""
+    """Whether a node is a number, or a tensor that holds one, whose value in this call is known."""
     return KNOWN in node.meta or (node.target in _OF_CARRIED and _is_known(node.all_input_nodes[0]))
 
 
@@ -99,7 +99,7 @@ _OF_CARRIED = (torch.ops.aten.clone.default, torch.ops.aten._local_scalar_dense.
 
 
 def _assigned(facts: Facts) -> dict[tuple[int, Any], Any]:
-    """What places are assigned, by where they are."""
+    """The constants that are assigned, by place."""
     return {place.spot(): value for place, value in Returned.of(facts).constants()}
 
 
@@ -113,28 +113,28 @@ def _have_same_operations(symbolic: Graph, graph: Graph) -> bool:
 
 
 def _operations(graph: Graph) -> list[tuple[Any, list[Any]]]:
-    """What each node calls, and with what: results of nodes are named by position, numbers by value."""
-    told: dict[Node, Any] = {node: node.meta["val"] for node in graph.named_sizes().values()}
+    """Target and arguments of each node, with results of nodes named by position, and numbers by value."""
+    names: dict[Node, Any] = {node: node.meta["val"] for node in graph.named_sizes().values()}
     found: list[tuple[Any, list[Any]]] = []
     for node in graph.gm.graph.nodes:
         if _is_known(node):
-            told[node] = _known(node)
+            names[node] = _known(node)
         elif _keeps_all(node):
-            told[node] = told[node.args[0]]
+            names[node] = names[node.args[0]]
         elif not node.users and getattr(node.target, "is_view", False):
             continue
-        elif node not in told:
-            told[node] = f"operation {len(found)}"
+        elif node not in names:
+            names[node] = f"operation {len(found)}"
             args = pytree.tree_leaves((node.args, node.kwargs))
-            args = [told[arg] if isinstance(arg, Node) else arg for arg in args]
-            if node.op == "output":  # numbers that are kept are compared as what they are
+            args = [names[arg] if isinstance(arg, Node) else arg for arg in args]
+            if node.op == "output":  # numbers among the results are compared as constants
                 args = [arg for arg in args if arg is None or isinstance(arg, str)]
             found.append((node.target if node.op in ("call_function", "get_attr") else node.op, args))
     return found
 
 
 def _keeps_all(node: Node) -> bool:
-    """Whether a node is its argument, at the sizes at hand: traces with numbers leave some of these out."""
+    """Whether a node returns its whole argument at the sizes of this call; traces with numbers omit some."""
     if node.target not in _OF_SLICES:
         return False
     sizes = [[hint(size) for size in each.meta["val"].size()] for each in (node, node.all_input_nodes[0])]
@@ -149,13 +149,13 @@ _OF_SLICES = (
 
 
 def _is_hinted(symbolic: Any, known: Any) -> bool:
-    """Whether `known`, a constant or computed of sizes, is what the symbolic number is in this call."""
+    """Whether the symbolic number has the value `known`, a constant or another symbol, in this call."""
     known = hint(known) if isinstance(known, SYMBOLIC) else known
     return is_constant(known) and same_constant(hint(symbolic), known)
 
 
 def is_same_program(one: Traced, other: Traced) -> bool:
-    """Whether two traces are of one program, but for the constants that it assigns."""
+    """Whether two traces are of one program, up to the constants that it assigns."""
     same_inputs = one.program.ins == other.program.ins
     same_facts = without_returned(one.facts) == without_returned(other.facts)
     same_facts &= Returned.of(one.facts).log.prints() == Returned.of(other.facts).log.prints()
@@ -165,13 +165,13 @@ def is_same_program(one: Traced, other: Traced) -> bool:
 
 
 def without_returned(facts: Facts) -> Facts:
-    """`facts` without the output that says what is assigned."""
+    """`facts` without the output that holds the structure of the results and the assignments."""
     outputs = (f for f in facts.outputs if not (isinstance(f, NotATensor) and isinstance(f.value, Returned)))
     return replace(facts, outputs=Row(outputs))
 
 
 def are_same(ones: Sequence[Any], others: Sequence[Any]) -> bool:
-    """Whether two graphs hold the same tensors, or equal ones."""
+    """Whether two lists of attributes of graphs hold the same objects, or equal tensors."""
     return len(ones) == len(others) and all(
         one is other
         or (isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and _are_equal(one, other))

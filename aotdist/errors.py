@@ -1,7 +1,7 @@
-"""What aotdist raises: one base class, few kinds, one shape of message.
+"""The errors of aotdist: one base class, few kinds, one form of message.
 
-A message is written for the person who meets it: what happened and to which slot, the line of
-their program, the stage that noticed, and the way out::
+A message has what happened and to which tensor, the line of the user's program, the stage that noticed, and
+a fix::
 
     UnsupportedProgram: `x.item()` needs the value of a tensor while the program is being captured
       at model.py:88   if loss.item() > 3:      stage: capture
@@ -14,12 +14,12 @@ from __future__ import annotations
 class AotdistError(RuntimeError):
     """Base of every error that aotdist raises on purpose.
 
-    It is a `RuntimeError`, as what PyTorch raises for the same reasons is, so code that expects
-    PyTorch's finds ours. What tells PyTorch's from ours looks for `AotdistError` first.
+    It is a `RuntimeError`, as PyTorch's errors for the same reasons are, so that code which catches those
+    catches ours.
 
     Args:
-        what: the fault in one sentence, naming the slot (`blocks.3.scale`) when there is one.
-        where: the user's source line as `file:line   code`, when it is known.
+        what: the fault in one sentence, with the name of the tensor (`blocks.3.scale`) if there is one.
+        where: the user's source line as `file:line   code`, if it is known.
         stage: the stage of the pipeline that noticed.
         fix: what the user can do about it.
     """
@@ -34,7 +34,7 @@ class AotdistError(RuntimeError):
         super().__init__(self._render())
 
     def or_else(self, way_out: str) -> None:
-        """Name another way out."""
+        """Add another way out to `fix`."""
         self.fix = f"{self.fix}; or {way_out}" if self.fix else way_out
         self.args = (self._render(),)
 
@@ -56,7 +56,7 @@ class AotdistError(RuntimeError):
 
 
 class PassesPrograms(BaseException):
-    """What a trace raises through programs that catch every `Exception`; it is no interrupt."""
+    """Raised in a trace, through user code that catches every `Exception`; it is no interrupt."""
 
 
 class UnsupportedProgram(AotdistError):
@@ -64,11 +64,11 @@ class UnsupportedProgram(AotdistError):
 
 
 class BadSettings(AotdistError):
-    """A setting, an option or the environment is wrong; nothing was compiled."""
+    """A setting, an argument or the environment is wrong; nothing was compiled."""
 
 
 class SignatureMismatch(AotdistError):
-    """Arguments do not fit what an artifact was compiled for, and it may not be compiled again."""
+    """A call does not fit the artifact that was loaded for it, and may not be compiled."""
 
 
 class RankDivergence(AotdistError):
@@ -80,16 +80,16 @@ class RankLost(AotdistError):
 
 
 class CacheCorrupt(AotdistError):
-    """A cache entry is damaged: a warning at a call, an error of `aotdist cache verify`."""
+    """A cache entry is damaged: a warning at a call, an error in `aotdist cache verify`."""
 
 
 class BadArtifact(AotdistError):
-    """An artifact in a file cannot be used: it is damaged, or made by, or for, something else."""
+    """An artifact's file cannot be used: it is damaged, of other versions, or for another machine."""
 
 
 class IndexOutOfBounds(AotdistError, IndexError):
-    """An index, or a label, is none of the dimension that it picks from: an `IndexError`, as in eager."""
+    """An index, or a label, is out of bounds of its dimension: an `IndexError`, as in eager."""
 
 
 class InternalError(AotdistError):
-    """A bug of ours: something that an earlier stage promised does not hold."""
+    """A bug in aotdist: a stage broke its promise."""

@@ -1,7 +1,7 @@
 """What one trace showed: which inputs are written, and what each output is.
 
-Facts speak of the program's own tensors (wrappers still on) and are all that the later stages know
-of it. They are plain frozen data: a `match` over them ends in `assert_never`.
+Facts are about the program's own tensors (wrappers included), and are all that later stages know of the
+program. They are frozen data: a `match` over them ends in `assert_never`.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ from aotdist.torch_seam.ambient import autocast_off
 from aotdist.torch_seam.modes import no_modes
 
 DETACH = torch.ops.aten.detach.default
-"""The log takes what it makes for a view; autograd does not."""
+"""Its result is a view in the log of views, but not to autograd."""
 
 
 def data_of(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor.data`: as `tensor.detach()`, with a version counter of its own."""
+    """`tensor.data`: like `tensor.detach()`, but with a version counter of its own."""
     return tensor.data
 
 
 @dataclass(frozen=True, slots=True)
 class Inside:
-    """The tensor that lies inside of a wrapper at a path of attributes (`._local_tensor`)."""
+    """The view step to the tensor inside a wrapper at a path of attributes (`._local_tensor`)."""
 
     path: str
 
     def __call__(self, wrapper: torch.Tensor) -> torch.Tensor:
-        """Take it out, the same object each time."""
+        """The tensor inside, the same object each time."""
         return operator.attrgetter(self.path[1:])(wrapper)
 
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """The wrapper around one tensor that shows the memory of that tensor.
+    """The view step from a tensor to a wrapper around it.
 
     Args:
-        recipe: how to put it together; the tensor inside counts as plain, whatever it is.
+        recipe: how to make the wrapper; the tensor inside counts as plain, whatever it is.
     """
 
     recipe: Wrapper
 
     def __call__(self, inner: torch.Tensor) -> torch.Tensor:
-        """Put a new one together."""
+        """A new wrapper around `inner`."""
         return wrapper_rule(self.recipe.cls).around(inner, self.recipe)
 
     def __str__(self) -> str:
@@ -71,9 +71,9 @@ class ViewStep:
         args: its other positional arguments; they hold no tensors.
         kwargs: its keyword arguments as pairs.
         pick: which of several results (`split`, `unbind`), or None.
-        grad: whether grad mode was on when the view was made; a view made under `no_grad` stays
-            without gradient.
-        serial: number of the operation in the trace; views of one `x.detach()` have that step in common.
+        grad: whether grad mode was on when the view was made; views made under `no_grad` have no gradient.
+        serial: number of the operation in the trace, by which views share a step (all views of one
+            `x.detach()`).
     """
 
     op: Callable[..., Any]
@@ -84,28 +84,28 @@ class ViewStep:
     serial: int = 0
 
     def of(self, base: torch.Tensor) -> Any:
-        """Run the operation, in the grad mode that it was recorded in; several views, if it has a `pick`."""
+        """Run the operation in its grad mode; it returns several views if there is a `pick`."""
         with torch.set_grad_enabled(self.grad):
             return self.op(base, *self.args, **dict(self.kwargs))
 
     def is_common(self) -> bool:
-        """Whether views that have this step in common are made from one result of it."""
+        """Whether views that share this step are made from one result of it."""
         return self.pick is not None or self.ends_views()
 
     def ends_views(self) -> bool:
-        """Whether autograd does not take the result for a view, so that it is the base of its own views."""
+        """Whether the result is no view to autograd, and so the base of its own views."""
         return self.op in (DETACH, data_of) or isinstance(self.op, (Inside, Around))
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionView:
-    """Views with a history that replaying would lose: a user's `autograd.Function` made them, for example.
+    """Views with a history that replaying would lose: by a user's `autograd.Function`, for example.
 
     Args:
-        steps: the views, to be made without history; none where a tensor inside of a wrapper was written.
+        steps: the views, made without history; empty where a tensor inside a wrapper was written.
         value: the node output whose history the last view gets.
-        creation: autograd's `CreationMeta` of the view, which decides whether it may be written; None for
-            what autograd does not take for a view.
+        creation: autograd's `CreationMeta` of the view, which decides whether it may be written; None if it
+            is no view to autograd.
     """
 
     steps: tuple[ViewStep, ...]
@@ -114,7 +114,7 @@ class FunctionView:
 
     @property
     def serial(self) -> int:
-        """Which operation of the trace made the last of them."""
+        """As `ViewStep.serial`, of the last step."""
         return self.steps[-1].serial
 
     def is_common(self) -> bool:
@@ -127,7 +127,7 @@ Step: TypeAlias = ViewStep | FunctionView
 
 @dataclass(frozen=True, slots=True)
 class Untouched:
-    """The input's data is as it was.
+    """The input's data is not written.
 
     Args:
         bumps: by how much its version counter increases nevertheless (`x[0].t_()` counts as a write of `x`).
@@ -210,7 +210,7 @@ class Kept:
 
 
 Place: TypeAlias = Fresh | IsInput | ViewOfInput | ViewOfIntermediate | ViewOfOutput | Kept
-"""Where to find a tensor outside of the region, or how to make it there."""
+"""Where to find a tensor outside the region, or how to make it there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,16 +223,16 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class MetadataWrite:
-    """Sizes, strides, storage or history are written in place: `op(target, *args, **kwargs)`.
+    """Sizes, strides, storage or history are changed in place: `op(target, *args, **kwargs)`.
 
     Args:
         target: an input, a tensor that the region returns, or (without steps) an output.
         op: the operator (`aten.t_.default`), or a function that does the same (`Tensor.detach_`).
-        args: its other positional arguments; tensors stand there as a `Place`.
+        args: its other positional arguments, with a `Place` for each tensor.
         kwargs: its keyword arguments as pairs; they hold no tensors.
         grad: whether grad mode was on.
-        number: position among all such writes of the program; negative for one that comes after all others.
-        data: what the tensor holds afterwards, if it was given a larger storage.
+        number: position among all metadata writes of the program; negative if it comes after all others.
+        data: the tensor's new data, if it was given a larger storage.
     """
 
     target: Place
@@ -245,7 +245,7 @@ class MetadataWrite:
 
 
 Action: TypeAlias = OutIdx | Keep | MetadataWrite
-"""What is done outside of the region, after it."""
+"""What is done outside the region, after it has run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,9 +254,9 @@ class NodeOut:
 
     Args:
         slot: its name; role `output` or `write`.
-        recipe: how it is put together from plain tensors.
-        differentiable: whether a gradient can come back for it.
-        version: its version counter: how often the program wrote it after making it.
+        recipe: how it is made of plain tensors.
+        differentiable: whether it can get a gradient.
+        version: its version counter: the number of writes after it was made.
     """
 
     slot: Slot
@@ -271,16 +271,17 @@ HeldPlace: TypeAlias = Fresh | OutIdx
 
 @dataclass(frozen=True, slots=True)
 class ObservedGrad:
-    """A tensor in the caller's hands that the gradient of another result passes on its way back.
+    """A tensor that the caller has, and through which gradients of other results flow: a waypoint.
 
-    The caller may watch what passes, or change it: hooks, `retain_grad`, `autograd.grad` with respect to it.
+    The caller may read or change its gradient: by hooks, `retain_grad`, or `autograd.grad` with respect to
+    it.
 
     Args:
         path: its name among the graph's slots.
-        place: what it is to the caller: a result, or a view of one.
-        value: the node output that its gradient belongs to; None for a view, whose gradient goes on outside.
-        total: recipe of its gradient, if any arrives.
-        pieces: recipes of the summands that the program itself adds to its gradient, in their order.
+        place: where the caller has it: it is a result, or a view of one.
+        value: the node output that its gradient belongs to; None for a view, whose gradient flows outside.
+        total: recipe of its whole gradient, if it gets one from the caller.
+        pieces: recipes of the summands that the program itself adds to its gradient, in order.
     """
 
     path: str
@@ -301,7 +302,7 @@ class Choice:
 
     Args:
         outs: these results.
-        grads: the inputs that get a gradient from them, and its recipe.
+        grads: the inputs that get a gradient from them, with its recipe.
         writes: the inputs that their backward writes, see `BackwardFacts`.
         kept: recipes of what user code in that backward keeps.
     """
@@ -316,7 +317,7 @@ class Choice:
 
         Args:
             ins: names of the inputs.
-            recipes: how each of them is put together.
+            recipes: their recipes.
         """
         suffix = f" from {','.join(map(str, self.outs))}"
         grads = [
@@ -333,7 +334,7 @@ class Choice:
 
 
 def kept_slots(recipes: Sequence[Recipe], suffix: str = "") -> list[Slot]:
-    """The names of what user code in a backward keeps."""
+    """The names of tensors that user code in a backward keeps."""
     return [
         Slot("kept", f"{position}{suffix}", inner)
         for position, recipe in enumerate(recipes)
@@ -343,13 +344,13 @@ def kept_slots(recipes: Sequence[Recipe], suffix: str = "") -> list[Slot]:
 
 @dataclass(frozen=True, slots=True)
 class DataGuard:
-    """Conditions on data that is there before a call, on which the program branched at capture.
+    """Conditions on the data of inputs, on which the program branched at capture.
 
     Args:
         ask: computes the conditions from tensors and numbers of the call, tensors first.
-        holds: whether each held at capture.
-        of: the plain tensors that they depend on: an input, and which of its plain tensors; empty where who
-            asks knows them.
+        holds: whether each was true at capture.
+        of: the plain tensors that they depend on, as (input, index of its plain tensor); empty if `ask` has
+            them itself.
         sizes: the symbolic numbers that they depend on.
     """
 
@@ -359,7 +360,7 @@ class DataGuard:
     sizes: tuple[Expression, ...] = ()
 
     def is_same(self, *given: torch.Tensor | float) -> bool:
-        """Whether the answers are the same for these tensors, and numbers."""
+        """Whether the conditions are as at capture for these tensors and numbers."""
         with no_modes(), autocast_off(), torch.no_grad():
             return tuple(map(bool, self.ask(*given))) == self.holds
 
@@ -369,19 +370,18 @@ class BackwardFacts:
     """What the trace showed of the backward.
 
     Args:
-        grads: for each input, the recipe of its gradient, or None when it gets none.
-        writes: inputs that it wrote, and by how much their version counters increase.
-        waypoints: tensors in the caller's hands that gradients of results pass, in the order in which the
-            program made them.
+        grads: for each input, the recipe of its gradient, or None if it gets none.
+        writes: inputs that it writes, and by how much their version counters increase.
+        waypoints: the waypoints, in the order in which the program made them.
         levels: for each node output, one more than the position of the last waypoint that its gradient
-            passes; 0 if it passes none. Empty if there are no waypoints.
-        once: whether it runs once for each call: it is computed of a tensor that the forward makes and nobody
-            holds, and writes it, so that another would find another value.
-        choices: choices of results for which it was traced separately.
+            flows through; 0 if there is none. Empty if there are no waypoints.
+        once: whether it can run only once for each call: it reads and writes a tensor that the forward made
+            and nobody else has, so that a second run would read another value.
+        choices: the choices of results for which it was traced separately.
         adds_layouts: whether it adds gradients of different layouts (DTensors of other placements), so that
-            the backward of some of the results is more than a part of this one.
-        freed: results in whose histories autograd frees the same saved tensors after a backward, so that
-            there is no other backward of these; each such set once.
+            the backward of some results is not a part of this one.
+        freed: sets of results whose histories share saved tensors: after the backward of one of them,
+            autograd has freed what the others need.
     """
 
     grads: Row[PrimalIdx, Recipe | None]
@@ -401,24 +401,25 @@ class Facts:
     Args:
         inputs: what happens to each input.
         outputs: what each output is.
-        order: outputs, and writes of metadata, in the order in which the program made them. They are made
-            again in that order: a view shows its base as it was then, and autograd sums the gradients of
-            several views in that order.
+        order: outputs and metadata writes, in the program's order, in which they are repeated: a view depends
+            on the metadata of its base at that point, and autograd sums the gradients of several views in
+            that order.
         node_outs: what the autograd node returns: fresh outputs, bases of views, new values of inputs.
-        recipes: how each input is put together from plain tensors.
+        recipes: how each input is made of plain tensors.
         backward: what the backward does.
-        rewinds: inputs, and how many of their counted writes are writes of metadata. Those are counted twice,
-            by the region, which saves inputs as they are after all writes, and when they are repeated
-            outside; so the counters are set back in between.
-        switched_on: inputs that the program lets require grad.
-        storages: plain tensors beneath inputs, by position, whose offset and bytes of storage matter.
-        related: whether some inputs are functions of others, so that the graph does not show all that its
-            results depend on.
-        asked: attributes of inputs by which the program asks autograd (`is_leaf`), and the answers; of
+        rewinds: inputs, with their number of metadata writes. Version counters count these twice: in the
+            region, so that inputs are saved with the final version, and when they are repeated outside; in
+            between, they are set back by this number.
+        switched_on: inputs on which the program calls `requires_grad_`.
+        storages: plain tensors inside inputs, by position, on whose storage offset and bytes the program
+            depends.
+        related: whether some inputs are functions of others, so that results depend on more than the graph
+            shows.
+        asked: attributes of inputs that the program reads from autograd (`is_leaf`), with their values; of
             `grad_fn` and `grad`, whether there is one.
-        data_guards: conditions on data of inputs that the program branched on.
+        data_guards: conditions on the data of inputs that the program branched on.
         numbers: names of the unbacked symbols in these facts, each with the node output that holds its value,
-            or with how Python computes it from those before.
+            or with how Python computes it from earlier ones.
     """
 
     inputs: Row[PrimalIdx, InputFact]
@@ -436,7 +437,7 @@ class Facts:
     numbers: tuple[tuple[str, NodeOutIdx | NumberStep], ...] = ()
 
     def written(self) -> Set[PrimalIdx]:
-        """Inputs whose data is written, in forward or backward, or that grow, and may be written then."""
+        """Inputs whose data is written, in forward or backward, or that get a larger storage."""
         forward = {idx for idx, fact in self.inputs.enumerate() if isinstance(fact, DataWritten)}
         grown = [write.target for write in self.metadata_writes() if write.data is not None]
         forward |= {target.input for target in grown if isinstance(target, IsInput)}

@@ -19,10 +19,10 @@ AS_USUAL = 0o666
 
 
 def path_of(given: Any, name: str = "path") -> Path:
-    """The path that a user gave.
+    """The path that a user passed.
 
     Args:
-        given: what it is given as.
+        given: what the user passed.
         name: of the argument.
 
     Raises:
@@ -34,10 +34,10 @@ def path_of(given: Any, name: str = "path") -> Path:
 
 
 def refuse_unwritable(path: Path) -> None:
-    """Refuse the path of a file that cannot be written, before the work that it is for is done.
+    """Refuse the path of a file that cannot be written, before the work whose result it is to hold.
 
     Args:
-        path: as a user gave it.
+        path: of the file.
 
     Raises:
         BadSettings: it is a folder, its own folder does not exist, or nobody here may write it.
@@ -51,14 +51,14 @@ def refuse_unwritable(path: Path) -> None:
 
 
 def is_owners_alone(known: os.stat_result) -> bool:
-    """Whether something belongs to this user, and nobody else may write it."""
+    """Whether a file or folder belongs to this user, and nobody else may write it."""
     return known.st_uid == os.geteuid() and not known.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def with_checksum(document: Mapping[str, Any]) -> str:
-    """A document of JSON's types, as it stands in a file: with the SHA-256 of the rest at its end.
+    """A JSON document as text, with the SHA-256 of its other fields as the last one.
 
-    A text is as it was written if this returns it, for what it says.
+    A file is undamaged if this function returns its text for the document in it.
     """
     rest = {name: value for name, value in document.items() if name != "sha256"}
     digest = hashlib.sha256(json.dumps(rest).encode()).hexdigest()
@@ -66,15 +66,15 @@ def with_checksum(document: Mapping[str, Any]) -> str:
 
 
 def write_whole(path: Path, chunks: Iterable[bytes], *, mode: int = OWNER_ONLY) -> None:
-    """Write a file; one that is there is replaced when all is written.
+    """Write a file; an existing one is replaced once everything is written.
 
-    Many may write the same file at once: each writes one of its own, and the last to finish is kept. A writer
-    that is killed leaves one behind whose name begins with a dot.
+    Several processes may write the same file at once: each writes a file of its own, and the last to finish
+    wins. A process that is killed leaves a file behind whose name begins with a dot.
 
     Args:
-        path: of the file; its folder is there.
+        path: of the file, in an existing folder.
         chunks: what to write, piece by piece.
-        mode: who may read it.
+        mode: its permissions.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.

@@ -1,4 +1,4 @@
-"""What is compiled, and how: what the settings and the backend ask of a trace."""
+"""One compilation: the call, the backend, the settings, and what they require of the trace."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from aotdist.trace.recorder import RecordOptions
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """What is compiled, and how; see `aotdist.pipeline.compile_call`.
+    """A call to compile, and how; see `aotdist.pipeline.compile_call`.
 
     Args:
         call: the call.
         backend: turns graphs into callables.
         settings: how to compile.
-        symbolic: try symbolic sizes, if the call, settings or marks ask for them.
-        finds_out: let the program choose by data of this call, see `aotdist.trace.numbers.data_guards`.
-        counts: places of numbers that symbols are to stand for.
-        counted: such numbers among the arguments, by path.
-        opens: let dimensions differ that `call.guessed` names.
-        set_up: spots of flags that were set up before: who finds them otherwise again has another program.
+        symbolic: try symbolic sizes, if the call, settings or marks request them.
+        finds_out: let the program branch on data of this call, see `aotdist.trace.numbers.data_guards`.
+        counts: places of numbers that become symbols.
+        counted: paths of arguments that are numbers and become symbols.
+        opens: make the dimensions in `call.guessed` dynamic.
+        set_up: spots of flags that earlier artifacts assumed to be set up.
     """
 
     call: UserCall
@@ -48,7 +48,7 @@ class Job:
     set_up: frozenset[Any] = frozenset()
 
     def with_numbers(self, numbers: Iterable[str | Source]) -> Job:
-        """With symbols for more numbers: paths of those among the arguments, and places of others."""
+        """With symbols for more numbers, given by path (arguments) or by place."""
         paths, places = list(self.counted), {place.spot(): place for place in self.counts}
         for number in numbers:
             if isinstance(number, Source):
@@ -58,26 +58,26 @@ class Job:
         return replace(self, counts=tuple(places.values()), counted=tuple(dict.fromkeys(paths)))
 
     def lacks(self, numbers: Iterable[str | Source]) -> bool:
-        """Whether there are symbols for some of these numbers only."""
+        """Whether some of these numbers have no symbol yet."""
         more = self.with_numbers(numbers)
         return len(more.counts) + len(more.counted) > len(self.counts) + len(self.counted)
 
     def needs_symbols(self) -> bool:
-        """Whether it is of no use without symbols."""
+        """Whether the job is of no use without symbols."""
         return bool(self.counts or self.counted or self.opens)
 
 
 def dims_of(job: Job, captured: Captured) -> Mapping[int, frozenset[int]]:
-    """The dimensions that symbols are to stand for, by the identity of the tensor."""
+    """The dimensions that become symbols, by the identity of the tensor."""
     if not job.opens:
         return captured.dims
     none = frozenset[int]()
-    known, guessed = captured.dims, job.call.guessed
-    return {key: known.get(key, none) | guessed.get(key, none) for key in {*known, *guessed}}
+    requested, guessed = captured.dims, job.call.guessed
+    return {key: requested.get(key, none) | guessed.get(key, none) for key in {*requested, *guessed}}
 
 
 def refuse_fakes(program: Program[PrimalIdx], backend: Backend) -> None:
-    """Refuse to make machine code for a call with fake tensors: it would read memory that is not there."""
+    """Refuse to make machine code for a call with fake tensors: it would read memory that does not exist."""
     for slot, example in zip(program.ins, program.examples, strict=True):
         if is_fake(example) and backend.name in ("inductor", "triton"):
             raise BadSettings(
@@ -88,12 +88,12 @@ def refuse_fakes(program: Program[PrimalIdx], backend: Backend) -> None:
 
 
 def record_options(backend: Backend, settings: Settings) -> RecordOptions:
-    """How settings, and the backend that is to run it, have a program recorded."""
+    """The options of the recorder that follow from the backend and the settings."""
     return RecordOptions(
         _decompositions(backend, settings),
         functional_rng=settings.functional_rng,
         backward_autocast=_backward_autocast(settings),
-        # A CUDA graph holds nothing that waits for data, as eager's formulas do.
+        # Eager's formulas may wait for data, which a CUDA graph cannot.
         of_bits=backend.name == "fx" and not settings.cuda_graphs,
         target=backend.target if isinstance(backend, TargetBackend) else None,
     )
@@ -110,7 +110,7 @@ def _backward_autocast(settings: Settings) -> Callable[[], AbstractContextManage
 
 
 def _decompositions(backend: Backend, settings: Settings) -> Decompositions:
-    """The operators that the trace decomposes; losses that a pass may look for are left whole."""
+    """The operators that the trace decomposes, without losses that a pass is to find whole."""
     table = backend.decompositions()
     if settings.loss_chunk_bytes is None:
         return table

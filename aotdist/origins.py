@@ -1,8 +1,8 @@
-"""Which line of the user's program an operation, or an error, comes from, and tracebacks for the user.
+"""The user's line that an operation or an error comes from, and shorter tracebacks.
 
-Between the user's call and the line of theirs that fails, PyTorch and aotdist put some forty frames while a
-program is captured; a traceback leaves them out, but for those of `torch.nn`, and one of ours. With
-`AOTDIST_TRACEBACK=full` all of them are shown.
+While a program is captured, there are some forty frames of PyTorch and aotdist between the user's call and
+the line that fails. Tracebacks leave them out, except those of `torch.nn` and one of ours, unless
+`AOTDIST_TRACEBACK=full`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Generator, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from types import CodeType, FrameType, MappingProxyType, TracebackType
 from typing import ParamSpec, TypeVar
@@ -29,6 +30,7 @@ _MODULE: ContextVar[str] = ContextVar("aotdist_module", default="")
 _PATHS: ContextVar[Mapping[torch.nn.Module, str]] = ContextVar("aotdist_paths")
 _LINE: ContextVar[str] = ContextVar("aotdist_line", default="")
 _NO_TAGS: Mapping[str, str] = MappingProxyType({})
+V = TypeVar("V")
 _TAGS: ContextVar[Mapping[str, str]] = ContextVar("aotdist_tags", default=_NO_TAGS)
 
 
@@ -48,65 +50,59 @@ def path_of(module: torch.nn.Module) -> str | None:
 
 
 @contextlib.contextmanager
-def with_paths(paths: Mapping[torch.nn.Module, str]) -> Generator[None]:
-    """Say which modules the program that is captured inside has, and what they are called."""
-    token = _PATHS.set(paths)
+def _setting(variable: ContextVar[V], value: V) -> Generator[None]:
+    token = variable.set(value)
     try:
         yield
     finally:
-        _PATHS.reset(token)
+        variable.reset(token)
+
+
+def with_paths(paths: Mapping[torch.nn.Module, str]) -> AbstractContextManager[None]:
+    """A block that captures a program with these modules, of these qualified names."""
+    return _setting(_PATHS, paths)
 
 
 def set_current_module(path: str) -> None:
-    """Say whose forward runs from now on."""
+    """Set what `current_module` returns from now on."""
     _MODULE.set(path)
 
 
-@contextlib.contextmanager
-def inside_module(path: str) -> Generator[None]:
-    """Say that the forward of the module at `path` runs inside."""
-    token = _MODULE.set(path)
-    try:
-        yield
-    finally:
-        _MODULE.reset(token)
+def inside_module(path: str) -> AbstractContextManager[None]:
+    """A block in which the forward of the module at `path` runs."""
+    return _setting(_MODULE, path)
 
 
 def current_line() -> str:
-    """The user's line that a graph was made of which runs in its place, if one does."""
+    """The user's line that the running graph was made of; empty if no graph of a user's program runs."""
     return _LINE.get()
 
 
 def set_current_line(line: str) -> None:
-    """Say which of the user's lines runs from now on, where the stack does not tell."""
+    """Set what `current_line` returns from now on."""
     _LINE.set(line)
 
 
-@contextlib.contextmanager
-def annotate(unit: str, policy: str | None = None) -> Generator[None]:
-    """Set `unit`, and `policy` if given, on every node that is recorded inside."""
-    token = _TAGS.set({**_TAGS.get(), "unit": unit} | ({"policy": policy} if policy else {}))
-    try:
-        yield
-    finally:
-        _TAGS.reset(token)
+def annotate(unit: str, policy: str | None = None) -> AbstractContextManager[None]:
+    """A block in which every recorded node gets this `unit`, and `policy` if given."""
+    return _setting(_TAGS, {**_TAGS.get(), "unit": unit} | ({"policy": policy} if policy else {}))
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _TORCH_MODULES = os.path.join(_TORCH, "nn") + os.sep
 _OURS = os.path.dirname(program.__file__) + os.sep
-# The trainer that ships with aotdist is a user like any other: its lines are worth showing. Commands are not.
+# The trainer that ships with aotdist counts as the user's code; the other commands do not.
 _EXAMPLES = os.path.join(_OURS, "launch") + os.sep
 _COMMANDS = os.path.join(_EXAMPLES, "commands") + os.sep
 _LIBRARIES = ("torch.nn.", "torch.optim.swa_utils", "transformers.")
-"""Where modules are from that may choose by data: the user cannot write them otherwise."""
+"""Modules that may branch on data, as the user cannot change them."""
 _SYMBOLS = (
     os.path.join(_TORCH, "__init__.py"),
     os.path.join(_TORCH, "fx", "experimental") + os.sep,
     os.path.join(_OURS, "torch_seam", "symbols.py"),
     __file__,
 )
-"""What stands between code that uses a symbolic number and what it is."""
+"""Files whose frames lie between code that uses a symbolic number and the number itself."""
 _FRAME = re.compile(r'File "(.+)", line (\d+), in ')
 
 
@@ -120,26 +116,26 @@ def is_user_file(filename: str) -> bool:
 
 
 class Origins:
-    """Answers "which line of the user's program is running?" in about a microsecond a frame."""
+    """Finds the line of the user's program that is running, in about a microsecond for each frame."""
 
     def __init__(self) -> None:
         self._user_file: dict[str, bool] = {}
         self._lines: dict[tuple[str, int], str] = {}
 
     def current(self) -> str:
-        """The innermost line of the user's on the stack, as `file:line   code`, or an empty string.
+        """The user's innermost line on the stack, as `file:line   code`, or an empty string.
 
-        Where a graph runs that was made of the user's program, the line that it was made of.
+        While a graph runs that was made of the user's program, it is the line that the graph was made of.
         """
         if line := current_line():
             return line
         frame: FrameType | None = inspect.currentframe()
         while frame is not None:
             filename = frame.f_code.co_filename
-            known = self._user_file.get(filename)
-            if known is None:
-                known = self._user_file[filename] = is_user_file(filename)
-            if known:
+            is_users = self._user_file.get(filename)
+            if is_users is None:
+                is_users = self._user_file[filename] = is_user_file(filename)
+            if is_users:
                 return self._line(filename, frame.f_lineno)
             frame = frame.f_back
         return ""
@@ -157,10 +153,10 @@ def describe_line(filename: str, number: int) -> str:
 
 
 def raised_at(traceback: TracebackType | None) -> str | None:
-    """The innermost line of the user's that an exception passed through.
+    """The user's innermost line that an exception passed through.
 
-    Where there is none, the line that a graph was made of; if a module of PyTorch's own was compiled, the
-    innermost line of `torch.nn`.
+    If there is none, it is the line that the running graph was made of, or else the innermost line of
+    `torch.nn`.
     """
     users, modules = None, None
     while traceback is not None:
@@ -185,7 +181,7 @@ def is_asked_by_a_library(frame: FrameType | None) -> bool:
 
 
 def is_asked_by_the_user() -> bool:
-    """Whether the user's own code asks what a symbolic number is: the line that uses it is theirs."""
+    """Whether the line that uses a symbolic number as a number is in the user's own code."""
     frame = inspect.currentframe()
     while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLS):
         frame = frame.f_back
@@ -193,12 +189,12 @@ def is_asked_by_the_user() -> bool:
 
 
 def is_called_by_the_user() -> bool:
-    """Whether a method of a symbolic number, which asks, is called by the user's own code."""
+    """Whether the caller, a method of a symbolic number, was called by the user's own code."""
     return (code := code_behind(2)) is not None and is_user_file(code.co_filename)
 
 
 def code_behind(depth: int) -> CodeType | None:
-    """The code `depth` frames behind the function that asks."""
+    """The code that is `depth` frames above the caller."""
     frame = inspect.currentframe()
     for _ in range(depth + 1):
         frame = None if frame is None else frame.f_back
@@ -206,10 +202,7 @@ def code_behind(depth: int) -> CodeType | None:
 
 
 def line_of_stack(stack: str) -> str:
-    """The innermost line of the user's in a stack that was written down, or an empty string.
-
-    Where there is none, the innermost line of `torch.nn`.
-    """
+    """The innermost line of the user's in a stack trace, or else of `torch.nn`; empty if there is neither."""
     frames = [(filename, int(number)) for filename, number in _FRAME.findall(stack)]
     users = [frame for frame in frames if is_user_file(frame[0])]
     lines = users or [frame for frame in frames if frame[0].startswith(_TORCH_MODULES)]
@@ -222,28 +215,31 @@ R = TypeVar("R")
 
 _NOTE = "(frames of PyTorch and aotdist are left out; AOTDIST_TRACEBACK=full shows them)"
 _KERNELS = "_aotdist_is_of_a_kernel"
-_LAYERS = os.path.join(os.path.dirname(torch.__file__), "nn") + os.sep
-_CALLING = (os.path.join(_LAYERS, "modules", "module.py"), os.path.join(_LAYERS, "parallel") + os.sep)
+_CALLING = (
+    os.path.join(_TORCH_MODULES, "modules", "module.py"),
+    os.path.join(_TORCH_MODULES, "parallel") + os.sep,
+)
+"""Files of `torch.nn` that only call modules."""
 _PYTHONS = os.path.join(sysconfig.get_path("stdlib"), "")
 _INSTALLED = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
 
 
 def note_kernels(error: BaseException) -> None:
-    """Note that a kernel raises `error` in eager, too: none of the frames on its way tells more."""
+    """Note that a kernel raises `error`, as in eager: its frames tell the user nothing."""
     setattr(error, _KERNELS, True)
 
 
 def shortened(error: E) -> E:
-    """`error`, to be raised to the user, without the frames between theirs.
+    """`error` with a traceback of the user's frames only.
 
-    What our errors were made of is left out. Errors of ours that are bugs, and errors in which no line of the
-    user's, of `torch.nn` or of a graph that was printed has part, keep all frames.
+    The causes of our own errors are dropped. Internal errors, and errors whose traceback has no line of the
+    user's, of `torch.nn` or of a printed graph, keep all frames.
     """
     if shows_all_frames() or isinstance(error, InternalError):
         return error
     found = _only(error.__traceback__, _is_shown) or _only(error.__traceback__, _is_printed)
     if found is None and isinstance(error, AotdistError) and error.__cause__ is not None:
-        found = _only(error.__cause__.__traceback__, _is_shown)  # the lines that led to what was refused
+        found = _only(error.__cause__.__traceback__, _is_shown)  # the lines that led to the refusal
     if found is None and not isinstance(error, AotdistError) and not hasattr(error, _KERNELS):
         return error
     if isinstance(error, AotdistError):
@@ -257,20 +253,20 @@ def shortened(error: E) -> E:
 
 
 def _shorten_chain(error: BaseException) -> None:
-    """Shorten what an exception of the user's was raised from, without what only we handled on the way."""
-    met = {id(error)}
-    while (before := error.__cause__ or error.__context__) is not None and id(before) not in met:
+    """Shorten the causes of an exception of the user's, and drop those that only our code handled."""
+    seen = {id(error)}
+    while (before := error.__cause__ or error.__context__) is not None and id(before) not in seen:
         found = _only(before.__traceback__, _is_shown)
         if isinstance(before, AotdistError) or found is None:
             error.__cause__ = error.__context__ = None
             return
-        met.add(id(before))
+        seen.add(id(before))
         before.__traceback__ = found
         error = before
 
 
 def _only(traceback: TracebackType | None, is_shown: Callable[[str], bool]) -> TracebackType | None:
-    """A traceback of the frames in some files; None if there is none."""
+    """The part of a traceback that is in some files; None if it is empty."""
     shown: list[TracebackType] = []
     while traceback is not None:
         if is_shown(traceback.tb_frame.f_code.co_filename):
@@ -283,7 +279,7 @@ def _only(traceback: TracebackType | None, is_shown: Callable[[str], bool]) -> T
 
 
 def _is_shown(filename: str) -> bool:
-    if filename.startswith(_LAYERS):
+    if filename.startswith(_TORCH_MODULES):
         return not filename.startswith(_CALLING)
     is_of_python = filename.startswith(_PYTHONS) and not filename.startswith(_INSTALLED)
     return is_user_file(filename) and not is_of_python
@@ -294,7 +290,7 @@ def _is_printed(filename: str) -> bool:
 
 
 def short_tracebacks(function: Callable[P, R]) -> Callable[P, R]:
-    """`function`, whose errors are shown as the user needs them: see `shortened`."""
+    """`function`, with the errors that it raises `shortened`."""
 
     @functools.wraps(function)
     def entered(*args: P.args, **kwargs: P.kwargs) -> R:

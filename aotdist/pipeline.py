@@ -1,4 +1,4 @@
-"""The stages, in order: `_run_stages` reads from top to bottom."""
+"""The pipeline: `_run_stages` has its stages, from top to bottom."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def compile_call(
         backend: turns graphs into callables.
         settings: how to compile.
         earlier: artifacts for other calls of the same function.
-        symbolic: try symbolic sizes, if the call, settings or marks ask for them.
-        undecided: its kind, if all ranks run such calls as they were written where one is refused.
+        symbolic: try symbolic sizes, if the call, settings or marks request them.
+        undecided: its kind, if all ranks are to run such calls eagerly where one rank's is refused.
 
     Raises:
         UnsupportedProgram: the program cannot be compiled ahead of time; or `undecided`, by a peer.
@@ -77,7 +77,7 @@ def compile_call(
 
 @alone
 def compilation_of(call: UserCall, backend: Backend, settings: Settings) -> Compilation:
-    """Compile one call for others to load: other ranks are not asked, and nothing is loaded here.
+    """Compile one call for other processes, without loading it here, and without other ranks.
 
     Raises:
         UnsupportedProgram: the program cannot be compiled ahead of time.
@@ -90,7 +90,7 @@ def compilation_of(call: UserCall, backend: Backend, settings: Settings) -> Comp
 
 
 def _printed(job: Job) -> Artifact:
-    """What is made of a call: without a guess of its dimensions, where no program can be made with it."""
+    """The artifact for a call; if compiling with guessed dynamic sizes or numbers fails, without these."""
     try:
         return printed(_compile(job))
     except Exception:  # a user's compiler raises what it likes
@@ -100,7 +100,7 @@ def _printed(job: Job) -> Artifact:
 
 
 def printed(compilation: Compilation) -> Artifact:
-    """A compilation as something to call, for the calls that it fits."""
+    """The artifact of a compilation."""
     fit, settings = fit_of(compilation), compilation.settings
     refuse_overlap(fit)
     if settings.validate_guards:
@@ -115,21 +115,21 @@ def loaded_together(
     earlier: Artifacts | None = None,
     undecided: str | None = None,
 ) -> Artifact:
-    """Load what `made` makes on each rank, when all have made theirs and agree on it.
+    """The artifact that `made` returns, once all ranks have made theirs and agree on them.
 
     Args:
         label: what is compiled, for messages.
         settings: how it is compiled.
-        made: compiles it, or reads what was compiled before, and prints it.
+        made: compiles the artifact, or reads it from a file.
         earlier: artifacts for other calls of the same function.
         undecided: see `compile_call`.
 
     Raises:
-        UnsupportedProgram: a peer's call was refused, and all run calls of this kind as they were written.
+        UnsupportedProgram: a peer's call was refused, and all run calls of this kind eagerly.
         RankDivergence: the ranks have different sequences of collectives.
         RankLost: another rank failed, or did not come to compare.
     """
-    # A trace makes a million small objects and no garbage to speak of: looking for some doubles its time.
+    # A trace makes a million small objects and hardly any garbage: collecting it would double the time.
     with failing_together(label, undecided), collector_paused():
         artifact = made()
     compilation = artifact.compilation
@@ -138,7 +138,7 @@ def loaded_together(
         label=label,
         settings=settings,
         groups=process_groups(compilation.traced.facts.recipes),
-        # Ranks decide about a kind once, and all of them come for that.
+        # All ranks come to decide about a kind of calls, whatever they agreed on before.
         earlier=() if earlier is None or undecided is not None else earlier.agreed(),
         check=artifact.check,
         undecided=undecided,
@@ -149,8 +149,8 @@ def loaded_together(
 
 def _compile(job: Job) -> Compilation:
     warn_of_untested_torch()
-    with showing(job.call.name) as progress, users_modes_off(), ExitStack() as on_failure:
-        compilation = _run_stages(job, StageTimes(progress=progress), on_failure)
+    with showing(job.call.name) as times, users_modes_off(), ExitStack() as on_failure:
+        compilation = _run_stages(job, times, on_failure)
         on_failure.pop_all()  # nothing is undone
         return compilation
 
@@ -160,8 +160,8 @@ def _run_stages(job: Job, times: StageTimes, on_failure: ExitStack) -> Compilati
 
     Args:
         job: what to compile, and how.
-        times: where to note how long each stage takes.
-        on_failure: what is undone if a stage fails.
+        times: records how long each stage takes.
+        on_failure: undoes the program's changes in Python if a stage fails.
     """
     backend, settings = job.backend, job.settings
     backend.check()
@@ -171,7 +171,7 @@ def _run_stages(job: Job, times: StageTimes, on_failure: ExitStack) -> Compilati
         plans = Plans.of(traced.program, traced.facts, drawn_on(traced.graph))
     emitter = Emitter(backend, captured.static_slots(), traced.fake_mode, settings, captured.name)
     with times.stage("passes"):
-        times.counting(lambda: len(traced.graph.gm.graph.nodes))
+        times.num_nodes = lambda: len(traced.graph.gm.graph.nodes)
         joint, records = _joint_passes(_to_prepare(traced, backend), backend, settings)
     if traced.has_backward():
         region, more = _compile_training(joint, traced, plans, emitter, times)
@@ -192,21 +192,21 @@ def _run_stages(job: Job, times: StageTimes, on_failure: ExitStack) -> Compilati
 
 
 def drawn_on(graph: Graph) -> torch.device | None:
-    """Where the seed lies that a graph takes, if it does."""
+    """The device of the seed that a graph takes, if it takes one."""
     nodes = (node for slot, node in graph.named_placeholders().items() if slot.role == "rng")
     seed = next(nodes, None)
     return None if seed is None else seed.meta["val"].device
 
 
 def _to_prepare(traced: Traced, backend: Backend) -> Graph:
-    """The recorded graph as the backend prepares it: whole, for one that cuts it in two."""
+    """The recorded graph that the backend prepares: not cut at waypoints, if the backend partitions."""
     if not backend.owns_cut:
         return traced.graph
     return without_choices(linked(traced.graph), traced.facts, traced.program.ins)
 
 
 def _joint_passes(graph: Graph, backend: Backend, settings: Settings) -> tuple[Graph, tuple[PassRecord, ...]]:
-    """A joint or an inference graph after its passes, with a record of each; nothing in it is left whole."""
+    """A joint or inference graph after its passes, fully decomposed, with a record of each pass."""
     graph, records = run_passes(prepared_by_blocks(backend, graph), "joint", settings)
     if settings.loss_chunk_bytes is not None:
         graph = graph.copied()
@@ -217,14 +217,14 @@ def _joint_passes(graph: Graph, backend: Backend, settings: Settings) -> tuple[G
 def _compile_training(
     prepared: Graph, traced: Traced, plans: Plans, emitter: Emitter, times: StageTimes
 ) -> tuple[Training, tuple[PassRecord, ...]]:
-    """From a prepared joint graph to its two halves, compiled, and what compiles other backwards on demand.
+    """Partition a prepared joint graph, and compile both halves; other backwards are compiled on demand.
 
     Args:
-        prepared: the graph after the joint passes; cut at its waypoints, unless the backend owns the cut.
-        traced: what was traced.
+        prepared: the graph after the joint passes; cut at its waypoints, unless the backend partitions.
+        traced: the trace.
         plans: of the convention layers.
         emitter: compiles graphs.
-        times: where to note how long each stage takes.
+        times: records how long each stage takes.
     """
     settings = emitter.settings
     with times.stage("partition"):
@@ -253,14 +253,14 @@ def _compile_training(
 
 
 def _policy(emitter: Emitter) -> Policy:
-    """How it is decided what the backward finds, and what it makes again."""
+    """The policy by which the partition chooses what to save and what to recompute."""
     chosen = emitter.settings.partition
     return emitter.backend.partition if chosen == "auto" else chosen
 
 
 def _double_backwards(traced: Traced, halves: EmittedHalves, emitter: Emitter) -> DoubleBackwards:
-    """What compiles backwards as programs with a backward."""
-    # They start from saved values, so they are nothing for who cuts whole programs.
+    """A function that compiles a backward as a program with a backward."""
+    # They start from saved values, so a backend that partitions whole programs cannot take them.
     own = emitter.of_reference() if emitter.backend.owns_cut else emitter
 
     def compiled(program: Traced) -> Nodes:

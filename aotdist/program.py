@@ -1,16 +1,17 @@
-"""The vocabulary that the stages share: rows, slots, programs, graphs.
+"""The data types that all stages share: rows, slots, programs, graphs.
 
-Everything here is frozen. A stage takes such values and returns new ones; nothing is filled in later.
+All of them are frozen: a stage takes such values and returns new ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Literal, NewType, TypeAlias, TypeVar, cast
+from typing import Any, Generic, Literal, NewType, NoReturn, TypeAlias, TypeVar, cast
 
 import torch
 
+from aotdist.errors import InternalError
 from aotdist.torch_seam.nodes import calls_of, copied_graph, inputs_of
 from aotdist.torch_seam.proxies import graph_module
 
@@ -33,10 +34,9 @@ U = TypeVar("U")
 
 
 class Row(Generic[I, T]):
-    """An immutable sequence that only one convention's index may address.
+    """An immutable sequence that is indexed by one convention's index type.
 
-    `Row[ArgIdx, Slot]` cannot be read with a `PlainIdx`: a type checker refuses it, which is the
-    whole point. At run time it is a thin shell around a tuple.
+    A type checker refuses to read a `Row[ArgIdx, Slot]` with a `PlainIdx`. At run time it is a tuple.
     """
 
     __slots__ = ("_items",)
@@ -87,14 +87,14 @@ Role = Literal[
 - `write`: the new value of an input that the forward wrote.
 - `saved`: handed from forward to backward.
 - `tangent`: gradient of the loss with respect to a differentiable `output` or `write`.
-- `total`: the whole gradient of a waypoint (`aotdist.facts.ObservedGrad`): as a result, what arrives there;
-    as an argument, what goes on from there.
-- `buffer`: what an input, or a result, that the backward writes holds when the backward begins.
+- `total`: the whole gradient of a waypoint (`aotdist.facts.ObservedGrad`): a result before hooks on it, an
+    argument after them.
+- `buffer`: the value, when the backward begins, of an input or a result that the backward writes.
 - `rng`: seed and offset of all random numbers, last among the arguments.
 - `grad`: gradient with respect to a `primal`.
 - `piece`: a summand of the gradient of a waypoint.
 - `backward_write`: the new value of an input, or of a result, that the backward wrote.
-- `kept`: what user code in the backward (a hook) keeps.
+- `kept`: a tensor that user code in the backward (a hook) keeps.
 """
 
 GRADIENT_ROLES = frozenset[Role](("tangent", "total"))
@@ -112,7 +112,7 @@ class Slot:
     """The name of one graph argument or result.
 
     Args:
-        role: the segment that it belongs to.
+        role: what it is to the program.
         path: as the user would write it: `args[0]`, `blocks.3.scale`, `out[0]`.
         inner: attribute path of a plain tensor inside a wrapper (`._local_tensor`), else empty.
     """
@@ -138,6 +138,13 @@ class Program(Generic[I]):
     examples: Row[I, torch.Tensor]
 
 
+def uncalled(*args: Any) -> NoReturn:
+    """The function of a program whose graph is all that runs."""
+    raise InternalError(
+        "a program is called after it was compiled; only its graph is to run", stage="runtime"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Graph:
     """A flat functional FX graph with a name for every argument and result.
@@ -151,12 +158,12 @@ class Graph:
     - `function`: name of the autograd node that a backward node belongs to;
     - `unit`: name of the FSDP unit that a collective serves, if any;
     - `grad`: whether grad mode was on; in the backward it is for what is computed again (a checkpoint);
-    - `serial`: what a recorded node has in common with its copies, and with no other node of the recorder;
-    - `on_host`: that it is computed on the CPU, in a program of a GPU's;
-    - `policy`: `"must_save"` or `"must_recompute"`, when the program asks for it;
-    - `overwritten`: whether the program writes what an argument holds;
-    - `reshaped`: that the program reshapes an argument in place, so that no view of it may be saved;
-    - `strides_asked`: that a backward of the user's looks at the strides.
+    - `serial`: number of the recorded operation, the same for all copies of the node;
+    - `on_host`: whether it is computed on the CPU in a program for a GPU;
+    - `policy`: `"must_save"` or `"must_recompute"`, if the program requests it;
+    - `overwritten`: whether the program writes this argument;
+    - `reshaped`: whether the program reshapes this argument in place, so that no view of it may be saved;
+    - `strides_asked`: whether a backward of the user's reads the strides.
     """
 
     gm: torch.fx.GraphModule
@@ -164,14 +171,11 @@ class Graph:
     outs: tuple[Slot, ...]
 
     def copied(self) -> Graph:
-        """The same graph in nodes of its own, for whoever rewires them or changes their `meta`.
-
-        Tensors, fake values and submodules are shared.
-        """
+        """The same graph with nodes of its own, and the same tensors and submodules."""
         return Graph(graph_module(self.gm, copied_graph(self.gm.graph)), self.ins, self.outs)
 
     def held(self) -> list[Any]:
-        """The tensors and graphs that its nodes name."""
+        """The tensors and graphs that its `get_attr` nodes name."""
         return [getattr(self.gm, str(node.target)) for node in self.gm.graph.find_nodes(op="get_attr")]
 
     def placeholders(self) -> list[torch.fx.Node]:
@@ -179,11 +183,11 @@ class Graph:
         return self.gm.graph.find_nodes(op="placeholder")
 
     def calls(self, is_wanted: Callable[[torch.fx.Node], bool]) -> list[torch.fx.Node]:
-        """The calls whose function is wanted, in order: of several calls of one, the first is asked."""
+        """The calls of wanted functions, in order; `is_wanted` is given the first call of each function."""
         return calls_of(self.gm.graph, is_wanted)
 
     def is_backward(self) -> bool:
-        """Whether it is a backward that was cut off."""
+        """Whether it is a backward, and not a joint or forward graph."""
         roles = {slot.role for slot in self.outs}
         return not roles.isdisjoint(BACKWARD_ROLES) and roles.isdisjoint(FORWARD_ROLES)
 
@@ -211,7 +215,7 @@ class Graph:
     def ancestors(
         self, roots: Iterable[torch.fx.Node], stop: Container[torch.fx.Node] = ()
     ) -> set[torch.fx.Node]:
-        """`roots` and all nodes that they are computed from; the inputs of `stop` nodes are not followed."""
+        """`roots` and all nodes that they are computed from; inputs of `stop` nodes are not followed."""
         needed = set(roots)
         for node in reversed(self.gm.graph.nodes):
             if node in needed and node not in stop:
@@ -219,7 +223,7 @@ class Graph:
         return needed
 
     def descendants(self, roots: Iterable[torch.fx.Node]) -> set[torch.fx.Node]:
-        """`roots` and all nodes that are computed from them, the output node left out."""
+        """`roots` and all nodes that are computed from them, without the output node."""
         reached = set(roots)
         for node in self.gm.graph.nodes:
             if node.op != "output" and not reached.isdisjoint(inputs_of(node)):
@@ -229,7 +233,7 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """A joint graph cut in two.
+    """A joint graph, partitioned into forward and backward.
 
     `forward.outs` is the joint graph's `output` and `write` slots followed by the `saved` slots that
     the forward computes. `backward.ins` is `saved`, in order, followed by `size`, then by `tangent` slots. If
@@ -241,8 +245,8 @@ class Split:
         backward: saved values, sizes, tangents -> grads, backward writes.
         saved: every tensor that the backward needs, in the order of the backward's arguments: primals first.
         saved_primals: for each saved slot that *is* a primal, that primal's slot.
-        saved_bytes: bytes that are kept alive for the backward alone: storage that a primal or an output
-            keeps alive anyway is not counted, and shared storage once.
+        saved_bytes: bytes that are kept alive for the backward alone: without storage that a primal or an
+            output keeps alive anyway, and with shared storage counted once.
     """
 
     forward: Graph
@@ -258,11 +262,10 @@ class TrainingGraphs:
 
     Args:
         cut: the joint graph, cut at its waypoints.
-        joint: the joint graph, not cut at its waypoints.
-        by_choice: the backward, with the results of every choice of tangents that was traced by itself.
+        joint: the joint graph, not cut.
+        by_choice: the backward, with the results of every choice that was traced separately.
         whole: the backward of all results.
-        split: forward and backward, the two graphs that `joint` was partitioned into; the backward is
-            the one of `aotdist.runtime.derive.compiled_ahead`.
+        split: the partition of `joint`; its backward is that of `aotdist.runtime.derive.compiled_ahead`.
     """
 
     cut: Graph

@@ -1,4 +1,4 @@
-"""Traces a program anew for its later backwards, where the first trace was let go of."""
+"""Traces a program again for `create_graph` and other later backwards, after the first trace was dropped."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from aotdist.trace.trace import Traced, Traces
 T = TypeVar("T")
 
 
-def _remaking(tensor: Any) -> Callable[[], Any]:
-    """Makes a constant, or a tensor like this one, which it does not hold: for another call like it."""
+def _maker_like(tensor: Any) -> Callable[[], Any]:
+    """A function that returns a tensor with the metadata of this one, without keeping it; or a constant."""
     if not isinstance(tensor, torch.Tensor):
         return lambda: tensor
     recipe, requires_grad, is_leaf = recipe_of(tensor), tensor.requires_grad, tensor.is_leaf
@@ -47,23 +47,23 @@ def _remaking(tensor: Any) -> Callable[[], Any]:
 
 
 def with_traces(job: Job, traced_call: TracedCall) -> Traced:
-    """The trace of a call, which can be let go of where it can be made anew.
+    """The trace of a call, which may be dropped if the program can be traced again.
 
-    One with instances, whose gradients have no history, is made anew without, where it is needed.
+    Gradients of copied blocks have no history, so a trace with some is dropped at once.
     """
     traced = traced_call.traced
     if traced.later_backwards is None:
         return traced
-    again = _retracing(job, traced_call)
-    is_of_use = again is None or not traced.copies.instances
-    return replace(traced, traces=Traces(traced.later_backwards if is_of_use else None, again))
+    retrace = _retracing(job, traced_call)
+    is_of_use = retrace is None or not traced.copies.instances
+    return replace(traced, traces=Traces(traced.later_backwards if is_of_use else None, retrace))
 
 
 def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards] | None:
-    """Traces a program anew for its backwards, once its trace was let go of.
+    """A function that traces a program again for its backwards.
 
-    None where that may give another trace: what it depends on is not the module and what its arguments are
-    like alone, or may be another by then.
+    None if that may give another trace, because it depends on more than the module and the metadata of the
+    arguments.
 
     Args:
         job: what was traced.
@@ -84,13 +84,13 @@ def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards
     )
     if depends:
         return None
-    makers = [_remaking(each) for each in tensors]
+    makers = [_maker_like(each) for each in tensors]
     name, (recorded, held) = captured.name, _recorded(traced)
     settings, autocast = replace(job.settings, instantiate=False), autocast_state()
     without = replace(call, args=(), kwargs={}, dims={}, guessed={}, varying=(), prints=False)
     empty = replace(job, call=without, settings=settings)
 
-    def again() -> LaterBackwards:
+    def retrace() -> LaterBackwards:
         made = [make() for make in makers]
         args, kwargs = pytree.tree_unflatten(made, spec)
         asked = replace(empty, call=replace(empty.call, args=args, kwargs=kwargs))
@@ -104,25 +104,25 @@ def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards
             raise _changed(name, "it is another program now")
         return later
 
-    return again
+    return retrace
 
 
 def _traced_under(autocast: AutocastState, job: Job) -> TracedCall:
-    put_autocast(autocast)  # of a thread that is new, and gone afterwards
+    put_autocast(autocast)  # of this thread, which ends afterwards
     return traced_by_itself(job)
 
 
 def _in_a_thread(run: Callable[[], T]) -> T:
-    """What `run` returns, called where no backward runs: autograd's formulas ask whether one does."""
+    """Call `run` in a thread in which no backward runs, as autograd's formulas depend on that."""
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(run).result()
 
 
 def _recorded(traced: Traced) -> tuple[Any, list[torch.Tensor]]:
-    """What a trace recorded, for another to be compared with, and the tensors that its graph holds.
+    """A description of a trace to compare with another's, and the tensors that its graph holds.
 
-    Of the operations a digest, since passes change the graph itself, and the forward's alone: only these hand
-    values on to another backward.
+    It has a digest of the forward's operations, since passes change the graph itself; only these pass
+    values to another backward.
     """
     nodes = traced.graph.gm.graph.nodes
     forward = (node for node in nodes if node.op == "call_function" and node.meta["phase"] == "forward")

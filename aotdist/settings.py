@@ -1,7 +1,7 @@
-"""Every knob of the pipeline, frozen, validated once and passed down explicitly.
+"""The settings of a compilation: frozen, validated when made, and passed down explicitly.
 
-A `Settings` is made once per `aotdist.compile` call, and handed on: `Settings.from_environment` is the only
-place that looks at `AOTDIST_*` variables. What the machine's compiler looks at (`CXX`) is in the cache's key.
+`Settings.from_environment` is the only reader of `AOTDIST_*` variables, but for `AOTDIST_TRACEBACK`.
+Variables that the C++ compiler reads (`CXX`) are part of the cache's key.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Unsupported = Literal["raise", "eager"]
 
 
 def default_cache_folder() -> str:
-    """Where users keep what can be made again; among temporary files for a user without a home."""
+    """The user's folder of caches; a temporary folder for a user without a home."""
     try:
         caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:
@@ -42,7 +42,7 @@ _TRACEBACK = "AOTDIST_TRACEBACK"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _RuntimeSettings:
-    """The settings that change nothing in a compiled graph; `Settings` says what they mean."""
+    """The settings that change nothing in a compiled graph; `Settings` documents them."""
 
     max_artifacts: int = 64
     rank_timeout_s: float = 300.0
@@ -65,62 +65,61 @@ class Settings(_RuntimeSettings):
             fuses a recomputation there) and `min_cut` for a compiler that fuses.
         bucket_bytes: largest collective that merging may build, in bytes. A unit of FSDP is never
             split below its own size unless it exceeds this.
-        loss_chunk_bytes: most bytes of logits that `cross_entropy(linear(x, w), labels)` may hold at once.
-            Where they are more, the loss and its gradients are computed in the forward, chunk by chunk of
-            rows, and summed up in another order than in eager: close to it, not equal bit for bit. Logits
-            that anything else reads are made whole. None leaves all losses as they are written.
+        loss_chunk_bytes: largest size of the logits in `cross_entropy(linear(x, w), labels)`, in bytes.
+            Larger ones are never made as a whole: the loss and its gradients are computed in the forward,
+            in chunks of rows, and summed in another order than in eager, so close to it but not bit for
+            bit. Logits that anything else reads are made whole. None leaves all losses as they are written.
         disabled_passes: names of graph passes to leave out (see `aotdist.passes.run`).
-        max_artifacts: compiled programs that one callable keeps, one a signature. When there is one more, the
-            one that was used longest ago is dropped: results that it made can still be differentiated, and a
-            call that it was for compiles again. 64 hold every length of an epoch that pads to multiples of 8
-            up to 512. A warning says what keeps changing, at the ninth and when the first is dropped.
+        max_artifacts: compiled programs that one callable keeps, one for each signature. Beyond that, the
+            least recently used is dropped: its results can still be differentiated, and calls that it fits
+            compile again. 64 hold every length of an epoch that pads to multiples of 8 up to 512. A warning
+            says what keeps changing, at the ninth and when the first is dropped.
         rank_timeout_s: seconds that a rank waits for its peers to agree before it raises.
         check_ranks: before which runs of programs that communicate ranks compare what they are about to run:
             `every`; `steps:N`, before those of each Nth step; or `first`, before a program's first run alone.
             A difference is a `RankDivergence` on all ranks instead of an abort or mixed batches. A comparison
-            takes 0.3 ms on two ranks; the more there are, the more it asks of the process that hosts the
-            store.
+            takes 0.3 ms on two ranks; with many ranks, it loads the process that hosts the store.
         verify: check the graph's invariants after every pass.
-        dynamic: which sizes of the arguments may differ from call to call without compiling again: with
-            False, those of `aotdist.mark_dynamic` alone; with True, all; with `auto`, those that have
-            changed, from the second program on, where the program takes any; those of the rows of jagged
-            tensors from the first. Sizes of 0 and 1 are always compiled for by themselves. With `auto`,
-            numbers among the arguments that have changed are read at each call, too.
-        validate_guards: prove with Z3 (extra `validate`) that the conditions which a call is checked for
-            imply everything that was decided by symbolic sizes while it was compiled.
-        backward_autocast: the autocast that the backward is recorded under: `off`, as in eager where
-            `backward()` is called outside of any; `same_as_forward`; or `cpu:bfloat16`,
-            `cuda:float16,cpu:bfloat16`. What is on when `backward()` is called makes no difference.
+        dynamic: which sizes of the arguments may differ from call to call without recompilation: with False,
+            those of `aotdist.mark_dynamic` alone; with True, all; with `auto`, those that have changed, from
+            the second program on, if the program supports it; numbers of rows of jagged tensors from the
+            first. Sizes of 0 and 1 are always compiled for separately. With `auto`, numbers among the
+            arguments that have changed are read at each call, too.
+        validate_guards: prove with Z3 (extra `validate`) that the guards of a call imply every decision by
+            symbolic sizes that was made while it was compiled.
+        backward_autocast: the autocast that the backward is traced under: `off`, as in eager if `backward()`
+            is called outside of autocast; `same_as_forward`; or `cpu:bfloat16`, `cuda:float16,cpu:bfloat16`.
+            The autocast around the actual call of `backward()` makes no difference.
         functional_rng: make random operators functions of a seed and an offset, which both graphs take last.
-            A random number may then be drawn again instead of being kept for the backward. The numbers are
+            A random number may then be drawn again instead of being saved for the backward. The numbers are
             Philox's, not eager's; their seed is drawn from the user's generator once a call. On CPUs and CUDA
             GPUs.
-        emulate_casts: round to bfloat16 and float16 wherever the program does. The `triton` backend holds
+        emulate_casts: round to bfloat16 and float16 wherever the program does. The `triton` backend keeps
             values in float32 between operators that share a kernel; with this it is closer to eager.
-        tune_kernels: when a kernel of the `triton` backend first runs on a GPU, measure the two to four ways
-            to cut it into blocks that should be the quickest, and keep the choice in `cache_folder`. One that
-            reduces may then add up in another order; it is not measured in programs of several ranks, which
-            have to agree, or under `torch.use_deterministic_algorithms`.
-        cache_folder: where is kept what need not be found out again, by default `aotdist` in the user's
-            folder of caches (`XDG_CACHE_HOME`, or `~/.cache`).
-        cache_bytes: how much of what was compiled to keep there; 0 for nothing (see `docs/cache.md`).
+        tune_kernels: when a kernel of the `triton` backend first runs on a GPU, measure the two to four block
+            shapes that should be fastest, and keep the choice in `cache_folder`. A reduction may then sum in
+            another order; reductions are not measured in programs of several ranks, which have to agree, or
+            under `torch.use_deterministic_algorithms`.
+        cache_folder: folder of the caches, by default `aotdist` in the user's folder of caches
+            (`XDG_CACHE_HOME`, or `~/.cache`).
+        cache_bytes: limit of the compile cache; 0 for none (see `docs/cache.md`).
         cuda_graphs: record each compiled graph as a CUDA graph at its second call, one for each signature of
-            sizes, and replay it from then on: launches cost the CPU nothing. Programs that cannot be recorded
-            are refused (collectives, tensors on the CPU, what waits for data).
-        is_compiling: what `torch.compiler.is_compiling()` says to the program while it is captured. Libraries
-            ask it before they choose by data (transformers: whether a padding mask pads), and go a way
-            without that when it is true. That is then not eager's way, and may round otherwise.
-        report_side_effects: warn about objects that are assigned while capturing only.
-        unsupported: what becomes of a call that cannot be compiled. With `raise` it is refused. With `eager`
-            it and later calls of its kind run as they were written, on all ranks if one rank's is refused; a
-            warning says why, once, and so does `explain()`. What is refused later (in a backward, say), and
-            errors of the program itself, are errors with either.
+            sizes, and replay it from then on, without the CPU's cost of launches. Programs that cannot be
+            recorded are refused (collectives, tensors on the CPU, operators that wait for data).
+        is_compiling: the value of `torch.compiler.is_compiling()` in the program while it is captured.
+            Libraries read it before they branch on data (transformers: whether a padding mask pads), and
+            avoid the branch if it is true. That is not what they do in eager, and may round differently.
+        report_side_effects: warn about objects that the program changes only while it is captured.
+        unsupported: what happens to a call that cannot be compiled. With `raise` it is refused. With `eager`
+            it and later calls of its kind run eagerly, on all ranks if one rank's is refused; a warning says
+            why, once, and so does `explain()`. Refusals after the compilation (in a backward, for example),
+            and errors of the program itself, are errors with either.
         instantiate: trace two calls of each kind of module, and copy what they recorded for the others
             (`aotdist.trace.blocks`). Without it every call is traced; the graph is the same.
-        keep_freed_memory: when the first program is loaded, have glibc keep for the rest of the process, for
-            all that runs in it, up to 2 GiB of memory that is freed (`mallopt`; other allocators are left
-            alone). It is on because a small step otherwise spends up to a sixth of its time on getting back
-            what it freed before (20,000 pages of 93 ms).
+        keep_freed_memory: when the first program is loaded, let glibc keep up to 2 GiB of freed memory for
+            the rest of the process (`mallopt`; other allocators are left alone). Otherwise a small step
+            spends up to a sixth of its time on getting back memory that it freed before (20,000 pages of 93
+            ms).
     """
 
     partition: PartitionPolicy = "auto"
@@ -155,7 +154,7 @@ class Settings(_RuntimeSettings):
         """The devices and dtypes that `backward_autocast` names, if it names any.
 
         Raises:
-            BadSettings: it is no policy.
+            BadSettings: its value is not allowed.
         """
         if self.backward_autocast in ("off", "same_as_forward"):
             return ()
@@ -169,10 +168,10 @@ class Settings(_RuntimeSettings):
         return found
 
     def check_every(self) -> int | None:
-        """Of how many steps one is checked, see `check_ranks`; None for first runs alone.
+        """N, if every Nth step is checked (see `check_ranks`); None for first runs alone.
 
         Raises:
-            BadSettings: it says nothing of the kind.
+            BadSettings: its value is not allowed.
         """
         match self.check_ranks.partition(":"):
             case ("first", "", ""):
@@ -186,7 +185,7 @@ class Settings(_RuntimeSettings):
 
     @classmethod
     def make(cls, **options: Any) -> Settings:
-        """`Settings(**options)`, with an error that knows near misses.
+        """`Settings(**options)`, with an error that suggests similar names.
 
         Raises:
             BadSettings: an option is unknown or its value is out of range.
@@ -213,7 +212,7 @@ class Settings(_RuntimeSettings):
         for variable, text in environ.items():
             if not variable.startswith("AOTDIST_"):
                 continue
-            if variable == _TRACEBACK and text in ("full", "short"):  # of no program, so no setting of one
+            if variable == _TRACEBACK and text in ("full", "short"):  # of the process, not of a compilation
                 continue
             name = variable.removeprefix("AOTDIST_").lower()
             if name not in parsers:
@@ -238,15 +237,15 @@ class Settings(_RuntimeSettings):
 
 
 def shows_all_frames() -> bool:
-    """Whether tracebacks are to have the frames of PyTorch and aotdist, too: `AOTDIST_TRACEBACK=full`."""
+    """Whether tracebacks show the frames of PyTorch and aotdist as well: `AOTDIST_TRACEBACK=full`."""
     return os.environ.get(_TRACEBACK) == "full"
 
 
 def settings_of(settings: Settings | Mapping[str, Any] | None) -> Settings:
-    """The settings that a user means.
+    """A `Settings` from what a user passed.
 
     Raises:
-        BadSettings: one is unknown, or out of range, or these are no settings.
+        BadSettings: a setting is unknown, or out of range, or `settings` is something else.
     """
     if settings is None:
         return Settings.from_environment()
@@ -256,14 +255,14 @@ def settings_of(settings: Settings | Mapping[str, Any] | None) -> Settings:
 
 
 def by_name(what: str, options: Any) -> dict[str, Any]:
-    """Options by name.
+    """`options` as a dictionary with names as keys.
 
     Args:
-        what: what they are called.
-        options: a mapping, or something else.
+        what: the name of the argument, for the error.
+        options: what the user passed.
 
     Raises:
-        BadSettings: they are not by name.
+        BadSettings: it is no mapping from names.
     """
     if isinstance(options, Mapping):
         found = dict(cast("Mapping[Any, Any]", options))
@@ -284,7 +283,7 @@ _WANTED: dict[Any, str] = {
     NoneType: "None",
     Literal["auto"]: "'auto'",
 }
-"""What a setting may be, in words, by its annotation."""
+"""Descriptions of the types of settings, by annotation."""
 
 
 @functools.cache
@@ -294,10 +293,10 @@ def _hints() -> dict[str, Any]:
 
 
 def _taken(name: str, hint: Any, value: Any) -> Any:
-    """What a setting is where `value` is given: paths are strings, and lists of names are sets.
+    """`value`, converted to the type of the setting: paths to strings, lists of names to sets.
 
     Raises:
-        BadSettings: `value` is nothing that its annotation allows.
+        BadSettings: the setting's annotation does not allow it.
     """
     if typing.get_origin(hint) is Literal:
         if isinstance(value, str) and value in typing.get_args(hint):
@@ -358,4 +357,4 @@ _PARSERS: dict[Any, Callable[[str], Any]] = {
     Unsupported: str,
     frozenset[str]: _parse_names,
 }
-"""How the text of an environment variable becomes a setting, by the setting's annotation."""
+"""Parsers of the texts of environment variables, by the setting's annotation."""

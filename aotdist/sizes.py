@@ -1,8 +1,8 @@
-"""Symbolic sizes: numbers that differ from call to call, what they are made of, and what is asked of them.
+"""Symbolic sizes: numbers that differ from call to call, how to read them, and the guards on them.
 
-In a trace with symbolic sizes PyTorch's `SymInt`s stand in sizes, strides and arguments, and so they do in
-the facts and plans of the program. At run time each symbol is read off a tensor of the call, and `concrete`
-makes numbers of all the others.
+In a trace with symbolic sizes, sizes, strides and arguments are PyTorch's `SymInt`s, and so they are in the
+program's facts and plans. At run time each symbol is read from a tensor of the call, and `concrete` evaluates
+expressions of symbols.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ Expression: TypeAlias = str
 """Python source of a number in terms of symbols: `s0*4`."""
 
 SCOPE: Mapping[str, Any] = {"math": math, "torch": torch}
-"""What else an expression may name."""
+"""Modules that an expression may name."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumberStep:
-    """How Python computes a float from numbers that are read off tensors, outside of the graph.
+    """A float that Python computes, outside the graph, from numbers that are read from tensors.
 
     Args:
         function: an operator of Python's, or a function of `math`.
-        args: what it is given.
+        args: its arguments.
         symbols: the symbols in these.
     """
 
@@ -46,13 +46,13 @@ class NumberStep:
 
     @classmethod
     def of(cls, function: Callable[..., Any], args: Sequence[Any]) -> NumberStep:
-        """The step for numbers, symbolic or not."""
+        """The call of `function` with numbers, symbolic or not."""
         symbols = {name for arg in args if isinstance(arg, SYMBOLIC) for name in symbols_in(arg)}
         return cls(function, tuple(map(_spelled, args)), tuple(sorted(symbols)))
 
     def value(self, symbols: Mapping[str, Any]) -> Any:
-        """The number, given those that it follows from."""
-        # As a program would call it: functions of `math`, `max` and `min` record themselves in a trace.
+        """The number, given the values of its symbols."""
+        # As a program would: a trace replaces `math`'s functions, `max` and `min` by some that record.
         module = sys.modules.get(self.function.__module__)
         function = getattr(module, self.function.__name__, self.function)
         return function(*(evaluate(arg, symbols) for arg in self.args))
@@ -66,13 +66,13 @@ def _spelled(number: Any) -> Expression:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """One number of a tensor that a call brings.
+    """A size or stride of an input.
 
     Args:
         input: which of the primals.
         inner: attribute path of a tensor inside it (`._local_tensor`), else empty.
-        of: the method that tells.
-        dim: its argument.
+        of: the method that returns it.
+        dim: the method's argument.
     """
 
     input: PrimalIdx
@@ -81,33 +81,25 @@ class Measure:
     dim: int
 
     def spelled(self, name: str) -> Expression:
-        """How to read it off the variable `name`."""
+        """The expression that reads it from the variable `name`."""
         return f"{name}{self.inner}.{self.of}({self.dim})"
-
-    def read(self, primals: Sequence[Any]) -> int:
-        """Its value."""
-        return eval(_code(self.spelled("tensor")), {"tensor": primals[self.input]})
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What symbols a program has.
+    """The symbols of a program, and the guards on them.
 
     Args:
-        symbols: name of each, and where its value is read.
-        conditions: further numbers of the tensors with symbols, and what they have to be.
-        guards: what else has to hold, because the program was traced for it.
-        decided: everything that was decided by symbols; it follows from `guards`.
+        symbols: name of each, and where to read its value.
+        conditions: further sizes and strides, with the expressions that they must equal.
+        guards: further conditions that the trace assumed.
+        decided: every decision of the trace by symbols; `guards` imply them.
     """
 
     symbols: tuple[tuple[str, Measure], ...] = ()
     conditions: tuple[tuple[Measure, Expression], ...] = ()
     guards: tuple[Expression, ...] = ()
     decided: tuple[Expression, ...] = ()
-
-    def read(self, primals: Sequence[Any]) -> dict[str, int]:
-        """The values of the symbols in one call."""
-        return {name: measure.read(primals) for name, measure in self.symbols}
 
 
 STATIC = Sizes()
@@ -125,8 +117,8 @@ def _code(expression: Expression) -> CodeType:
 
 
 def is_symbolic(value: Any) -> bool:
-    """Whether a symbol stands anywhere in `value`."""
-    if type(value) in _PLAIN:  # as most parts are
+    """Whether `value` contains a symbol."""
+    if type(value) in _PLAIN:  # most parts are
         return False
     return isinstance(value, SYMBOLIC) or any(map(is_symbolic, _parts(value)))
 
@@ -135,14 +127,14 @@ _PLAIN = frozenset({int, str, bool, float, type(None), torch.dtype, torch.device
 
 
 def numbers_of_data(value: Any) -> dict[str, Any]:
-    """The symbols of numbers that depend on data anywhere in `value`, by name."""
+    """The unbacked symbols (numbers that depend on data) in `value`, by name."""
     if isinstance(value, SYMBOLIC):
         return unbacked_symbols(value)
     return {name: number for part in _parts(value) for name, number in numbers_of_data(part).items()}
 
 
 def concrete(value: T, symbols: Mapping[str, int]) -> T:
-    """`value` (a plan, a fact, a recipe) with the numbers of one call in the place of symbols."""
+    """`value` (a plan, a fact, a recipe) with the numbers of one call in place of symbols."""
     if not is_symbolic(value):
         return value
     made: Any = value
@@ -165,7 +157,7 @@ def concrete(value: T, symbols: Mapping[str, int]) -> T:
 
 
 def _parts(value: Any) -> Sequence[Any]:
-    """What `concrete` looks into: containers, and frozen data of this package."""
+    """The parts that `concrete` replaces: items of containers, fields of this package's dataclasses."""
     if isinstance(value, (tuple, list)):
         return value
     if isinstance(value, dict):
@@ -178,6 +170,6 @@ def _parts(value: Any) -> Sequence[Any]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether it is frozen data of this package; PyTorch's own (`DTensorSpec`) is left as it is."""
+    """Whether it is a dataclass of this package; PyTorch's (`DTensorSpec`) are left as they are."""
     ours = type(value).__module__.startswith("aotdist.")
     return ours and dataclasses.is_dataclass(value) and not isinstance(value, type)

@@ -15,8 +15,8 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from aotdist.codegen.triton import with_kernels
+from aotdist.kernels.compilation import pack, unpack
 from aotdist.kernels.launching import Launch
-from aotdist.kernels.packing import pack, unpack
 from aotdist.kernels.running import Jitted
 from aotdist.program import Graph, Slot
 from benchmarks import workers

@@ -28,13 +28,13 @@ from torch.nn import functional as F
 import aotdist
 from aotdist.codegen import triton
 from aotdist.kernels.assembly import assemble
-from aotdist.kernels.compilation import compile_kernel
 from aotdist.kernels.costs import estimate
 from aotdist.kernels.emission import Fused
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.fusion import Plan, plan
 from aotdist.kernels.space import Group
 from aotdist.program import Graph
+from benchmarks.kernels.binaries import compile_kernel
 from benchmarks.kernels.graphs import graphs_of
 
 
@@ -196,8 +196,8 @@ def machine_page() -> Iterator[str]:
     yield words(
         "A memory model (`kernels/costs.py`) estimates the cost of each way to cut a kernel into blocks. It "
         "knows how many blocks run at a time, what part of the bandwidth these can use, and how often a "
-        "block waits for a load. Two to four ways are kept (`kernels/configurations.py`), measured when the "
-        "kernel first runs on a GPU, and the fastest is remembered in "
+        "block waits for a load. Two to four ways are kept, measured when the kernel first runs on a GPU, "
+        "and the fastest is remembered in "
         "`Settings(cache_folder)` (`kernels/tuning.py`). These are the ways of "
         "`rms_norm(x, (2048,))` for `x: bf16[16384, 2048]`, with the model's estimates:"
     )
@@ -241,7 +241,7 @@ def many_tensors() -> Iterator[str]:
     yield "## Many tensors in one launch"
     yield words(
         "An optimizer's step is one kernel for each parameter. Foreach operators are decomposed "
-        "(`kernels/foreach.py`), fused, and kernels whose sources are the same except for tensors and "
+        "(`kernels/decompositions.py`), fused, and kernels whose sources are the same except for tensors and "
         "integers become one launch (`kernels/bundling.py`): its blocks are shared out, and each starts by "
         "selecting its tensors. Here are three parameters of 64 by 64, 64, and 128 by 64 elements; the "
         "blocks are the interpreter's, which are large."

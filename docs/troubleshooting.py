@@ -335,9 +335,9 @@ names the one before it, which is whole. Make room, and resume the run with `--r
 ## RunInUse
 
 Another process trains in the folder of the run that was to be resumed; the message names it. Wait for its
-end, or end its launcher (it saves first). A process that is gone holds nothing: its run is taken over, at
-once on its own machine, and on another one after a minute without a sign of it. A run that was silent for so
-long and finds that it was taken over ends with the same error ([checkpoints.md](checkpoints.md)).
+end, or end its launcher (it saves first). The folder is locked by the file system, so a process that is gone
+holds nothing; where the machine of the other process is gone, its lock ends after a minute or two
+([checkpoints.md](checkpoints.md)).
 
 ## TrainingDiverged
 

@@ -1,4 +1,4 @@
-"""How kernels go through memory: along which axis neighbours lie, and how many a thread takes at once."""
+"""How kernels access memory: along which axis neighbours lie, and how much a thread takes at once."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from aotdist.kernels.polynomial import divided, divides, hint_of
 VECTOR_BYTES = 16
 """The most that one instruction reads or writes."""
 _WORTH = 4
-"""How many bytes that are read side by side one is worth that is read across, at least."""
+"""A byte that is read across counts at least as much as so many that are read side by side."""
 
 _KEPT = 64
-"""How many kernels' axes are remembered: each is asked for by every way in which its kernel might be cut."""
+"""How many kernels' axes are cached: every way to cut a kernel into blocks asks for them."""
 
 
 @functools.lru_cache(_KEPT)
 def fast_axis(kernel: Kernel) -> Axis:
-    """Along which axis most of what a kernel reads and writes lies side by side; `x` if it reduces nothing.
+    """The axis along which most bytes that a kernel moves are neighbours; `x` if it reduces nothing.
 
     A block of a kernel that sums columns has to be wide along `x`: neighbours along `r` lie a row apart.
     """
@@ -32,10 +32,10 @@ def fast_axis(kernel: Kernel) -> Axis:
 
 
 def is_wide(kernel: Kernel) -> bool:
-    """Whether blocks have to be wide along `x`, as much that a kernel moves lies side by side there.
+    """Whether blocks have to be wide along `x`, because neighbours along `x` lie side by side in much memory.
 
     Of every 32 bytes that a block of one result reads across, it uses an element. So a block of a kernel that
-    also goes through memory in the other order is wide along both axes.
+    accesses memory in both orders is wide along both axes.
     """
     if not kernel.r or kernel.p is not None:
         return fast_axis(kernel) == "x"
@@ -50,7 +50,7 @@ def axis_of(kernel: Kernel, index: Index) -> Axis:
 
 
 def sides_of(index: Index) -> list[Var]:
-    """Variables along which an index goes in steps of one element, if only to the end of a head."""
+    """Variables along which an index goes in steps of one element, maybe modulo a number (a head's size)."""
     steps = (atom for atom, scale in index.terms if scale == 1)
     inner = (_run_of(atom) if isinstance(atom, Remainder) else atom for atom in steps)
     return [atom for atom in inner if isinstance(atom, Var)]
@@ -68,28 +68,28 @@ def vector_length(kernel: Kernel, index: Index, dtype: torch.dtype) -> int:
 
 
 def reads(kernel: Kernel) -> Iterator[tuple[Index, torch.dtype]]:
-    """Where a kernel reads, and elements of what."""
+    """The index and the dtype of each load of a kernel."""
     return ((load.index, load.stored) for load in kernel.loads())
 
 
 def writes(kernel: Kernel) -> Iterator[tuple[Index, torch.dtype]]:
-    """Where a kernel writes, and elements of what."""
+    """The index and the dtype of each store of a kernel."""
     return ((store.index, store.stored) for store in kernel.stores)
 
 
 def axes_of(index: Index) -> set[Axis]:
-    """Along which axes of a block an element lies elsewhere."""
+    """The axes of a block along which an index changes."""
     return {var.axis for var in index.variables() if var.axis != "p"}
 
 
 def _run_of(atom: Remainder) -> Atom | None:
-    """The variable that a remainder is of, if that is by no less than a thread takes at once."""
+    """The variable of a remainder, if its divisor is no less than a thread takes at once."""
     is_plain = len(atom.of.terms) == 1 and atom.of.terms[0][1] == 1
     return atom.of.terms[0][0] if is_plain and hint_of(atom.by) >= VECTOR_BYTES else None
 
 
 def is_divided(index: Index) -> bool:
-    """Whether an index takes quotients or remainders, beyond which Triton sees no neighbours."""
+    """Whether an index has quotients or remainders, through which Triton does not recognise neighbours."""
     return any(isinstance(atom, Quotient | Remainder) for atom in index.atoms())
 
 
@@ -114,7 +114,7 @@ def _is_run(index: Index, fastest: Var, length: int) -> bool:
 
 
 def _bytes_side_by_side(kernel: Kernel, axis: Axis) -> int:
-    """Of one place, over what differs along both axes."""
+    """Bytes of one place that neighbours along `axis` hold side by side, in what differs along both axes."""
     variables = _variables(kernel, axis)
     return sum(
         dtype.itemsize

@@ -1,47 +1,51 @@
-"""How Triton spells reductions: of a block at once, or in lanes that a loop adds to, turn by turn.
+"""How Triton spells reductions: of a block at once, or in accumulators (*lanes*) that a loop updates.
 
-A loop keeps what it has found so far apart for each place of its block, in a few numbers: the lanes. They are
-put together once, when it is through.
+A loop accumulates for each place of its block separately, in one or two numbers: its lanes. They are combined
+once, after the loop.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 
 import torch
 
-from aotdist.kernels.ir import Expr, Reduce, Reduction
+from aotdist.kernels.ir import Expr, Kernel, Reduce, Reduction, every_part
+from aotdist.kernels.polynomial import Whole
+from aotdist.kernels.rule import constant, counted, elementwise
 from aotdist.kernels.spelling import TYPES
 
 _ONLINE = {"exponentials": 'float("-inf")', "deviations": "0"}
-"""What is kept besides the total, the greatest value or the mean, and what that is at first."""
+"""Initial values of the second lane: of the maximum so far, and of the mean so far."""
 
 
 def kind_of(expr: Expr) -> Reduction:
-    """What a reduction does."""
+    """How a reduction combines values."""
     assert isinstance(expr.op, Reduce), f"{expr.op} reduces nothing"
     return expr.op.kind
 
 
-def greatest_of(expr: Expr) -> Expr:
-    """The greatest of the values of a reduction."""
+def maximum_of(expr: Expr) -> Expr:
+    """The maximum of the values of a reduction."""
     return Expr(Reduce("max"), expr.args, expr.dtype)
 
 
 def lanes_of(expr: Expr) -> list[str]:
-    """What a loop starts from, for each of its lanes."""
+    """Initial value and type of each lane of a loop."""
     more = [_ONLINE[kind]] if (kind := kind_of(expr)) in _ONLINE else []
-    return [f"{start}, {TYPES[_kept(expr)]}" for start in (identity(expr), *more)]
+    return [f"{start}, {TYPES[_dtype_of_lane(expr)]}" for start in (identity(expr), *more)]
 
 
 def num_lanes(reductions: Collection[Expr]) -> int:
-    """How many lanes a loop has for some reductions: a sum of exponentials keeps the greatest value, too."""
-    shared = {greatest_of(expr) for expr in reductions if kind_of(expr) == "exponentials"}
+    """How many lanes a loop has for some reductions: a sum of exponentials also keeps the maximum."""
+    shared = {maximum_of(expr) for expr in reductions if kind_of(expr) == "exponentials"}
     return sum(len(lanes_of(expr)) for expr in reductions if expr not in shared)
 
 
-def one_more(expr: Expr, lanes: Sequence[str], value: str) -> str:
-    """The lanes with another value; of exponentials, with a whole block of them."""
+def updated(expr: Expr, lanes: Sequence[str], value: str) -> str:
+    """The lanes updated with another value; of exponentials, with a whole block of them."""
     match kind_of(expr):
         case "exponentials":
             return f"more_exponentials({lanes[0]}, {lanes[1]}, {value})"
@@ -51,13 +55,13 @@ def one_more(expr: Expr, lanes: Sequence[str], value: str) -> str:
             return _combined(expr, lanes[0], value)
 
 
-def all_of(expr: Expr, lanes: Sequence[str], size: str) -> str:
-    """The result, of the lanes of a whole loop, or of one block.
+def combined_lanes(expr: Expr, lanes: Sequence[str], size: str) -> str:
+    """The result of a reduction, from the lanes of a whole loop, or from one block.
 
     Args:
         expr: the reduction.
-        lanes: what was kept.
-        size: how many values there were.
+        lanes: their names.
+        size: how many values were reduced.
     """
     block, is_float = lanes[0], expr.dtype.is_floating_point
     match kind_of(expr):
@@ -80,7 +84,7 @@ def all_of(expr: Expr, lanes: Sequence[str], size: str) -> str:
 
 
 def identity(expr: Expr) -> str:
-    """What changes no result of a reduction."""
+    """The neutral element of a reduction."""
     dtype = expr.dtype
     match kind_of(expr):
         case "sum" | "any" | "exponentials" | "deviations":
@@ -106,5 +110,63 @@ def _combined(expr: Expr, total: str, value: str) -> str:
             return f"{total} + {value}"
 
 
-def _kept(expr: Expr) -> torch.dtype:
+def _dtype_of_lane(expr: Expr) -> torch.dtype:
     return torch.int32 if expr.dtype is torch.bool else expr.dtype
+
+
+# Reductions that need another one of the same values, made in one loop with it.
+#
+# A softmax sums `exp(value - maximum)`, a variance squares of `value - mean`. A loop that does not know the
+# maximum or the mean yet takes that of the values so far, and corrects the sum when it changes. So what no
+# block holds is read once, not twice.
+
+
+def online(kernel: Kernel) -> Kernel:
+    """The kernel with such pairs in the place of reductions that need other ones."""
+    roots = [store.value for store in kernel.stores]
+    made: dict[Expr, Expr] = {}
+    for expr in every_part(roots):
+        same = Expr(expr.op, tuple(made[arg] for arg in expr.args), expr.dtype)
+        made[expr] = _paired(same, kernel.num_reduced) or same
+    stores = tuple(replace(store, value=made[store.value]) for store in kernel.stores)
+    return replace(kernel, stores=stores)
+
+
+def _paired(expr: Expr, count: Whole) -> Expr | None:
+    if expr.op != Reduce("sum"):
+        return None
+    match expr.args[0]:
+        case Expr("exp", (Expr("sub", (value, most)),)):
+            return _exponentials(value, most)
+        case Expr("mul", (Expr("sub", (value, mean)) as off, other)):
+            is_variance = off == other and _is_mean(mean, value, count)
+            return Expr(Reduce("deviations"), (value,), expr.dtype) if is_variance else None
+        case _:
+            return None
+
+
+def _exponentials(value: Expr, most: Expr) -> Expr | None:
+    """The sum of `exp(value - most)`, if `most` is the maximum of the values.
+
+    `logsumexp` subtracts 0 in the place of an infinite maximum: then the sum is infinite, or 0.
+    """
+    total = Expr(Reduce("exponentials"), (value,), value.dtype)
+    greatest = maximum_of(total)
+    if most == greatest:
+        return total
+    zero, infinite = constant(0, value.dtype), constant(math.inf, value.dtype)
+    is_infinite = elementwise("eq", elementwise("abs", greatest), infinite, dtype=torch.bool)
+    if most != elementwise("where", is_infinite, zero, greatest, dtype=value.dtype):
+        return None
+    is_positive = elementwise("eq", greatest, infinite, dtype=torch.bool)
+    of_infinite = elementwise("where", is_positive, infinite, zero, dtype=value.dtype)
+    return elementwise("where", is_infinite, of_infinite, total, dtype=value.dtype)
+
+
+def _is_mean(expr: Expr, value: Expr, count: Whole) -> bool:
+    """Whether an expression is the mean of so many values."""
+    match expr:
+        case Expr("div", (Expr(op, args), divisor)):
+            return op == Reduce("sum") and args == (value,) and divisor == counted(count, expr.dtype)
+        case _:
+            return False

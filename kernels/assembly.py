@@ -1,4 +1,4 @@
-"""From a group of nodes to a kernel: expressions for what is stored, over as few variables as can be."""
+"""From a group of nodes to a kernel: expressions for what is stored, over as few variables as possible."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from torch.fx import Node
 
+from aotdist.kernels.access import reads, sides_of, writes
 from aotdist.kernels.columns import rows_folded
 from aotdist.kernels.fusion import Plan
 from aotdist.kernels.index import Axis, Index, Quotient, Remainder, Var, offset, unflat, variable
@@ -15,7 +16,6 @@ from aotdist.kernels.polynomial import Whole, divided, hint_of
 from aotdist.kernels.reading import KernelReader
 from aotdist.kernels.rule import Point, strides_of, val_of
 from aotdist.kernels.space import Group
-from aotdist.kernels.tiling import tiled
 
 _MAX_WORDS = 4
 _COPIES = frozenset({"convert_element_type", "_to_copy", "clone", "copy"})
@@ -87,17 +87,17 @@ def collapsed(kernel: Kernel) -> Kernel:
 
 
 def _collapsed_along(kernel: Kernel, axis: Axis) -> Kernel:
-    left = [var for var in getattr(kernel, axis) if var.size != 1]
-    kernel = _with_variables(kernel, axis, left)
-    at = len(left) - 2
+    variables = [var for var in getattr(kernel, axis) if var.size != 1]
+    kernel = _with_variables(kernel, axis, variables)
+    at = len(variables) - 2
     while at >= 0:
-        outer, inner = left[at : at + 2]
+        outer, inner = variables[at : at + 2]
         joined = Var(axis, outer.number, outer.size * inner.size)
         both = variable(joined)
         places = {outer: both // inner.size, inner: both % inner.size}
         if all(_stays_simple(index, places, joined) for index in kernel.indices()):
-            left[at : at + 2] = [joined]
-            kernel = _with_variables(kernel, axis, left, places)
+            variables[at : at + 2] = [joined]
+            kernel = _with_variables(kernel, axis, variables, places)
         at -= 1
     return kernel
 
@@ -120,3 +120,46 @@ def _divisions_of(index: Index, variables: set[Var]) -> int:
         isinstance(atom, (Quotient, Remainder)) and bool(atom.of.variables() & variables)
         for atom in index.atoms()
     )
+
+
+# Tiles: for a kernel that goes through memory in two orders.
+#
+# A transposed copy reads along rows and writes along columns, and a block that is a piece of a row would
+# write one element here and one there. A tile is a piece of several rows: all that it reads and writes lies
+# side by side, along one of its sides or the other, and it is turned around within the block. So a tensor
+# that is cast to float8 for two matrix products, in one layout for each, is read once.
+
+
+MIN_SIDE = 16
+"""Elements of a dimension that is worth a side: 32 bytes, the least that memory is read by, of bfloat16."""
+
+
+def tiled(kernel: Kernel) -> Kernel:
+    """The kernel over tiles, the columns of which are `r`, if it has two orders; else the kernel as it is.
+
+    Args:
+        kernel: over as few variables as there can be; no sum of parts.
+    """
+    sides = _sides(kernel)
+    if kernel.r or len(sides) < 2:
+        return kernel
+    column, row = sides[:2]
+    moved = Var("r", 0, column.size)
+    x = (*(var for var in kernel.x if var not in (row, column)), row)
+    return kernel.substitute({column: variable(moved)}, x, (moved,))
+
+
+def _sides(kernel: Kernel) -> list[Var]:
+    """Variables along which elements lie side by side in a tensor with others, that of most bytes first."""
+    accesses = [(_side(index), index, dtype) for index, dtype in (*reads(kernel), *writes(kernel))]
+    sides = {side for side, _, _ in accesses if side is not None}
+    num_bytes: dict[Var, int] = {}
+    for side, index, dtype in accesses:
+        if side is not None and not index.variables().isdisjoint(sides - {side}):
+            num_bytes[side] = num_bytes.get(side, 0) + dtype.itemsize
+    return sorted(num_bytes, key=lambda var: -num_bytes[var])
+
+
+def _side(index: Index) -> Var | None:
+    """The variable along which an index goes in steps of one element."""
+    return next((var for var in sides_of(index) if hint_of(var.size) >= MIN_SIDE), None)

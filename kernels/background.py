@@ -1,10 +1,10 @@
 """Kernels that are compiled in threads while the rest of a graph is being emitted.
 
-A thread holds Python's lock for a fifth of a compilation; Triton, LLVM and NVIDIA's assembler let go of it.
-So all kernels of a graph, in all the ways in which they may be cut, are compiled at once, and who starts one
-waits for that one. Kernels of one source but for names are compiled once in a process, in whichever graphs.
+A thread holds Python's lock for a fifth of a compilation; Triton, LLVM and NVIDIA's assembler release it. So
+all kernels of a graph, in all the ways to cut them into blocks, are compiled at the same time, and whoever
+starts one waits for that one. Kernels whose sources are equal up to names are compiled once in a process.
 
-What fails here is compiled again where it is started, which says what is wrong.
+A kernel that fails to compile here is compiled again where it is started, which raises.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ class Background:
 
     @classmethod
     def here(cls) -> Background | None:
-        """That of the current GPU, the same for all graphs; None if there is none."""
+        """The one for the current GPU, the same for all graphs; None if there is no GPU."""
         return None if triton_seam.current_gpu() is None else _for_target(*triton_seam.target_here())
 
     def code(
-        self, function: Any, emitted: EmittedKernel, way: Config, likeness: str
+        self, function: Any, emitted: EmittedKernel, way: Config, source: str
     ) -> Callable[[], Any | None]:
-        """Start compiling a kernel of known sizes, unless one like it was.
+        """Start compiling a kernel of known sizes, unless an equal one was.
 
         Args:
             function: the kernel, of `triton.jit`.
             emitted: the kernel.
-            way: how it is cut.
-            likeness: equal for kernels that do the same to other tensors, see `tuning.likeness`.
+            way: how it is cut into blocks.
+            source: its source without names, see `tuning.nameless_source`.
 
         Returns:
-            What waits for the kernel as Triton has it; it gives None if that could not be compiled.
+            A function that waits for Triton's compiled kernel; it returns None if that failed to compile.
         """
-        key = (likeness, way)
+        key = (source, way)
         with self._lock:
             code = self._codes.get(key)
             if code is None:
@@ -76,7 +76,7 @@ class Background:
         return made
 
     def _build_launcher(self, made: Any, signature: tuple[Any, ...]) -> None:
-        """Have what starts kernels of a signature built: once, as it may be a program in C."""
+        """Build the launcher of a signature, once: it may be a program in C."""
         with self._lock:
             lock = self._launchers.setdefault(signature, threading.Lock())
         with lock:
@@ -98,7 +98,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _forget() -> None:
-    """Threads are the parent's, and what they were compiling."""
+    """In a forked child: threads, and what they were compiling, stay with the parent."""
     _pool.cache_clear()
     _for_target.cache_clear()
 

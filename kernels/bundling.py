@@ -1,16 +1,16 @@
 """Puts kernels into one launch that compute the same over different tensors.
 
 An optimizer's step is one kernel for each parameter, and a launch costs more than most of them run. Two
-kernels are alike if their sources say the same but for names of tensors and whole numbers (sizes, strides,
-offsets). Alike kernels that need not wait for each other become one: its blocks are dealt out to its members
-in order, and each block begins by choosing the tensors and numbers of the member that it works for.
+kernels are similar if their sources are equal up to names of tensors and whole numbers (sizes, strides,
+offsets). Similar kernels that need not wait for each other become one launch: its blocks are shared out among
+its members in order, and each block begins by selecting the tensors and numbers of its member.
 
-Everything that is chosen stands in the launch's own arguments and code, so nothing is copied to the GPU for
-it, results do not differ from run to run, and pointers stay as aligned as they were.
+Everything that blocks select from is in the launch's own arguments and code, so nothing is copied to the GPU
+for it, results do not differ from run to run, and pointers stay as aligned as they were.
 
-No launch waits for long: its members hold nothing large for each other, are read by one node, or copy parts
-of what one collective gave, which is held until the last of them is copied. None makes a fixed node wait, or
-waits itself for a collective that some of its members do not need.
+No launch is delayed for long: its members keep nothing large alive for each other, are read by one node, or
+copy parts of the result of one collective, which is alive until the last part is copied. No launch delays a
+fixed node, or waits for a collective that some of its members do not need.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ import torch
 from torch.fx import Node
 
 from aotdist.kernels.access import reads, vector_length, writes
-from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.emitted import EmittedKernel, Schedule, Step
 from aotdist.kernels.launching import Config, is_persistent, num_blocks_of
 from aotdist.kernels.polynomial import at_most
 from aotdist.kernels.printing import BLOCK_NUMBER, LARGE, Printed
 from aotdist.kernels.rule import val_of
-from aotdist.kernels.scheduling import Schedule, Step
 from aotdist.kernels.uses import num_bytes
 
 MAX_TENSORS = 360
@@ -42,9 +41,8 @@ SMALL_BYTES = 2**20
 FEW_RESULTS = 128
 """Up to so many results, a reduction may have larger blocks than it needs: a GPU has more multiprocessors."""
 
-_CHOSEN = re.compile(r"\b(?:in|out)_\w+|(?<![\w.+-])\d+(?![\w.])")
+_SELECTED = re.compile(r"\b(?:in|out)_\w+|(?<![\w.+-])\d+(?![\w.])")
 """Tensors and whole numbers in a kernel's source; not the digits of other numbers (`0.5`, `1e+20`)."""
-
 
 Bundle: TypeAlias = Sequence[EmittedKernel]
 
@@ -58,28 +56,28 @@ def bundles(schedule: Schedule, kernels: Sequence[EmittedKernel], fixed: Sequenc
         fixed: nodes that keep their order, and wait no longer than they must.
     """
     order = _Order(schedule, fixed)
-    by_likeness: dict[_Likeness, list[EmittedKernel]] = {}
-    found: list[Bundle] = []
+    by_similarity: dict[_Similarity, list[EmittedKernel]] = {}
+    all_bundles: list[Bundle] = []
     for kernel in kernels:
         if kernel.is_sized:
-            found.append((kernel,))  # its blocks are counted in each call
+            all_bundles.append((kernel,))  # its blocks are counted in each call
             continue
-        by_likeness.setdefault(_likeness(kernel, schedule.by_name), []).append(kernel)
-    found += [bundle for alike in by_likeness.values() for bundle in _bundles(order, alike)]
-    return sorted(found, key=lambda bundle: max(kernel.nodes[-1] for kernel in bundle))
+        by_similarity.setdefault(_similarity_of(kernel, schedule.by_name), []).append(kernel)
+    all_bundles += [bundle for similar in by_similarity.values() for bundle in _bundles(order, similar)]
+    return sorted(all_bundles, key=lambda bundle: max(kernel.nodes[-1] for kernel in bundle))
 
 
 @dataclass(frozen=True, slots=True)
-class _Likeness:
+class _Similarity:
     """What kernels of one launch have in common.
 
     Args:
-        body: the lines, without what is chosen.
+        body: the lines, without tensors and numbers.
         dtypes: of the tensors, in the order of the arguments.
-        lengths: how many elements a thread may take of each at once: numbers that are chosen must not tell
-            Triton less than those that stand there.
-        config: blocks, but for what may be larger than a kernel needs.
-        is_persistent: whether all that is reduced is held in one block.
+        lengths: how many elements a thread may take of each at once: a number that is selected at run time
+            must tell Triton no less than the literal that it replaces.
+        config: blocks, without sizes that may be larger than a kernel needs.
+        is_persistent: whether one block holds all that is reduced.
         device: where the tensors lie.
     """
 
@@ -91,11 +89,11 @@ class _Likeness:
     device: torch.device
 
 
-def _likeness(emitted: EmittedKernel, by_name: Mapping[str, Node]) -> _Likeness:
+def _similarity_of(emitted: EmittedKernel, by_name: Mapping[str, Node]) -> _Similarity:
     kernel, printed = emitted.kernel, emitted.printed
     tensors = [val_of(by_name[name]) for name in (*printed.inputs, *printed.outputs)]
-    return _Likeness(
-        tuple(_CHOSEN.sub(_kind, line) for line in printed.body),
+    return _Similarity(
+        tuple(_SELECTED.sub(_placeholder, line) for line in printed.body),
         tuple(tensor.dtype for tensor in tensors),
         tuple(vector_length(kernel, index, dtype) for index, dtype in (*reads(kernel), *writes(kernel))),
         _without_sizes(emitted),
@@ -105,7 +103,7 @@ def _likeness(emitted: EmittedKernel, by_name: Mapping[str, Node]) -> _Likeness:
 
 
 def _without_sizes(emitted: EmittedKernel) -> Config:
-    """The blocks of a kernel without what may be chosen for all: the largest are."""
+    """The blocks of a kernel, with 1 for sizes that a launch may raise to the largest of its members."""
     kernel, config = emitted.kernel, emitted.config
     if kernel.p is not None:
         return config
@@ -114,18 +112,18 @@ def _without_sizes(emitted: EmittedKernel) -> Config:
     return replace(config, xblock=1)
 
 
-def _kind(chosen: re.Match[str]) -> str:
-    """What stands for a tensor or a number; one beyond 32 bits, which is of another type, stays."""
-    text = chosen[0]
+def _placeholder(match: re.Match[str]) -> str:
+    """A placeholder for a tensor or a number; a number beyond 32 bits, which has another type, stays."""
+    text = match[0]
     if not text.isdigit():
         return "?in" if text.startswith("in_") else "?out"
     return text if int(text) >= LARGE else "?"
 
 
-def _bundles(order: _Order, alike: Sequence[EmittedKernel]) -> list[Bundle]:
-    """Alike kernels, each with as many of the others as may run with it."""
+def _bundles(order: _Order, similar: Sequence[EmittedKernel]) -> list[Bundle]:
+    """Similar kernels, each with as many of the others as may run with it."""
     bundles: list[Bundle] = []
-    for kernel in alike:
+    for kernel in similar:
         for at, bundle in enumerate(bundles):
             if _num_tensors((*bundle, kernel)) <= MAX_TENSORS and order.may_run_as_one(bundle, (kernel,)):
                 bundles[at] = order.merge(bundle, (kernel,))
@@ -141,7 +139,7 @@ def _num_tensors(bundle: Iterable[EmittedKernel]) -> int:
 
 
 class _Order:
-    """What has to run before what, while kernels become one."""
+    """The order of steps, while kernels are merged into launches."""
 
     def __init__(self, schedule: Schedule, fixed: Iterable[Node]) -> None:
         self._schedule = schedule
@@ -154,15 +152,15 @@ class _Order:
                 self._after[other][step] = None
 
     def may_run_as_one(self, one: Bundle, other: Bundle) -> bool:
-        """Whether two bundles need not wait for each other, and nothing large or fixed has to for them."""
+        """Whether two bundles are independent, and one launch delays no fixed node and holds little."""
         steps = (*one, *other)
         if any(step not in self._position for step in steps):
-            return False  # of what nobody reads
+            return False  # nobody reads its results
         if len({self._received(step) for step in steps}) > 1:
             return False
         is_read_together = bool(self._readers(one) & self._readers(other))
-        are_parts = all(self._received(step) >= self._large_inputs(step) != frozenset() for step in steps)
-        if not (is_read_together or are_parts or all(self._holds_little(step) for step in steps)):
+        copy_parts = all(self._received(step) >= self._large_inputs(step) != frozenset() for step in steps)
+        if not (is_read_together or copy_parts or all(self._holds_little(step) for step in steps)):
             return False
         last = max(self._position[step] for step in steps)
         later = set[Step]()
@@ -186,13 +184,13 @@ class _Order:
         return itertools.chain.from_iterable(self._after[step] for step in steps)
 
     def _readers(self, bundle: Bundle) -> set[Step]:
-        """Who reads a bundle, within the graph."""
+        """The steps of the graph that read a bundle."""
         return {
             step for step in self._following(bundle) if isinstance(step, EmittedKernel) or step.op != "output"
         }
 
     def _received(self, kernel: EmittedKernel) -> frozenset[Node]:
-        """What a kernel reads of what collectives gave: who waits for one is a step behind it."""
+        """The results of collectives that a kernel reads: their waits are the step behind a fixed node."""
         read = frozenset(self._schedule.reads(kernel))
         return frozenset(node for node in read if not self._fixed.isdisjoint(node.all_input_nodes))
 
@@ -200,7 +198,7 @@ class _Order:
         return frozenset(node for node in self._schedule.reads(kernel) if not _is_small(node))
 
     def _holds_little(self, kernel: EmittedKernel) -> bool:
-        """Whether a kernel could as well run first or last: what is large is an argument, or a result."""
+        """Whether a kernel may run first or last: its large tensors are arguments or results of the graph."""
         read, written = (
             [self._schedule.by_name[name] for name in names]
             for names in (kernel.printed.inputs, kernel.printed.outputs)
@@ -229,15 +227,15 @@ def one_launch(bundle: Bundle) -> EmittedKernel:
 
 
 def _printed(bundle: Bundle, config: Config) -> Printed:
-    """The source of the first, with names for what the others have otherwise, after a choice of these."""
+    """The source of the first, with variables for what differs, after lines that select their values."""
     first = bundle[0].printed
-    columns = list(zip(*(_chosen(emitted.printed) for emitted in bundle), strict=True))
+    columns = list(zip(*(_selected_in(emitted.printed) for emitted in bundle), strict=True))
     names: dict[tuple[str, ...], str] = {}
     for column in columns:
         if len(set(column)) > 1 and column not in names:
             names[column] = f"{'number' if column[0].isdigit() else 'tensor'}{len(names)}"
     texts = [names[column] if column in names else column[0] for column in columns]
-    body = _with_chosen(first.body, texts)
+    body = _with_texts(first.body, texts)
     starts = list(
         itertools.accumulate((num_blocks_of(emitted.kernel, config) for emitted in bundle[:-1]), initial=0)
     )
@@ -260,23 +258,23 @@ def _printed(bundle: Bundle, config: Config) -> Printed:
     )
 
 
-def _chosen(printed: Printed) -> list[str]:
-    """The tensors and numbers in a source, in order."""
-    return [chosen[0] for line in printed.body for chosen in _CHOSEN.finditer(line)]
+def _selected_in(printed: Printed) -> list[str]:
+    """The tensors and numbers of a source, in order."""
+    return [match[0] for line in printed.body for match in _SELECTED.finditer(line)]
 
 
-def _with_chosen(body: Iterable[str], texts: Iterable[str]) -> list[str]:
-    """Lines with other texts in the place of tensors and numbers."""
+def _with_texts(body: Iterable[str], texts: Iterable[str]) -> list[str]:
+    """Lines with `texts` in the place of tensors and numbers."""
     left = iter(texts)
 
     def replaced(_: re.Match[str]) -> str:
         return next(left)
 
-    return [_CHOSEN.sub(replaced, line) for line in body]
+    return [_SELECTED.sub(replaced, line) for line in body]
 
 
 def _choice(starts: Sequence[int], choices: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines that run one of several choices: the last whose first block does not come after this one."""
+    """Lines that run one of several choices: the last one whose first block is not after this block."""
     if len(choices) == 1:
         yield from choices[0]
         return

@@ -1,9 +1,9 @@
-"""Whether tensors lie as the trace said, which nobody can promise of what a library returns.
+"""Checks that tensors have the strides of the trace, which a library's results need not have.
 
-A kernel finds elements by the strides of the trace. Those of a library's results are what its operators'
-fakes say, and a device may lay results out otherwise. `CheckedLaunch` looks before a kernel runs. What lies
-otherwise is copied to where the kernel looks for it, and what the kernel computes gets the strides that its
-operators would have given it. `with_real_strides` gives the graph as it should have been traced.
+A kernel finds elements by the strides of the trace. Those of a library's results come from its operators'
+fake kernels, and a device may choose others. `CheckedLaunch` compares them before a kernel runs. A tensor
+with other strides is copied to the traced ones, and the kernel's results get the strides that its operators
+would have given them. `with_real_strides` gives the graph as it should have been traced.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _RESHAPE = torch.ops.aten.reshape.default
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A tensor that a kernel read and that lay otherwise.
+    """A tensor that a kernel reads, and whose strides are not those of the trace.
 
     Args:
-        node: which, in the graph with kernels.
+        node: of the tensor, in the graph with kernels.
         sizes: its sizes.
-        traced: its strides as the trace has them.
-        real: as they were.
+        traced: its strides in the trace.
+        real: its strides in the call.
     """
 
     node: Node
@@ -55,42 +55,42 @@ class Difference:
     real: Strides
 
     def line(self) -> str | None:
-        """What to tell a reader; None if it follows from another: a kernel computed it."""
+        """What to tell a reader; None if it follows from another difference: a kernel computed the tensor."""
         maker = _maker(self.node)
         if isinstance(maker.target, Launch | SizedLaunch):
             return None
         return f"{_called(maker)}: strides {self.real}, traced as {self.traced}"
 
 
-_found: ContextVar[dict[str, Difference]] = ContextVar("found")
-"""What differs in the call that is being checked, by the name of the node."""
+_differences: ContextVar[dict[str, Difference]] = ContextVar("differences")
+"""Of the call that is being checked, by the name of the node."""
 
 
 _fakes = process_lock()
-"""Fake tensors of one trace are for one thread at a time; no other lock is taken within."""
+"""Fake tensors of one trace are used by one thread at a time; no other lock is taken inside of this one."""
 
 
 def checked(call: Callable[[list[Any]], T], args: list[Any]) -> tuple[T, dict[str, Difference]]:
-    """What a call with launches that look returns, and what lay otherwise."""
-    found: dict[str, Difference] = {}
-    token = _found.set(found)
+    """The results of a call with checked launches, and the differences that these found."""
+    differences: dict[str, Difference] = {}
+    token = _differences.set(differences)
     try:
-        return call(args), found
+        return call(args), differences
     finally:
-        _found.reset(token)
+        _differences.reset(token)
 
 
 def with_checks(bound: Mapping[str, Any], graph: Graph, of: Callable[[], Graph]) -> dict[str, Any]:
-    """Names of a text that runs a graph, with launches that look; and views that copy where they must.
+    """The bindings of a graph's text, with checked launches, and reshapes in the place of views.
 
     Args:
-        bound: what the names stand for.
+        bound: the objects that names of the text are bound to.
         graph: with kernels.
         of: see `CheckedLaunch`.
     """
-    looking: dict[int, Any] = {id(node.target): CheckedLaunch(node, of) for node in launching(graph)}
-    looking[id(native_callable(_VIEW))] = native_callable(_RESHAPE)
-    return {name: looking.get(id(value), value) for name, value in bound.items()}
+    checking: dict[int, Any] = {id(node.target): CheckedLaunch(node, of) for node in launching(graph)}
+    checking[id(native_callable(_VIEW))] = native_callable(_RESHAPE)
+    return {name: checking.get(id(value), value) for name, value in bound.items()}
 
 
 def launching(graph: Graph) -> list[Node]:
@@ -99,26 +99,26 @@ def launching(graph: Graph) -> list[Node]:
 
 
 class CheckedLaunch:
-    """A launch that looks where its inputs lie.
+    """A launch that compares the strides of its inputs with those of the trace.
 
     Args:
         call: the node that launches the kernel.
-        of: makes the graph in which its nodes still stand.
+        of: makes the graph with the kernel's nodes in the place of the launch.
     """
 
     def __init__(self, call: Node, of: Callable[[], Graph]) -> None:
         self._launch = cast("Launch | SizedLaunch", call.target)
         self._names = self._launch.names if isinstance(self._launch, SizedLaunch) else ()
-        given = cast("Sequence[Node]", call.args)
-        self._inputs = given[: len(given) - len(self._names)]
+        args = cast("Sequence[Node]", call.args)
+        self._inputs = args[: len(args) - len(self._names)]
         is_one = isinstance(call.meta.get("val"), torch.Tensor)
         self._outputs = [call] if is_one else sorted(call.users, key=lambda pick: cast("int", pick.args[1]))
         self._of = of
         self._strides: dict[Any, Sequence[Strides | None]] = {}
 
-    def __call__(self, *given: Any) -> Any:
-        """Launch the kernel on what it reads."""
-        tensors, numbers = given[: len(self._inputs)], given[len(self._inputs) :]
+    def __call__(self, *args: Any) -> Any:
+        """Launch the kernel on its inputs, in the traced strides."""
+        tensors, numbers = args[: len(self._inputs)], args[len(self._inputs) :]
         values = dict(zip(self._names, numbers, strict=True))
         pairs = zip(self._inputs, tensors, strict=True)
         placed = [_placed(node, tensor, values) for node, tensor in pairs]
@@ -126,13 +126,13 @@ class CheckedLaunch:
         if all(map(operator.is_, placed, tensors)):
             return returned
         results = returned if isinstance(returned, tuple) else (returned,)
-        given_of = {id(copy): tensor for copy, tensor in zip(placed, tensors, strict=True)}
+        original = {id(copy): tensor for copy, tensor in zip(placed, tensors, strict=True)}
         strides = self._result_strides(tensors, values)
-        laid = [_laid(result, given_of, to) for result, to in zip(results, strides, strict=True)]
-        return laid[0] if len(laid) == 1 else tuple(laid)
+        moved = [_moved(result, original, to) for result, to in zip(results, strides, strict=True)]
+        return moved[0] if len(moved) == 1 else tuple(moved)
 
     def _result_strides(self, tensors: Sequence[torch.Tensor], values: Values) -> Sequence[Strides | None]:
-        """Those that the operators would give the results; None where the kernel's own will do."""
+        """The strides that operators would give the results; None for those of the kernel."""
         key = (*(tensor.stride() for tensor in tensors), *values.values())
         if key not in self._strides:
             graph = self._of()
@@ -144,24 +144,24 @@ class CheckedLaunch:
                     for node, tensor in zip(self._inputs, tensors, strict=True)
                     if node.name in by_name
                 }
-                vals = _followed(graph, known, graph.ancestors(filter(None, outputs), stop=known))
+                vals = _propagated(graph, known, graph.ancestors(filter(None, outputs), stop=known))
             self._strides[key] = [_strides_at(vals[one], values) if one in vals else None for one in outputs]
         return self._strides[key]
 
 
-def with_real_strides(graph: Graph, found: Iterable[Difference]) -> Graph:
-    """A graph whose `val`s have the strides that were found; views that these do not allow are reshapes.
+def with_real_strides(graph: Graph, differences: Iterable[Difference]) -> Graph:
+    """Give the `val`s of a graph their real strides, in place; views become reshapes.
 
     Args:
-        graph: which; it is changed.
-        found: what differed in a call.
+        graph: a private copy.
+        differences: of a call.
     """
-    by_name = {one.node.name: one for one in found}
+    by_name = {one.node.name: one for one in differences}
     nodes = graph.gm.graph.nodes
     differ = {node: by_name[node.name] for node in nodes if node.name in by_name}
     with _fakes:
         known = {node: _restrided(val_of(node), one.sizes, one.real) for node, one in differ.items()}
-        vals = _followed(graph, known, set(nodes))
+        vals = _propagated(graph, known, set(nodes))
     for node, val in vals.items():
         node.meta["val"] = val
         if node.target is _VIEW:
@@ -185,22 +185,22 @@ def _placed(node: Node, tensor: torch.Tensor, values: Values) -> torch.Tensor:
     traced = tuple(real if size < 2 or stride is None else stride for size, real, stride in dims)
     if traced == tensor.stride():
         return tensor
-    _found.get()[node.name] = Difference(node, tuple(tensor.shape), traced, tensor.stride())
+    _differences.get()[node.name] = Difference(node, tuple(tensor.shape), traced, tensor.stride())
     return copied(tensor, traced)
 
 
-def _laid(
-    result: torch.Tensor, given_of: Mapping[int, torch.Tensor], strides: Strides | None
+def _moved(
+    result: torch.Tensor, original: Mapping[int, torch.Tensor], strides: Strides | None
 ) -> torch.Tensor:
-    """A result in the strides that it should have; or in the memory of the input that it is stored over."""
-    if id(result) in given_of:
-        given = given_of[id(result)]
-        return given if given is result else given.copy_(result)
+    """A result in the strides that it should have, or in the memory of the input that it overwrites."""
+    if id(result) in original:
+        overwritten = original[id(result)]
+        return overwritten if overwritten is result else overwritten.copy_(result)
     return result if strides in (None, result.stride()) else copied(result, strides)
 
 
 def _restrided(val: Any, sizes: Sequence[int], strides: Strides) -> Any:
-    """A fake tensor with strides that were found; for all calls, if there are no gaps."""
+    """A fake tensor with real strides; if these leave no gaps, they are symbolic as its sizes are."""
     order = sorted(range(len(sizes)), key=lambda dim: (strides[dim], sizes[dim]))
     dense = _dense(sizes, order)
     if all(size < 2 or one == other for size, one, other in zip(sizes, dense, strides, strict=True)):
@@ -217,13 +217,13 @@ def _dense(sizes: Sequence[int], order: Sequence[int]) -> Strides:
     return tuple(strides)
 
 
-def _followed(graph: Graph, known: Mapping[Node, Any], nodes: Collection[Node]) -> dict[Node, Any]:
-    """`known`, and what views and kernels make of it; what libraries do is never known before they have.
+def _propagated(graph: Graph, known: Mapping[Node, Any], nodes: Collection[Node]) -> dict[Node, Any]:
+    """`known`, and what views and kernels compute from it; libraries choose strides by themselves.
 
     Args:
-        graph: which.
+        graph: whose nodes these are.
         known: fake tensors in the place of `val`s.
-        nodes: which to look at.
+        nodes: those to compute.
     """
     vals = dict(known)
     for node in graph.gm.graph.nodes:
@@ -246,13 +246,13 @@ def _strides_at(val: torch.Tensor, values: Values) -> Strides | None:
 
 
 def _numbers_at(numbers: Sequence[int | torch.SymInt], values: Values) -> tuple[int | None, ...]:
-    """Sizes or strides in a call; None where a kernel is not told, and so need not know."""
+    """Sizes or strides in a call; None for one with symbols that the kernel does not take."""
     whole = [*map(natural, numbers)]
     return tuple(number_at(one, values) if names_in([one]) <= values.keys() else None for one in whole)
 
 
 def _maker(node: Node) -> Node:
-    """What a node is a view of, or picked from."""
+    """The node that a node is a view of, or an item of."""
     while node.target is operator.getitem or getattr(node.target, "is_view", False):
         node = node.all_input_nodes[0]
     return node

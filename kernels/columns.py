@@ -1,12 +1,12 @@
-"""Cuts sums of columns in two, where a kernel that reduces the rows can make the first half: norms' backward.
+"""Cuts sums of columns in two, where a kernel that reduces rows can compute the first half: norms' backward.
 
 The gradient of a norm's input takes a sum over each row, that of its weight one over all rows. Two kernels
-would read everything twice. Instead, the rows are cut in parts; the block that goes through the rows of one
-adds them up on the way (it *folds* them), and what little that leaves is summed by a second kernel. No two
+would read everything twice. Instead, the rows are cut in parts; the block that goes through the rows of a
+part adds them up on the way (it *folds* them), and a second kernel sums the few partial results. No two
 blocks write the same place, and the order of additions is fixed by the sizes.
 
-Cuts are made before it is known what is fused; those that no kernel takes are taken back, but for sums to few
-results, see `aotdist.kernels.few_results`.
+Sums are cut before fusion; a cut that no kernel takes is undone, except for sums to few results, see
+`aotdist.kernels.few_results`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ aten = torch.ops.aten
 
 MIN_PARTS = 64
 MAX_PARTS = 256
-"""About two for each multiprocessor: all of them run at once."""
+"""About two for each multiprocessor: all of them run at the same time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Cut:
 
     Args:
         nodes: the halves, and views before and behind them.
-        op: what the sum was.
+        op: the operator of the original sum.
         args: its arguments.
         kwargs: its keyword arguments.
     """
@@ -57,7 +57,7 @@ class Cut:
         return self.nodes[1]
 
     def take_back(self, graph: Graph) -> None:
-        """Have one sum in the graph again."""
+        """Put the original sum into the graph again."""
         total = self.nodes[-1]
         with graph.inserting_before(total):
             node = graph.call_function(self.op, self.args, self.kwargs)
@@ -68,7 +68,7 @@ class Cut:
 
 
 def rows_folded(node: Node) -> Whole:
-    """How many rows each result of a sum adds up, if a kernel that reduces rows may fold them; else 0."""
+    """How many rows each result of a sum adds up, if a kernel that reduces rows may fold the sum; else 0."""
     if node.target is not aten.sum.dim_IntList:
         return 0
     sizes, dims = reduced_dims(node)
@@ -89,16 +89,16 @@ def cut_columns(graph: Graph) -> list[Cut]:
 
 
 def rows_reduced(graph: Graph) -> set[tuple[Whole, Whole] | None]:
-    """Number and length of the rows that a graph reduces: sums of their columns may be made on the way."""
+    """Number and length of the rows that a graph reduces: their kernels may also sum their columns."""
     return {_rows(node) for node in graph.nodes if is_reducing(node)}
 
 
 def _rows(node: Node) -> tuple[Whole, Whole] | None:
     """How many rows a node reduces, and how long they are; None if it reduces other dimensions."""
     sizes, dims = reduced_dims(node)
-    kept = len(sizes) - len(dims)
-    is_last = dims == tuple(range(kept, len(sizes)))
-    return (math.prod(sizes[:kept]), math.prod(sizes[kept:])) if is_last else None
+    num_kept = len(sizes) - len(dims)
+    is_last = dims == tuple(range(num_kept, len(sizes)))
+    return (math.prod(sizes[:num_kept]), math.prod(sizes[num_kept:])) if is_last else None
 
 
 def _cut(graph: Graph, node: Node, rows: Collection[tuple[Whole, Whole] | None]) -> Cut | None:
@@ -107,7 +107,7 @@ def _cut(graph: Graph, node: Node, rows: Collection[tuple[Whole, Whole] | None])
     all_sizes, dims = reduced_dims(node)
     sizes = [size for size in all_sizes if isinstance(size, int)]
     if len(sizes) < len(all_sizes):
-        return None  # what divides them differs from call to call
+        return None  # their divisors differ from call to call
     count, columns = math.prod(sizes[: len(dims)]), sizes[len(dims) :]
     if dims != tuple(range(len(dims))) or not columns or (count, math.prod(columns)) not in rows:
         return None

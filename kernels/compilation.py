@@ -1,16 +1,16 @@
-"""Kernels compiled for GPUs that are not here.
+"""Kernels compiled for GPUs that are not here, as data that can be kept in a file.
 
 Triton compiles for any target without a driver, so a machine without a GPU can make what one with a GPU
-loads, and can read off what it will cost there: registers, what spills, how wide it reads.
+loads, and can read off what it will cost there: registers, and what spills.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import tempfile
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,15 +18,14 @@ import torch
 
 from aotdist.errors import BadSettings
 from aotdist.kernels import triton_seam
-from aotdist.kernels.access import VECTOR_BYTES, axes_of, axis_of, reads, vector_length, writes
-from aotdist.kernels.device_functions import HELPERS
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.gpus import TARGETS as TARGETS
 from aotdist.kernels.gpus import Target as Target
-from aotdist.kernels.index import Index
-from aotdist.kernels.loading import loaded
-from aotdist.kernels.polynomial import hint_of
+from aotdist.kernels.launching import blocks_of
+from aotdist.kernels.running import Loaded, Runner
 from aotdist.kernels.sized import form_of
+from aotdist.kernels.spelling import HELPERS
+from aotdist.kernels.triton_seam import loaded
 
 _POINTERS = {
     torch.float64: "*fp64",
@@ -42,8 +41,6 @@ _POINTERS = {
     torch.uint8: "*u8",
     torch.bool: "*i1",
 }
-_NVIDIA_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)", re.MULTILINE)
-_AMD_INSTRUCTION = re.compile(r"^\t([a-z]\w*)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,55 +56,11 @@ class Usage:
     spilled: int
 
 
-@dataclass(frozen=True, slots=True)
-class Binary:
-    """A kernel as a GPU runs it.
-
-    Args:
-        name: of the kernel, and of its symbol.
-        target: what it runs on.
-        code: a cubin or an hsaco.
-        usage: what a thread has.
-        shared: bytes of shared memory of a block.
-        instructions: how often each stands in it, by its full name (`LDG.E.128`).
-    """
-
-    name: str
-    target: Target
-    code: bytes
-    usage: Usage
-    shared: int
-    instructions: Mapping[str, int]
-
-    def count(self, *words: str) -> int:
-        """How many instructions have all these words in their name: `count("LDG", "128")`."""
-        return sum(
-            number for name, number in self.instructions.items() if set(words).issubset(name.split("."))
-        )
-
-
-def compile_kernel(emitted: EmittedKernel, target: Target) -> Binary:
-    """Compile a kernel; the GPU need not be there.
-
-    Args:
-        emitted: by a process that does not interpret: in one that does, its blocks are other ones.
-        target: the GPUs to compile for.
-
-    Raises:
-        BadSettings: the target is unknown, Triton or its tools are missing, or kernels are interpreted here.
-    """
-    made = compiled_for(emitted, target)
-    code: bytes = made.asm["cubin" if target.startswith("sm_") else "hsaco"]
-    usage, shared = usage_of(made, target), made.metadata.shared
-    instructions = _instructions(made, target)
-    return Binary(emitted.printed.name, target, code, usage, shared, instructions)
-
-
 def compiled_for(emitted: EmittedKernel, target: Target) -> Any:
     """The same kernel as Triton has it; if its sizes differ from call to call, for those of the traced one.
 
     Raises:
-        BadSettings: as for `compile_kernel`.
+        BadSettings: the target is unknown, Triton or its tools are missing, or kernels are interpreted here.
     """
     check(target)
     form = form_of(emitted, None)
@@ -165,26 +118,6 @@ def pointers_of(emitted: EmittedKernel) -> dict[str, str]:
     return {name: types[name] for name in emitted.printed.tensors}
 
 
-def num_vectors(emitted: EmittedKernel) -> tuple[int, int]:
-    """How often a thread must read and write 16 bytes at once, at least: what lies side by side, by block.
-
-    Returns:
-        Loads and stores. A tensor whose block gives a thread less than 16 bytes takes no part.
-    """
-    return _num_vectors(emitted, reads(emitted.kernel)), _num_vectors(emitted, writes(emitted.kernel))
-
-
-def _num_vectors(emitted: EmittedKernel, accesses: Iterable[tuple[Index, torch.dtype]]) -> int:
-    config, total = emitted.config, 0
-    rblock = min(config.rblock, *(hint_of(member.num_reduced) for member in emitted.members))
-    for index, dtype in accesses:
-        axes, length = axes_of(index), vector_length(emitted.kernel, index, dtype)
-        block = (config.xblock if "x" in axes else 1) * (rblock if "r" in axes else 1)
-        if axis_of(emitted.kernel, index) in axes and length * dtype.itemsize == VECTOR_BYTES:
-            total += block // (32 * config.num_warps * length)
-    return total
-
-
 def usage_of(made: Any, target: Target) -> Usage:
     """What a thread of a compiled kernel has.
 
@@ -197,19 +130,13 @@ def usage_of(made: Any, target: Target) -> Usage:
         return Usage(
             _number(r"\.vgpr_count:\s+(\d+)", text), _number(r"\.private_segment_fixed_size:\s+(\d+)", text)
         )
-    usage = _output(made.asm["cubin"], "cuobjdump", "--dump-resource-usage")
+    usage = output_of(made.asm["cubin"], "cuobjdump", "--dump-resource-usage")
     # A stack is where what has no register goes; no kernel of ours calls a function.
     spilled = _number(r"\bSTACK:(\d+)", usage) + _number(r"\bLOCAL:(\d+)", usage)
     return Usage(_number(r"\bREG:(\d+)", usage), spilled)
 
 
-def _instructions(made: Any, target: Target) -> Mapping[str, int]:
-    if target.startswith("sm_"):
-        return Counter(_NVIDIA_INSTRUCTION.findall(_output(made.asm["cubin"], "nvdisasm")))
-    return Counter(_AMD_INSTRUCTION.findall(made.asm["amdgcn"]))
-
-
-def _output(cubin: bytes, tool: str, *options: str) -> str:
+def output_of(cubin: bytes, tool: str, *options: str) -> str:
     """What one of NVIDIA's tools says of a kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -219,6 +146,53 @@ def _output(cubin: bytes, tool: str, *options: str) -> str:
 
 
 def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    assert found, f"{pattern} is not in what the compiler wrote"
-    return int(found[1])
+    match = re.search(pattern, text)
+    assert match, f"{pattern} is not in what the compiler wrote"
+    return int(match[1])
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A kernel as a GPU runs it, and what Triton has to know to start it.
+
+    Args:
+        code: a cubin or an hsaco.
+        metadata: what Triton's compiler says of it, as JSON.
+        pointers: its tensors in the order of its arguments, with their types as Triton writes them.
+        blocks: its last arguments, which are constants.
+        registers: of a thread, 32 bits each.
+    """
+
+    code: bytes
+    metadata: str
+    pointers: Mapping[str, str]
+    blocks: Mapping[str, int]
+    registers: int
+
+
+def pack(emitted: EmittedKernel, target: Target) -> Packed:
+    """Compile a kernel for a GPU that need not be there.
+
+    Raises:
+        BadSettings: the target is unknown, or kernels cannot be compiled here.
+    """
+    made = compiled_for(emitted, target)
+    code, metadata = triton_seam.code_and_metadata(made)
+    # Where the compiler found NVIDIA's and AMD's libraries, which are in the code by now.
+    fields = {key: [] if key == "extern_libs" else value for key, value in json.loads(metadata).items()}
+    blocks = blocks_of(emitted.kernel, emitted.config)
+    registers = usage_of(made, target).registers
+    return Packed(code, json.dumps(fields, sort_keys=True), pointers_of(emitted), blocks, registers)
+
+
+def unpack(packed: Packed, num_blocks: int, device: torch.device, overwritten: frozenset[int]) -> Runner:
+    """What starts the kernel; its code is loaded when it is first started.
+
+    Args:
+        packed: the kernel.
+        num_blocks: how many blocks run.
+        device: where it runs.
+        overwritten: positions of the inputs that it writes.
+    """
+    kernel = triton_seam.loaded_kernel(packed.code, packed.metadata, packed.pointers, packed.blocks)
+    return Loaded(kernel, num_blocks, tuple(packed.blocks.values()), device, overwritten)

@@ -18,8 +18,11 @@ from aotdist.kernels.rule import (
     Rule,
     cast,
     constant,
+    counted,
     elementwise,
+    number_of,
     operand,
+    position,
     val_of,
 )
 from aotdist.torch_seam.operators import OpOverload
@@ -268,6 +271,23 @@ def _where(reader: Reader, node: Node, point: Point) -> Expr:
     return elementwise("where", condition, *chosen, dtype=held(dtype))
 
 
+_WORDS_IN_A_BLOCK = 4
+
+
+def _random_word(reader: Reader, node: Node, point: Point) -> Expr:
+    """A word of the stream of a seed and an offset, by number (`Settings.functional_rng`).
+
+    A kernel computes the words that it needs where it needs them; a backward computes the same ones again.
+    """
+    seed, offset, start, *_ = node.args
+    assert isinstance(seed, Node) and isinstance(offset, Node), "seed and offset are tensors"
+    (index,) = point.indices
+    first = elementwise("add", reader.read(offset, point.to(())), counted(number_of(start), torch.int64))
+    block = elementwise("add", first, position(index // _WORDS_IN_A_BLOCK))
+    which = position(index % _WORDS_IN_A_BLOCK)
+    return elementwise("philox", reader.read(seed, point.to(())), block, which)
+
+
 _WORDS = ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "sin", "cos", "erf", "floor", "ceil", "trunc")
 _TESTS = ("eq", "ne", "lt", "le", "gt", "ge")
 _BITS = {"bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor"}
@@ -330,5 +350,8 @@ RULES: dict[OpOverload, Rule] = {
     prims.convert_element_type.default: Pointwise(_converted, is_cheap=True),
 }
 
-RULES_BY_NAME: dict[str, Rule] = {"prims.fma.default": _pointwise(_word("fma"), 3)}
-"""Rules of operators that exist only once Inductor's decompositions were asked for."""
+RULES_BY_NAME: dict[str, Rule] = {
+    "prims.fma.default": _pointwise(_word("fma"), 3),
+    "aotdist.philox.default": Pointwise(_random_word),
+}
+"""Rules of operators that are registered later: by Inductor, and by stages that import this one."""

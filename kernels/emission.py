@@ -11,31 +11,30 @@ import torch
 from torch.fx import Node
 
 from aotdist.kernels import triton_seam
+from aotdist.kernels.accumulation import online
 from aotdist.kernels.assembly import assemble
 from aotdist.kernels.background import Background
 from aotdist.kernels.bundling import bundles, one_launch
 from aotdist.kernels.columns import cut_columns
-from aotdist.kernels.configurations import configurations
-from aotdist.kernels.device_functions import HELPERS
-from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.costs import configurations
+from aotdist.kernels.emitted import EmittedKernel, Schedule, Step
 from aotdist.kernels.few_results import is_better_cut
 from aotdist.kernels.fusion import Plan, plan
 from aotdist.kernels.gpus import Gpu
 from aotdist.kernels.in_place import overwritten, stored_over
+from aotdist.kernels.index import num_places
 from aotdist.kernels.ir import Kernel
 from aotdist.kernels.launching import Config, Launch, Result, blocks_of, config_of, is_persistent
-from aotdist.kernels.loading import loaded
-from aotdist.kernels.online import online
-from aotdist.kernels.polynomial import Polynomial
+from aotdist.kernels.polynomial import Polynomial, hint_of
 from aotdist.kernels.printing import Printed, print_kernel
 from aotdist.kernels.rule import sizes_of, strides_of, val_of
 from aotdist.kernels.running import Jitted, Runner, nothing_compiled
-from aotdist.kernels.scheduling import Schedule, Step
 from aotdist.kernels.sized import SizedLaunch, SizedResult, names_needed
 from aotdist.kernels.space import Group
-from aotdist.kernels.symbols import told
-from aotdist.kernels.traffic import bytes_moved
-from aotdist.kernels.tuning import Tuned, Tuner, likeness
+from aotdist.kernels.spelling import HELPERS
+from aotdist.kernels.symbols import arguments_for
+from aotdist.kernels.triton_seam import loaded
+from aotdist.kernels.tuning import Tuned, Tuner, nameless_source
 from aotdist.kernels.uses import num_elements
 from aotdist.program import Graph
 from aotdist.torch_seam.proxies import graph_module
@@ -47,7 +46,7 @@ class Fused:
 
     Args:
         graph: what to run.
-        kernels: in the order of their last nodes; each runs when what it reads is there.
+        kernels: in the order of their last nodes.
         source: the kernels, as a module that `triton.jit` compiles.
         reasons: why nodes are left to the library.
     """
@@ -79,15 +78,15 @@ def fuse(
         tuner: chooses blocks by measuring; None to leave it at what they should cost.
         background: compiles; None to leave that to when kernels are first started.
     """
-    chosen = _planned(graph.gm.graph, fixed, gpu)
+    planned = _planned(graph.gm.graph, fixed, gpu)
     counts = {
         node.name: num_elements(node)
         for node in graph.gm.graph.nodes
         if isinstance(node.meta.get("val"), torch.Tensor)
     }
     kernels = [
-        _emit(chosen, group, at, counts, gpu, keeps_casts=keeps_casts)
-        for at, group in enumerate(chosen.groups)
+        _emit(planned, group, at, counts, gpu, keeps_casts=keeps_casts)
+        for at, group in enumerate(planned.groups)
     ]
     kernels = _launches(graph, kernels, fixed)
     if not triton_seam.is_interpreting():
@@ -101,7 +100,7 @@ def fuse(
     for step in schedule.in_order():
         copies.add(step)
     gm = graph_module(graph.gm, copies.graph)
-    return Fused(Graph(gm, graph.ins, graph.outs), kernels, source, chosen.reasons)
+    return Fused(Graph(gm, graph.ins, graph.outs), kernels, source, planned.reasons)
 
 
 def without_kernels(graph: Graph, reason: str) -> Fused:
@@ -116,23 +115,23 @@ def without_kernels(graph: Graph, reason: str) -> Fused:
 
 
 def _planned(graph: torch.fx.Graph, fixed: Sequence[Node], gpu: Gpu) -> Plan:
-    """The plan for a graph, whose sums of columns are cut in two where kernels take the first halves."""
+    """The plan for a graph; its sums of columns are cut in two where kernels take the first halves."""
     cuts = cut_columns(graph)
     while True:
-        chosen = plan(graph, fixed)
-        folded = frozenset[Node]().union(*(group.folds for group in chosen.groups))
+        planned = plan(graph, fixed)
+        folded = frozenset[Node]().union(*(group.folds for group in planned.groups))
         alone = [cut for cut in cuts if cut.first not in folded and not is_better_cut(cut, gpu)]
         if not alone:
-            return chosen
+            return planned
         for cut in alone:
             cut.take_back(graph)
         cuts = [cut for cut in cuts if cut not in alone]
 
 
 def _emit(
-    chosen: Plan, group: Group, number: int, counts: Mapping[str, int], gpu: Gpu, *, keeps_casts: bool
+    planned: Plan, group: Group, number: int, counts: Mapping[str, int], gpu: Gpu, *, keeps_casts: bool
 ) -> EmittedKernel:
-    kernel = assemble(chosen, group, number, keeps_casts=keeps_casts)
+    kernel = assemble(planned, group, number, keeps_casts=keeps_casts)
     differs = isinstance(kernel.num_reduced, Polynomial) and not kernel.is_tiled
     fits_a_block = differs or is_persistent(kernel)
     looped = _in_loops(kernel) if differs else None
@@ -148,12 +147,13 @@ def _emit(
 def _in_loops(kernel: Kernel) -> Printed:
     """The form of a kernel for calls in which it reduces more than a block holds."""
     in_loops = replace(online(kernel), name=f"{kernel.name}_looped")
-    inputs = tuple(dict.fromkeys(load.buffer for load in kernel.loads()))  # both forms are called alike
+    # The two forms take the same arguments.
+    inputs = tuple(dict.fromkeys(load.buffer for load in kernel.loads()))
     return replace(print_kernel(in_loops, is_persistent=False), inputs=inputs)
 
 
 def _launches(graph: Graph, kernels: Sequence[EmittedKernel], fixed: Sequence[Node]) -> list[EmittedKernel]:
-    """Kernels, those that may as one launch, which store new values of inputs over the old ones."""
+    """Kernels in as few launches as possible, which store new values of inputs over the old ones."""
     found = bundles(Schedule(graph, kernels, fixed), kernels, fixed)
     schedule = Schedule(graph, [one_launch(bundle) for bundle in found], fixed)
     old_of = overwritten(graph, schedule, fixed)
@@ -191,7 +191,7 @@ class _Copies:
         call = self.graph.create_node(
             "call_function",
             self._launch(step, names, results, val_of(written[0]).device),
-            (*inputs, *(self._copy_of[size] for size in told(names, self._sizes))),
+            (*inputs, *(self._copy_of[size] for size in arguments_for(names, self._sizes))),
             name=written[0].name if len(written) == 1 else step.printed.name,
         )
         call.meta = {key: value for key, value in step.nodes[-1].meta.items() if key != "val"}
@@ -214,7 +214,7 @@ class _Copies:
         return Launch(step.printed.name, self._runner(step, device, known), known, device)
 
     def _runner(self, step: EmittedKernel, device: torch.device, results: Sequence[Result]) -> Runner:
-        tuner, source = self._tuner, likeness(step)
+        tuner, source = self._tuner, nameless_source(step)
         if tuner is None or len(step.ways) == 1 or not tuner.may_tune(step):
             return self._jitted(step, step.config, source, device)
         known = tuner.known(source, step.ways, device)
@@ -225,7 +225,7 @@ class _Copies:
     def _jitted(
         self, step: EmittedKernel, way: Config, source: str, device: torch.device, *, ahead: bool = True
     ) -> Jitted:
-        """A kernel in one way, which is compiled as soon as there is time, if it is likely to be needed."""
+        """A kernel in one way; if that is likely to run (`ahead`), it is compiled in the background."""
         function = self._functions[step.printed.name]
         blocks, count = blocks_of(step.kernel, way), step.num_blocks_in(way)
         code = nothing_compiled
@@ -238,3 +238,18 @@ def _result(node: Node, printed: Printed) -> SizedResult:
     val, old = val_of(node), printed.over.get(node.name)
     into = None if old is None else printed.inputs.index(old)
     return SizedResult(sizes_of(node), strides_of(node), val.dtype, into)
+
+
+def bytes_moved(kernel: Kernel, num_elements: Mapping[str, int]) -> int:
+    """Bytes that a kernel reads and writes in the call that is traced, each tensor's once.
+
+    Args:
+        kernel: what runs.
+        num_elements: of every tensor that it reads or writes, by name.
+    """
+    touched: dict[str, int] = {}
+    item_bytes: dict[str, int] = {}
+    for access in (*kernel.loads(), *kernel.stores):
+        touched[access.buffer] = touched.get(access.buffer, 0) + hint_of(num_places([access.index]))
+        item_bytes[access.buffer] = access.stored.itemsize
+    return sum(min(count, num_elements[name]) * item_bytes[name] for name, count in touched.items())

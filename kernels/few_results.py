@@ -1,4 +1,4 @@
-"""Cuts reductions to few results in two: else a few blocks read everything, while the rest of a GPU waits.
+"""Cuts reductions to few results in two: otherwise few blocks read everything, and the rest of a GPU is idle.
 
 The statistics of a batch norm over 64 channels are 64 results, 4 blocks of neighbouring columns, for the 132
 multiprocessors of an H100. Some of the dimensions that are reduced are kept at first, whole or in parts, so
@@ -42,7 +42,7 @@ _SUM, _MEAN, _MOMENTS = aten.sum.dim_IntList, aten.mean.dim, aten.var_mean.corre
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How the operand of a reduction is seen, and what is reduced when.
+    """How the operand of a reduction is viewed, and which dimensions are reduced first and last.
 
     Args:
         sizes: of the operand, one of its dimensions in two where that is cut.
@@ -69,12 +69,12 @@ class _Cut:
 
     @property
     def first(self) -> list[int]:
-        """What is reduced at first, in that order."""
+        """The dimensions that are reduced first, in that order."""
         return list(range(self.num_left, len(self.order)))
 
     @property
     def last(self) -> list[int]:
-        """What is reduced of what that leaves."""
+        """The dimensions that are then reduced of what that leaves."""
         return list(range(self.num_kept))
 
 
@@ -204,9 +204,9 @@ def _summed_up(graph: fx.Graph, node: Node, source: Node, cut: _Cut) -> Node:
 def _moments(graph: fx.Graph, pick: Node, source: Node, cut: _Cut) -> tuple[Node, Node]:
     """Variance and mean: that of the parts' means is added to the mean of the parts' variances."""
     both: Any = pick.args[0]
-    like, given = val_of(pick), both.kwargs.get("correction")
+    like, correction_or_none = val_of(pick), both.kwargs.get("correction")
     count = math.prod(cut.sizes) // math.prod(cut.final)
-    correction = 1.0 if given is None else float(given)
+    correction = 1.0 if correction_or_none is None else float(correction_or_none)
 
     def moments(of: Node, dims: Sequence[int], sizes: Sequence[int]) -> list[Node]:
         vals = [empty_like(like, sizes), empty_like(like, sizes)]

@@ -1,7 +1,7 @@
 """Decides which nodes share a kernel.
 
-Each node that the emitter has a rule for starts as a group of its own. Groups that pass values to each
-other, or read the same tensor, are merged, those that save most bytes first, as long as
+Each node that the emitter has a rule for starts as a group of its own. Groups of which one reads the other,
+or that read the same tensor, are merged, those that save most bytes first, as long as
 
 - all their nodes can be computed over one iteration space, each element once (`_placed`), where sums of the
   rows of a part may be made on the way (`aotdist.kernels.columns`);
@@ -43,7 +43,7 @@ MAX_TENSORS = 24
 MAX_ABSORBED = 16
 """How many nodes are computed wherever they are read."""
 MAX_READINGS = 3
-"""At how many different places they may be read then."""
+"""At how many different places these may be read."""
 MAX_BYTES_READ = 64
 """How many bytes each of two groups may read for a byte that both read, to be worth one kernel; of others
 `bundling.py` makes one launch all the same."""
@@ -114,14 +114,14 @@ def _merge_all(units: Units) -> None:
 
 def _readers_of_memory(units: Units) -> dict[Node, list[Unit]]:
     """The groups that read each tensor that no group computes."""
-    found: dict[Node, list[Unit]] = {}
+    readers: dict[Node, list[Unit]] = {}
     for unit in units.in_order():
         if unit.group is None:
             continue
         for source in units.sources(unit):
             if source not in units.uses.computed:
-                found.setdefault(source, []).append(unit)
-    return found
+                readers.setdefault(source, []).append(unit)
+    return readers
 
 
 def _bytes_saved(units: Units, one: Unit, other: Unit) -> int:
@@ -144,7 +144,7 @@ def _is_worth_it(units: Units, one: Unit, other: Unit) -> bool:
 
 
 def _merged(units: Units, one: Unit, other: Unit) -> Group | None:
-    """Both groups as one, over the space of the one that reduces, or that runs later."""
+    """Both groups as one, over the space of the group that reduces, or else of the later one."""
     if len(one.nodes) + len(other.nodes) > MAX_NODES or not _is_worth_it(units, one, other):
         return None
     if not units.may_run_as_one(one, other):
@@ -175,15 +175,15 @@ def _placed(uses: Uses, host: Group, guest: Group) -> Group | None:
     folds = _folds(host, guest)
     if not _may_fit(host.space, guest.space, folds):
         return None
-    left = dict(guest.places)
+    unplaced = dict(guest.places)
     group = Group(host.space, dict(host.places), host.absorbed | guest.absorbed, host.folds | folds)
-    while left:
-        node = _next(uses, group, left)
+    while unplaced:
+        node = _next(uses, group, unplaced)
         place = _place_of(uses, group, node)
         if place is None:
             return None
         group = replace(group, places={**group.places, node: place})
-        del left[node]
+        del unplaced[node]
     if not (uses.agrees(group) and _shares(uses, host, guest, group)):
         return None
     read, written = _fast_axes(uses, group), _written_axes(uses, group) if group.space.r else set[Axis]()
@@ -202,7 +202,7 @@ def _folds(host: Group, guest: Group) -> frozenset[Node]:
 
 
 def _fast_axes(uses: Uses, group: Group) -> set[Axis]:
-    """Along which axes neighbours lie beside each other in memory, where a group reads along both.
+    """The axes along which neighbours lie side by side in memory, where a group reads along both axes.
 
     Sums of rows and of columns of one square tensor would fit into one space, and half of them would be slow.
     """
@@ -216,7 +216,7 @@ def _fast_axes(uses: Uses, group: Group) -> set[Axis]:
 
 
 def _written_axes(uses: Uses, group: Group) -> set[Axis]:
-    """The same of what a group writes.
+    """The same for what a group writes.
 
     A kernel that reduces has no tiles, so one that writes a transposed copy would write element by element.
     """
@@ -225,7 +225,7 @@ def _written_axes(uses: Uses, group: Group) -> set[Axis]:
 
 
 def _axes(index: Index) -> set[Axis]:
-    """Along which axes neighbours lie beside each other, if an index goes along both."""
+    """The axes along which neighbours lie side by side, if an index goes along both."""
     if len({var.axis for var in index.variables()}) < 2:
         return set()
     return {atom.axis for atom, scale in index.terms if isinstance(atom, Var) and scale == 1}
@@ -254,15 +254,15 @@ def _absorbed(uses: Uses, host: Group, guest: Group) -> Group | None:
     return group if is_worth_it and uses.agrees(group) else None
 
 
-def _next(uses: Uses, group: Group, left: Mapping[Node, Place]) -> Node:
+def _next(uses: Uses, group: Group, unplaced: Mapping[Node, Place]) -> Node:
     """Which node to place: one that a placed node reads, else one that reads such, else the first."""
-    for node in reversed(list(left)):
+    for node in reversed(list(unplaced)):
         if any(reader in group for reader in uses.readers(node)):
             return node
-    for node in left:
+    for node in unplaced:
         if any(source in group for source in uses.sources(node)):
             return node
-    return next(iter(left))
+    return next(iter(unplaced))
 
 
 def _place_of(uses: Uses, group: Group, node: Node) -> Place | None:
@@ -313,8 +313,8 @@ def _shares(uses: Uses, host: Group, guest: Group, both: Group) -> bool:
     """Whether a value goes from one group to the other, or both read one element at the same place."""
 
     def reads(group: Group) -> set[tuple[Node, Place]]:
-        found = (read for node in group.places for read in uses.reads(node, both.places[node], both))
-        return {(read, at.indices) for read, at in found}
+        elements = (read for node in group.places for read in uses.reads(node, both.places[node], both))
+        return {(read, at.indices) for read, at in elements}
 
     by_host, by_guest = reads(host), reads(guest)
     crosses = any(read in guest.places for read, _ in by_host) or any(r in host.places for r, _ in by_guest)

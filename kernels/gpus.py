@@ -46,7 +46,7 @@ def gpu_here() -> Gpu:
 
 @cache
 def _gpu_at(device: int) -> Gpu:
-    found = triton_seam.properties_of(device)
+    properties = triton_seam.properties_of(device)
     # Bits of the bus; two a cycle, whose length is in kHz. A virtual GPU may say 0 to either.
-    bandwidth = 2 * found["mem_bus_width"] / 8 * found["mem_clock_rate"] * 1e3
-    return Gpu(bandwidth or USUAL.bandwidth, found["multiprocessor_count"] or USUAL.num_processors)
+    bandwidth = 2 * properties["mem_bus_width"] / 8 * properties["mem_clock_rate"] * 1e3
+    return Gpu(bandwidth or USUAL.bandwidth, properties["multiprocessor_count"] or USUAL.num_processors)

@@ -1,10 +1,9 @@
 """Results that a kernel may write over the inputs whose new values they are.
 
-A graph is functional: where a program writes an input, the graph returns its new value, which is copied
-there after it has run. A kernel that computes it from the old value, element by element, may as well store it
-there, if nothing reads the old value afterwards; the copy then finds that it has nothing to do. An
-optimizer's step is bound by memory: AdamW moves 28 bytes for each float32 parameter, and the copies would
-move 24 more.
+A graph is functional: where a program writes an input, the graph returns its new value, which is copied there
+after it has run. A kernel that computes it from the old value, element by element, can store it there
+directly, if nothing reads the old value afterwards; the copy then has nothing to do. An optimizer's step is
+bound by memory: AdamW moves 28 bytes for each float32 parameter, and the copies would move 24 more.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from dataclasses import replace
 
 from torch.fx import Node
 
-from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.emitted import EmittedKernel, Schedule, Step
 from aotdist.kernels.ir import Expr, Load, Store, every_part
 from aotdist.kernels.rule import View, val_of
 from aotdist.kernels.rules import rule_of
-from aotdist.kernels.scheduling import Schedule, Step
 from aotdist.program import Graph
 from aotdist.torch_seam.operators import OpOverload
 
@@ -29,9 +27,10 @@ def overwritten(graph: Graph, schedule: Schedule, fixed: Sequence[Node]) -> dict
     """The results that may be stored in the memory of an input, and of which.
 
     Args:
-        graph: whose results.
+        graph: with these results.
         schedule: its steps, in the order in which they will run.
-        fixed: collectives among others, which may read what they are given for as long as they like.
+        fixed: nodes that keep their order; collectives among them may read an input until they are waited
+            for.
     """
     held = set(fixed)
     position = {step: at for at, step in enumerate(schedule.in_order())}
@@ -45,7 +44,7 @@ def overwritten(graph: Graph, schedule: Schedule, fixed: Sequence[Node]) -> dict
 
     def is_free(old: Node, new: Node) -> bool:
         maker = makers.get(new)
-        if maker is None or not _lie_alike(old, new) or not _is_element_by_element(maker, old, new):
+        if maker is None or not _have_one_layout(old, new) or not _is_element_by_element(maker, old, new):
             return False
         return all(isinstance(step, EmittedKernel) or step.op == "output" for step in readers[new]) and all(
             step not in held and position[step] <= position[maker] for step in _who_reads(readers, old)
@@ -59,7 +58,7 @@ def stored_over(emitted: EmittedKernel, old_of: Mapping[Node, Node]) -> EmittedK
 
     Args:
         emitted: the kernel.
-        old_of: which results of whichever kernels, and which inputs.
+        old_of: results of any kernels, with the inputs that they overwrite.
     """
     printed = emitted.printed
     over = {new.name: old.name for new, old in old_of.items() if new.name in printed.outputs}
@@ -101,7 +100,7 @@ def _written(graph: Graph) -> Iterator[tuple[Node, Node]]:
             yield primals[slot], new
 
 
-def _lie_alike(old: Node, new: Node) -> bool:
+def _have_one_layout(old: Node, new: Node) -> bool:
     one, other = val_of(old), val_of(new)
     is_of_one_kind = one.dtype is other.dtype and one.device == other.device
     return is_of_one_kind and one.shape == other.shape and one.stride() == other.stride()

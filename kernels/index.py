@@ -1,11 +1,11 @@
 """Index arithmetic: where an element lies in memory, as a function of a place in an iteration space.
 
 An `Index` is a sum of atoms, each with a whole coefficient. Reshapes divide and take remainders, and
-consumers put together again what their producers took apart; the sums are kept in a form in which both
-cancel: `(i // 4) * 4 + i % 4` is `i`. So views cost nothing, and a contiguous access shows as one.
+consumers multiply and add again; sums are kept in a form in which these cancel: `(i // 4) * 4 + i % 4` is
+`i`. So views cost nothing, and a contiguous access is recognised as one.
 
 Sizes and strides may differ from call to call (`aotdist.kernels.polynomial`): `(i // s0) * s0 + i % s0` is
-`i` as well. What cancels does so in every call; what cannot be shown to is computed.
+`i` as well. Terms cancel only where that is proved for every call; others are computed.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Number(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
+class Lookup:
     """A number that the kernel computes, to index with: `0 <= of < size`."""
 
     of: Number
@@ -93,7 +93,7 @@ class Looked:
         return f"[{self.of}]"
 
 
-Atom: TypeAlias = Var | Quotient | Remainder | Looked
+Atom: TypeAlias = Var | Quotient | Remainder | Lookup
 
 
 @dataclass(frozen=True)
@@ -188,17 +188,17 @@ class Index:
             match atom:
                 case Quotient(of) | Remainder(of):
                     yield from of.atoms()
-                case Var() | Looked():
+                case Var() | Lookup():
                     pass
 
     def numbers(self) -> Iterator[Number]:
         """The numbers that must be computed to have it."""
-        return (atom.of for atom in self.atoms() if isinstance(atom, Looked))
+        return (atom.of for atom in self.atoms() if isinstance(atom, Lookup))
 
     def variables(self) -> set[Var]:
         """The variables that it depends on, be it through a number that is computed."""
         own = {atom for atom in self.atoms() if isinstance(atom, Var)}
-        return own.union(*(read.variables() for looked in self.numbers() for read in looked.indices()))
+        return own.union(*(read.variables() for lookup in self.numbers() for read in lookup.indices()))
 
     def substitute(self, places: Mapping[Var, Index]) -> Index:
         """The same with other indices in the place of variables."""
@@ -224,7 +224,7 @@ def of_atom(atom: Atom) -> Index:
 
 
 def num_places(indices: Iterable[Index]) -> Whole:
-    """How many places of a space some indices tell apart."""
+    """How many places of a space some indices distinguish."""
     variables = set[Var]().union(*(index.variables() for index in indices))
     return math.prod(var.size for var in variables)
 
@@ -275,7 +275,7 @@ def visits_each_once(indices: Sequence[Index], sizes: Sequence[Whole], space: It
 
 def _bounds(atom: Atom) -> tuple[Whole, Whole]:
     match atom:
-        case Var(_, _, size) | Looked(_, size):
+        case Var(_, _, size) | Lookup(_, size):
             return 0, size - 1
         case Quotient(of, by):
             return floor_bounds(*of.bounds, by)
@@ -293,8 +293,8 @@ def _substituted(atom: Atom, places: Mapping[Var, Index]) -> Index:
             return of.substitute(places) // by
         case Remainder(of, by):
             return of.substitute(places) % by
-        case Looked(of, size):
-            return of_atom(Looked(of.substitute(places), size))
+        case Lookup(of, size):
+            return of_atom(Lookup(of.substitute(places), size))
 
 
 def _joined(scales: dict[Atom, Whole], constant: Whole) -> Index:

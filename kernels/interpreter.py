@@ -2,8 +2,8 @@
 
 It computes bfloat16 and float8 on their raw bits. Here their values are widened to float32 before anything
 is done to them, and rounded to the nearest when they are stored; float8 saturates, as the instruction does.
-Reductions by a function of ours, which it runs element by element, run in NumPy. Blocks of one element are
-numbers, as a loop wants for its bounds.
+Reductions by functions of ours, which it would run element by element, run in NumPy. Blocks of one element
+can be bounds of loops.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def repair() -> None:
     execute = interpreter.GridExecutor.__call__
 
     def quietly(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with np.errstate(all="ignore"):  # a kernel computes what it then leaves out, as on a GPU
+        with np.errstate(all="ignore"):  # a kernel also computes elements that it masks, as on a GPU
             return execute(self, *args, **kwargs)
 
     interpreter.GridExecutor.__call__ = quietly
@@ -76,7 +76,7 @@ def _repair_casts(interpreter: Any) -> None:
     compute = builder.binary_op
 
     def binary_op(self: Any, left: Any, right: Any, op: Any) -> Any:
-        """A comparison gives truths; the interpreter says that they are of the dtype of what was compared."""
+        """The result of a comparison is `int1`; the interpreter gives it the dtype of the operands."""
         result = compute(self, left, right, op)
         return handle(result.data, tl.int1) if result.data.dtype == np.bool_ else result
 
@@ -88,7 +88,7 @@ def _repair_casts(interpreter: Any) -> None:
 
 
 def _repair_numbers(interpreter: Any) -> None:
-    """Have blocks of one element be numbers: Triton 3.6 asks NumPy, which from 2.4 on wants no dimensions."""
+    """Let blocks of one element be numbers: Triton 3.6 asks NumPy, which from 2.4 on wants no dimensions."""
     patch_tensor = interpreter._patch_lang_tensor
 
     def as_number(block: Any) -> int:
@@ -105,13 +105,13 @@ def _repair_reductions(interpreter: Any) -> None:
     reductions = interpreter.ReduceOps
     apply_impl = reductions.apply_impl
 
-    def apply(self: Any, given: Any) -> Any:
-        known = _REDUCTIONS.get(getattr(getattr(self.combine_fn, "fn", None), "__name__", ""))
-        if known is None or len(given) != 1:
-            return apply_impl(self, given)
-        values = given[0]
+    def apply(self: Any, inputs: Any) -> Any:
+        in_numpy = _REDUCTIONS.get(getattr(getattr(self.combine_fn, "fn", None), "__name__", ""))
+        if in_numpy is None or len(inputs) != 1:
+            return apply_impl(self, inputs)
+        values = inputs[0]
         return self.to_tensor(
-            known(values.handle.data, axis=self.axis, keepdims=self.keep_dims), values.dtype
+            in_numpy(values.handle.data, axis=self.axis, keepdims=self.keep_dims), values.dtype
         )
 
     reductions.apply_impl = apply

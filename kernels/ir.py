@@ -25,7 +25,7 @@ NARROW = frozenset({torch.bfloat16, torch.float16}) | FLOAT8
 """Floating point that is held as float32."""
 
 Reduction = Literal["sum", "prod", "max", "min", "any", "all", "exponentials", "deviations"]
-"""How values become one; the last two are for `aotdist.kernels.online`, and go with a maximum, and a mean."""
+"""How values become one; the last two go with a maximum, and a mean, see `accumulation.online`."""
 
 
 def held(dtype: torch.dtype) -> torch.dtype:
@@ -86,13 +86,13 @@ class Reduce:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What is left of a value when it is stored as a narrower dtype."""
+    """A value rounded to a narrower dtype."""
 
     to: torch.dtype
 
 
 Op: TypeAlias = Load | Constant | Position | Reduce | Round | str
-"""What an expression does; a word for what is done to each element (see `aotdist.kernels.spelling`)."""
+"""What an expression does; a word for an elementwise operation (see `aotdist.kernels.spelling`)."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ class Expr:
     axes: frozenset[Axis] = field(init=False, compare=False, repr=False)
     """Along which variables it may differ from place to place in a block."""
     level: int = field(init=False, compare=False, repr=False)
-    """How many reductions stand one within the other: all of one level may share a loop."""
+    """How many reductions are nested in it: all of one level may share a loop."""
     _hash: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        # Made once, from parts that have theirs: an expression is looked up often and may be deep.
+        # Computed once, from the parts' own: an expression is looked up often and may be deep.
         parts, is_reduced = list(self.parts()), isinstance(self.op, Reduce)
         variables = (var for index in self.own_indices() for var in index.variables())
         own = frozenset[Axis](var.axis for var in variables if var.axis != "p")
@@ -141,7 +141,7 @@ class Expr:
         """The expressions that it is made of: its arguments, and those that it is indexed with."""
         yield from self.args
         for index in self.own_indices():
-            yield from (looked for looked in index.numbers() if isinstance(looked, Expr))
+            yield from (number for number in index.numbers() if isinstance(number, Expr))
 
     def indices(self) -> Iterator[Index]:
         """Every index in it."""
@@ -158,7 +158,7 @@ def every_part(roots: Iterable[Expr], known: Container[Expr] = ()) -> Iterator[E
 
     Args:
         roots: the expressions.
-        known: these, and what only they are made of, are left out.
+        known: these, and parts of these alone, are left out.
     """
     seen = set[Expr]()
     stack = [(root, False) for root in reversed(list(roots))]
@@ -173,7 +173,7 @@ def every_part(roots: Iterable[Expr], known: Container[Expr] = ()) -> Iterator[E
 
 
 def substituted(roots: Iterable[Expr], places: Mapping[Var, Index]) -> list[Expr]:
-    """Expressions with other indices in the place of variables; what they share they go on sharing."""
+    """Expressions with other indices in the place of variables; shared parts stay shared."""
     roots = list(roots)
     made: dict[Expr, Expr] = {}
     for expr in every_part(roots):

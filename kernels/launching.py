@@ -53,12 +53,12 @@ class Config:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What Triton is told beside the blocks."""
+        """Triton's options besides the blocks."""
         return {"num_warps": self.num_warps, "enable_fp_fusion": self.contracts}
 
 
 def is_persistent(kernel: Kernel, values: Values | None = None) -> bool:
-    """Whether all that a kernel reduces is held in one block; one that adds up rows must.
+    """Whether one block holds all that a kernel reduces; a kernel that adds up rows requires that.
 
     Args:
         kernel: which.
@@ -83,8 +83,8 @@ def config_of(
         is_interpreted: whether it runs in Python.
         contracts: whether a product and a sum may be rounded once.
         gpu: which it is for.
-        values: of symbols, see `number_at`. How many results there are then changes nothing: a few would
-            have blocks of their own.
+        values: of symbols, see `number_at`. The number of results then does not matter: small ones would get
+            blocks, and so compilations, of their own.
     """
     reduced = number_at(kernel.num_reduced, values)
     blocks = _blocks(kernel, reduced, is_persistent(kernel, values), gpu, is_interpreted=is_interpreted)
@@ -137,10 +137,10 @@ def _power_of_two(count: int) -> int:
 
 
 def num_stages_of(kernel: Kernel) -> int:
-    """How many turns of its loop over rows a kernel has on their way at once: a block waits for sums of each.
+    """How many iterations ahead a kernel's loop over rows loads: a block waits for the sums of each.
 
-    What comes lies in shared memory until its turn, with room for two blocks; one of short rows has many at a
-    turn anyway.
+    Loaded rows lie in shared memory until their iteration, with room for two blocks; a loop over short rows
+    loads many in one iteration anyway.
 
     Args:
         kernel: which adds up rows.
@@ -179,7 +179,7 @@ class Result:
         sizes: its sizes.
         strides: its strides.
         dtype: of its elements.
-        into: which of the tensors that the kernel reads it takes the place of; None for memory of its own.
+        into: position of the input that it overwrites; None for memory of its own.
     """
 
     sizes: tuple[int, ...]
@@ -215,7 +215,7 @@ class Launch:
         return self.runner.registers
 
     def __call__(self, *inputs: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Launch it on what it reads."""
+        """Launch it on its inputs."""
         written = tuple(
             torch.empty_strided(result.sizes, result.strides, dtype=result.dtype, device=self.device)
             if result.into is None

@@ -1,10 +1,10 @@
 """Whole numbers that differ from call to call: sums of products of symbols.
 
-Sizes and strides of a graph with symbolic sizes are such numbers, and index arithmetic goes on with them as
-with those that are known. What is said of them holds in every call, and is proved or not said: two are equal
-if they are the same sum, and one is at most another if no coefficient of the difference is below 0, written
-in what each symbol is more than its least. There is no `<`, which would have to answer where nothing is
-known. Decisions that any answer suits go by the numbers of the call that is traced (`hint_of`).
+Sizes and strides of a graph with symbolic sizes are such numbers, and index arithmetic uses them like known
+ones. Statements about them hold in every call, and are made only where they are proved: two are equal if they
+are the same sum, and one is at most another if the difference, written in each symbol's excess over its least
+value, has no negative coefficient. There is no `<`, which would need an answer in every case. Decisions that
+are right either way use the numbers of the traced call (`hint_of`).
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from aotdist.sizes import evaluate
 
 
 class NotProved(Exception):
-    """What index arithmetic would have to know of sizes that differ from call to call."""
+    """A statement about sizes that differ from call to call, needed and not proved."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class Symbol:
-    """A number of which only the least value is known.
+    """A number of which only a lower bound is known.
 
     Args:
-        name: Python source: that of a symbol of the trace (`s0`), or of what is no polynomial of such.
-        of: the symbols of the trace that stand in it.
-        least: what it is at least; None if there is no such number.
-        hint: what it is in the call that is traced.
+        name: Python source: a symbol of the trace (`s0`), or an expression of such that is no polynomial.
+        of: the symbols of the trace in it.
+        least: its lower bound; None if there is none.
+        hint: its value in the traced call.
     """
 
     name: str
@@ -44,7 +44,7 @@ Values: TypeAlias = Mapping[str, int]
 """The symbols of the trace in one call, by name."""
 
 Product: TypeAlias = tuple[Symbol, ...]
-"""Symbols in order, one as often as its power says; no symbols for 1."""
+"""Symbols in order, each repeated by its power; no symbols for 1."""
 
 
 @dataclass(frozen=True)
@@ -197,12 +197,12 @@ def divided(number: Whole, by: Whole) -> tuple[Whole, Whole]:
 def _divided_term(term: tuple[Product, int], by: tuple[Product, int]) -> Whole:
     """How often one term is in another; 0 if it is not."""
     (product, scale), (divisor, times) = term, by
-    left = list(product)
+    factors = list(product)
     for factor in divisor:
-        if factor not in left:
+        if factor not in factors:
             return 0
-        left.remove(factor)
-    return _whole({tuple(left): scale // times}) if not left or scale % times == 0 else 0
+        factors.remove(factor)
+    return _whole({tuple(factors): scale // times}) if not factors or scale % times == 0 else 0
 
 
 def common_divisor(one: Whole, other: Whole) -> Whole:
@@ -247,11 +247,11 @@ def floor_bounds(low: Whole, high: Whole, by: Whole) -> tuple[Whole, Whole]:
 
 
 def _whole(terms: Mapping[Product, int]) -> Whole:
-    left = tuple(sorted((product, scale) for product, scale in terms.items() if scale))
-    if not left:
+    nonzero = tuple(sorted((product, scale) for product, scale in terms.items() if scale))
+    if not nonzero:
         return 0
-    is_known = len(left) == 1 and not left[0][0]
-    return left[0][1] if is_known else Polynomial(left)
+    is_known = len(nonzero) == 1 and not nonzero[0][0]
+    return nonzero[0][1] if is_known else Polynomial(nonzero)
 
 
 def _terms(number: Whole) -> tuple[tuple[Product, int], ...]:
@@ -261,7 +261,7 @@ def _terms(number: Whole) -> tuple[tuple[Product, int], ...]:
 
 
 def _order(term: tuple[Product, int]) -> tuple[int, Product]:
-    """An order of products that products with another one keep: by degree, then by their symbols."""
+    """An order of products that multiplication by another keeps: by degree, then by their symbols."""
     product, _ = term
     return len(product), product
 

@@ -1,11 +1,11 @@
 """Kernels as Triton source.
 
-A kernel without reductions is one straight line over a block of places. One that reduces has a block of
-results by a block of what is reduced: persistent, if all that is reduced fits into a block, else in loops:
-one loop for each level of reductions that need each other (the sum of exponentials needs the maximum), and
-a last one for what they are needed for element by element. A loop computes again what an earlier one
-computed at the same place. One that adds up rows goes through those of its part, a block of rows at a turn.
-One that reduces nothing may have a tile for a block.
+A kernel without reductions is straight-line code over a block of places. A kernel that reduces has a block of
+results by a block of reduced elements: persistent, if one block holds all that is reduced, else with loops:
+one for each level of reductions that need each other (the sum of exponentials needs the maximum), and a last
+one for elementwise results that need them. A loop recomputes what an earlier one computed at the same place.
+A kernel that adds up rows loops over those of its part, a block of rows at a time. A kernel that reduces
+nothing may have tiles for blocks.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 import torch
 
 from aotdist.kernels.access import axes_of, axis_of, fast_axis, is_divided, vector_length
-from aotdist.kernels.accumulation import all_of, greatest_of, identity, kind_of, lanes_of, one_more
-from aotdist.kernels.index import Atom, Axis, Index, Looked, Quotient, Remainder, Var
+from aotdist.kernels.accumulation import combined_lanes, identity, kind_of, lanes_of, maximum_of, updated
+from aotdist.kernels.index import Atom, Axis, Index, Lookup, Quotient, Remainder, Var
 from aotdist.kernels.ir import (
     FLOAT8,
     NARROW,
@@ -41,7 +41,7 @@ LARGE = 2**31
 SIDE_BY_SIDE = 8
 """Elements that a thread has side by side of a block, 16 bytes of 16-bit floating point."""
 IS_LARGE = "IS_LARGE"
-"""The argument that says whether places lie there, of kernels that a call decides it for."""
+"""The argument that says whether places lie there, of kernels where that depends on the call."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,9 +53,9 @@ class Printed:
         inputs: names of the tensors that it reads, in the order of its arguments.
         outputs: names of those that it writes, after them.
         blocks: its last arguments, which are constants.
-        sizes: what it is given before them: numbers that differ from call to call.
+        sizes: its arguments before them: numbers that differ from call to call.
         body: its lines.
-        over: outputs that are no arguments, as they are stored over an input, and which that is.
+        over: outputs that are stored over an input, and so are no arguments, with that input.
     """
 
     name: str
@@ -130,15 +130,15 @@ def _body(writer: _Writer, *, is_persistent: bool) -> Iterator[str]:
         for store in kernel.stores:
             yield from writer.store(store)
     else:
-        left = [store for store in kernel.stores if _is_along_r(store)]
+        pending = [store for store in kernel.stores if _is_along_r(store)]
         for level in sorted({part.level for part in kernel.parts() if isinstance(part.op, Reduce)}):
-            now = [store for store in left if store.value.level < level]
+            now = [store for store in pending if store.value.level < level]
             yield from writer.reductions(level, now)
-            left = [store for store in left if store not in now]
+            pending = [store for store in pending if store not in now]
         for store in kernel.stores:
             if not _is_along_r(store):
                 yield from writer.store(store)
-        yield from writer.stores_along_r(left)
+        yield from writer.stores_along_r(pending)
 
 
 def _is_along_r(store: Store) -> bool:
@@ -158,7 +158,7 @@ def _axes_of_store(store: Store) -> set[Axis]:
 
 
 class _Writer:
-    """Writes the lines of one kernel; a value has one name once it is there."""
+    """Writes the lines of one kernel, and names its values."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -174,7 +174,7 @@ class _Writer:
         ends = kernel.ends()
         self._is_large = is_large((end for end in ends if isinstance(end, int)), None)
         self.may_be_large = not self._is_large and any(isinstance(end, Polynomial) for end in ends)
-        """Whether a call decides if places lie beyond 32 bits."""
+        """Whether it depends on the call if places lie beyond 32 bits."""
 
     def x(self) -> Iterator[str]:
         """The places of the block's results."""
@@ -218,7 +218,7 @@ class _Writer:
             step *= var.size
 
     def rows_of_a_part(self) -> Iterator[str]:
-        """A loop over the rows of a part, and what they are added up to."""
+        """A loop over the rows of a part, and the sums over these."""
         yield f"p = {self._wide(BLOCK_NUMBER)}"
         yield f"r = {self.block_of_r()}"
         yield from self.r()
@@ -267,8 +267,10 @@ class _Writer:
         yield from self._before_the_loop(values)
         lanes = {expr: [self._name() for _ in lanes_of(expr)] for expr in wanted}
         # A sum of exponentials keeps the greatest value, too.
-        kept = {greatest_of(expr): names for expr, names in lanes.items() if kind_of(expr) == "exponentials"}
-        maxima = {expr: [names[1]] for expr, names in kept.items() if lanes.pop(expr, None)}
+        with_maximum = {
+            maximum_of(expr): names for expr, names in lanes.items() if kind_of(expr) == "exponentials"
+        }
+        maxima = {expr: [names[1]] for expr, names in with_maximum.items() if lanes.pop(expr, None)}
         for expr, names in lanes.items():
             lanes_of_block = self._num_lanes(expr)
             for name, start in zip(names, lanes_of(expr), strict=True):
@@ -276,29 +278,29 @@ class _Writer:
         inner = dict(self._names)
         body = [*self._values(values, inner), *(self._stored(store, inner) for store in stores)]
         for expr, names in lanes.items():
-            body += self._one_more(expr, names, inner)
+            body += self._updated_lanes(expr, names, inner)
         yield from self._loop(body)
         lanes |= maxima
         for expr, names in lanes.items():
             name = self._names[expr] = self._name()
-            yield f"{name} = {self._all_of(expr, names)}"
+            yield f"{name} = {self._combined_lanes(expr, names)}"
 
     def _num_lanes(self, expr: Expr) -> str:
-        """How many lanes a loop has along `r`: of exponentials, one for neighbours that a thread has."""
+        """How many lanes a loop has along `r`: of exponentials, one for all neighbours of a thread."""
         is_together = kind_of(expr) == "exponentials" and fast_axis(self.kernel) == "r"
         return f"RBLOCK // {SIDE_BY_SIDE}" if is_together else "RBLOCK"
 
-    def _all_of(self, expr: Expr, lanes: Sequence[str]) -> str:
-        return all_of(expr, lanes, self._number(self.kernel.num_reduced))
+    def _combined_lanes(self, expr: Expr, lanes: Sequence[str]) -> str:
+        return combined_lanes(expr, lanes, self._number(self.kernel.num_reduced))
 
-    def _one_more(self, expr: Expr, lanes: Sequence[str], names: Mapping[Expr, str]) -> Iterator[str]:
+    def _updated_lanes(self, expr: Expr, lanes: Sequence[str], names: Mapping[Expr, str]) -> Iterator[str]:
         """Lines that add a block of values to the lanes of a reduction, where there are some."""
         mask, value = self._mask({"x", "r"}), self._reduced_value(expr, names)
         if kind_of(expr) == "exponentials":
-            none = f"tl.where({mask}, {value}, {identity(greatest_of(expr))})"
-            yield f"{', '.join(lanes)} = {one_more(expr, lanes, none)}"
+            none = f"tl.where({mask}, {value}, {identity(maximum_of(expr))})"
+            yield f"{', '.join(lanes)} = {updated(expr, lanes, none)}"
             return
-        more = one_more(expr, lanes, value)
+        more = updated(expr, lanes, value)
         if len(lanes) == 1:
             yield f"{lanes[0]} = tl.where({mask}, {more}, {lanes[0]})"
             return
@@ -317,7 +319,7 @@ class _Writer:
         yield from self._loop([*body, *(self._stored(store, inner) for store in stores)])
 
     def _before_the_loop(self, values: Sequence[Expr]) -> Iterator[str]:
-        """What a loop computes anew at no turn."""
+        """Values that are the same in all iterations of a loop."""
         fixed = [expr for expr in every_part(values, self._names) if "r" not in expr.axes]
         yield from self._values(fixed, self._names)
 
@@ -351,12 +353,13 @@ class _Writer:
                 return f"{args[0]}.to({TYPES[to]}).to({TYPES[expr.dtype]})"
             case Reduce():
                 value = self._reduced_value(expr, names)
-                return self._all_of(expr, [f"tl.where({self._mask({'x', 'r'})}, {value}, {identity(expr)})"])
+                masked = f"tl.where({self._mask({'x', 'r'})}, {value}, {identity(expr)})"
+                return self._combined_lanes(expr, [masked])
             case _:
                 return spelled(expr, args)
 
     def _reduced_value(self, expr: Expr, names: Mapping[Expr, str]) -> str:
-        """What a reduction reduces; whoever masks it makes a whole block of it."""
+        """The value that a reduction reduces; masking it broadcasts it to a whole block."""
         (value,) = expr.args
         return f"{names[value]}.to(tl.int32)" if value.dtype is torch.bool else names[value]
 
@@ -401,7 +404,7 @@ class _Writer:
         return " & ".join(masks)
 
     def _place(self, index: Index, dtype: torch.dtype, names: Mapping[Expr, str]) -> str:
-        """Where an element lies, and that neighbours do beside it where Triton would not see it."""
+        """Where an element lies, with hints about neighbours that Triton would not recognise."""
         text = self._index(index, names)
         length = vector_length(self.kernel, index, dtype) if is_divided(index) else 1
         if length == 1:
@@ -431,5 +434,5 @@ class _Writer:
                 return f"(({self._index(of, names)}) % {self._number(by)})"
             case Remainder(of, by):
                 return f"remainder({self._index(of, names)}, {self._number(by)})"
-            case Looked(of):
+            case Lookup(of):
                 return names[of]  # type: ignore[index]

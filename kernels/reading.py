@@ -1,4 +1,4 @@
-"""Puts expressions together: what a node computes, down to what lies in memory."""
+"""Composes expressions: what a node computes, from what lies in memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class KernelReader:
         views: nodes that are read through.
         computed: nodes that the kernel computes by itself; all others lie in memory.
         space: what the kernel runs over.
-        folds: of those, the ones that add up rows of the kernel's space.
+        folds: computed nodes that add up rows of the kernel's space.
         keeps_casts: round to narrow floating point wherever the graph does, not only where a value is stored.
     """
 

@@ -1,8 +1,8 @@
-"""Decides what several kernels compute, each for itself, rather than one of them writes it for the others.
+"""Decides which values each reader computes for itself, rather than one kernel writing them for the others.
 
 The shifted logits of a loss are as large as the logits, and are read again at one place of each row. They
-follow by one subtraction from logits and maxima, which lie in memory anyway. So the one who reads them
-computes them, and nobody writes them: where that saves bytes, and is little work.
+follow by one subtraction from logits and maxima, which lie in memory anyway. So their reader computes them,
+and no kernel writes them, if that saves bytes and is little work.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from aotdist.kernels.space import Group, space_of
 from aotdist.kernels.uses import Uses, num_bytes, num_elements
 
 MAX_CHAIN = 8
-"""How many nodes may be computed again for one that reads them."""
+"""How many nodes a reader may recompute."""
 MAX_LEAVES = 3
 """How many tensors these may be computed from."""
 RARE = 8
-"""Where no more than one in so many elements is read, these are computed again, whatever work it is."""
+"""If no more than one in so many elements is read, these are recomputed however much work that is."""
 
 _WORK = frozenset({"exp", "exp2", "log", "log2", "rsqrt", "sqrt", "sin", "cos", "erf", "div"})
-"""What takes more than an instruction or two."""
+"""Operations of more than an instruction or two."""
 
 
 def recompute(uses: Uses, groups: Sequence[Group]) -> list[Group]:
-    """The groups, those that read what is easily computed computing it.
+    """The groups, in which readers compute what is cheap to compute.
 
     Args:
         uses: who reads what.
@@ -71,10 +71,10 @@ def _recomputing(
     """The groups that read a node of another one, computing it; none if they should not."""
     if any(user not in uses.computed for user in uses.readers(node)):
         return {}
-    found = _chain(uses, own, node, stored)
-    if found is None:
+    chain_and_leaves = _chain(uses, own, node, stored)
+    if chain_and_leaves is None:
         return {}
-    chain, leaves = found
+    chain, leaves = chain_and_leaves
     num_read = sum(_elements_read(uses, group, node) for group in readers.values())
     if RARE * num_read > num_elements(node) and not _is_little_work(uses, chain, node):
         return {}
@@ -92,7 +92,7 @@ def _absorbing(group: Group, chain: frozenset[Node]) -> Group:
 def _chain(
     uses: Uses, group: Group, node: Node, stored: Container[Node]
 ) -> tuple[frozenset[Node], set[Node]] | None:
-    """What to compute again to have a node, and from what; None if that is too much."""
+    """The nodes to recompute for `node`, and their inputs; None if these are too many."""
     chain, leaves, stack = set[Node](), set[Node](), [node]
     while stack:
         now = stack.pop()
@@ -128,5 +128,5 @@ def _elements_read(uses: Uses, group: Group, node: Node) -> int:
 
 def _reads(uses: Uses, group: Group) -> set[tuple[Node, tuple[Index, ...]]]:
     """What a group reads from memory, and where."""
-    found = (read for node, place in group.places.items() for read in uses.reads(node, place, group))
-    return {(read, at.indices) for read, at in found if read not in group.places}
+    elements = (read for node, place in group.places.items() for read in uses.reads(node, place, group))
+    return {(read, at.indices) for read, at in elements if read not in group.places}

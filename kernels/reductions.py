@@ -35,11 +35,11 @@ def _source(node: Node) -> Node:
 
 def _dims(node: Node) -> tuple[int, ...]:
     """The dimensions that an operator reduces: its second argument, all of them if there is none."""
-    given = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
+    dim_or_dims = node.args[1] if len(node.args) > 1 else node.kwargs.get("dim")
     num_dims = len(sizes_of(_source(node)))
-    if given is None or given == []:
+    if dim_or_dims is None or dim_or_dims == []:
         return tuple(range(num_dims))
-    chosen = [given] if isinstance(given, int) else cast("list[int]", given)
+    chosen = [dim_or_dims] if isinstance(dim_or_dims, int) else cast("list[int]", dim_or_dims)
     return tuple(sorted(dim % num_dims for dim in chosen)) if num_dims else ()
 
 

@@ -18,7 +18,7 @@ from aotdist.torch_seam.symbols import SYMBOLIC, quotient_of
 
 
 class NotEmitted(Exception):
-    """Why an operator is left to the library that has it; for `explain`."""
+    """Why an operator is left to its library; shown by `explain`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ class Point:
 
     Args:
         indices: one for each dimension.
-        guard: where there is such an element; elsewhere what is read does not matter. None for everywhere.
+        guard: where the element exists; elsewhere its value does not matter. None for everywhere.
     """
 
     indices: tuple[Index, ...]
@@ -133,17 +133,17 @@ def number_of(argument: Any) -> Whole:
     Raises:
         NotEmitted: it is none.
     """
-    given = val_of(argument) if isinstance(argument, Node) else argument
-    if not isinstance(given, (int, torch.SymInt)):
+    value = val_of(argument) if isinstance(argument, Node) else argument
+    if not isinstance(value, (int, torch.SymInt)):
         raise NotEmitted("a number that differs from call to call")
-    return whole(given)
+    return whole(value)
 
 
 def from_start(place: Whole, size: Whole) -> Whole:
-    """A place along a dimension of so many: one below 0 is counted from its end, `sys.maxsize` is its end.
+    """A place along a dimension of `size`, counted from its start; `sys.maxsize` is its end.
 
     Raises:
-        NotEmitted: which of both it is differs from call to call.
+        NotEmitted: whether it is negative, and so counts from the end, differs from call to call.
     """
     if place == sys.maxsize:
         return size
@@ -200,7 +200,7 @@ def broadcast(indices: Sequence[Index], sizes: Sequence[Whole]) -> tuple[Index, 
 
 
 def _quotient(number: torch.SymFloat, dtype: torch.dtype) -> Expr:
-    """A number that sizes are divided to, as Python divides: in 64 bits."""
+    """The quotient of sizes, as Python divides: in 64 bits."""
     parts = quotient_of(number)
     if parts is None:
         raise NotEmitted("a number that differs from call to call")
@@ -217,11 +217,11 @@ def operand(reader: Reader, argument: Any, point: Point, dtype: torch.dtype) -> 
     Raises:
         NotEmitted: it is a number that differs from call to call, and neither a size nor made of one by `/`.
     """
-    given = val_of(argument) if isinstance(argument, Node) else argument
-    if isinstance(given, torch.SymFloat):
-        return _quotient(given, dtype)
-    if isinstance(given, SYMBOLIC):
-        return counted(number_of(given), dtype)
+    val = val_of(argument) if isinstance(argument, Node) else argument
+    if isinstance(val, torch.SymFloat):
+        return _quotient(val, dtype)
+    if isinstance(val, SYMBOLIC):
+        return counted(number_of(val), dtype)
     if not isinstance(argument, Node):
         return constant(argument, dtype)
     return cast(reader.read(argument, point.to(broadcast(point.indices, sizes_of(argument)))), dtype)

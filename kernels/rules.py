@@ -1,37 +1,32 @@
-"""Which operators the emitter has rules for, and why a node is left to a library all the same."""
+"""Which operators the emitter has rules for, and why it leaves a node to a library."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any
 
 import torch
 from torch.fx import Node
 
-from aotdist.kernels import drawing, elementwise, reductions, shaping, views
+from aotdist.kernels import elementwise, reductions, shaping, views
 from aotdist.kernels.index import Index, Var, unflat, variable
 from aotdist.kernels.ir import Constant, Expr
 from aotdist.kernels.polynomial import NotProved, Whole
 from aotdist.kernels.rule import NotEmitted, Point, Reducing, Rule, View, held, sizes_of, val_of
 from aotdist.kernels.spelling import TYPES
-from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.symbols import depends_on_data
 
-_TABLES = (elementwise.RULES, views.RULES, shaping.RULES, reductions.RULES)
+_RULES: dict[Any, Rule] = {**elementwise.RULES, **views.RULES, **shaping.RULES, **reductions.RULES}
 
 
 def rule_of(node: Node) -> Rule | None:
     """The rule of the operator that `node` calls, if there is one."""
     if node.op != "call_function":
         return None
-    for table in _TABLES:
-        rule = table.get(cast("OpOverload", node.target))
-        if rule is not None:
-            return rule
     return (
-        elementwise.RULES_BY_NAME.get(str(node.target))
-        or drawing.RULES_BY_NAME.get(str(node.target))
+        _RULES.get(node.target)
+        or elementwise.RULES_BY_NAME.get(str(node.target))
         or views.rule_of_part(node)
         or reductions.rule_of_part(node)
     )
@@ -91,7 +86,7 @@ def _anywhere(sizes: Sequence[Whole]) -> tuple[Index, ...]:
 
 
 class _Trial:
-    """Reads nothing; a rule that cannot emit a node says so on the way."""
+    """A reader that reads nothing, to see whether a rule raises `NotEmitted`."""
 
     def read(self, node: Node, point: Point) -> Expr:
         return Expr(Constant(0), (), held(val_of(node).dtype))

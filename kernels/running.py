@@ -1,4 +1,4 @@
-"""What starts a kernel: Triton's launcher, or the compiled kernel itself, which is some 5 us quicker."""
+"""Starts kernels: by Triton's launcher, or by the compiled kernel itself, which is some 5 us quicker."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ class Runner(Protocol):
 
 
 def nothing_compiled() -> None:
-    """No code of a kernel that nobody compiles in the background."""
+    """In the place of `code` for a kernel that nobody compiles in the background."""
 
 
 class Jitted:
     """A kernel that Triton compiles when it is first started, or interprets.
 
-    Triton compiles a kernel for what it is given: dtypes, which never change here, and whether tensors begin
-    at multiples of 16 bytes. Where all do, what was compiled for such is started without asking Triton again.
+    Triton specializes a kernel on dtypes, which never change here, and on whether tensors begin at multiples
+    of 16 bytes. If all do, the kernel compiled for that is started without asking Triton again.
 
     Args:
         function: the kernel, of `triton.jit`.
@@ -54,7 +54,7 @@ class Jitted:
         blocks: `XBLOCK`, `RBLOCK`.
         options: of Triton's.
         device: where it runs.
-        code: waits for what is compiled of it in the background, see `aotdist.kernels.background`.
+        code: waits for the kernel that is compiled in the background, see `aotdist.kernels.background`.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Jitted:
             self._keep(made)
 
     def _keep(self, made: Any | None) -> None:
-        """Start from now on what is compiled; an interpreted kernel is not."""
+        """From now on, start the compiled kernel directly; an interpreted one is None."""
         if made is not None:
             self._direct = Direct(made, self.num_blocks, self._constants, self._device)
 
@@ -128,15 +128,15 @@ class Loaded:
 
     def __call__(self, inputs: Sequence[torch.Tensor], written: Sequence[torch.Tensor]) -> None:
         """See `Runner`."""
-        given = [*map(aligned, inputs)]
-        self._direct((*given, *written))
+        at_multiples = [*map(aligned, inputs)]
+        self._direct((*at_multiples, *written))
         for position in self._overwritten:
-            if given[position] is not inputs[position]:
-                inputs[position].copy_(given[position])
+            if at_multiples[position] is not inputs[position]:
+                inputs[position].copy_(at_multiples[position])
 
 
 class Direct:
-    """Starts a compiled kernel, without looking at what it is given.
+    """Starts a compiled kernel, without looking at its arguments.
 
     Args:
         kernel: compiled.
@@ -179,7 +179,7 @@ class Direct:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[Any]:
-    """What is started inside runs there."""
+    """A context in which kernels start on `device`."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from aotdist.kernels.index import Index, Looked, number, of_atom
+from aotdist.kernels.index import Index, Lookup, number, of_atom
 from aotdist.kernels.ir import Expr
 from aotdist.kernels.polynomial import Whole, at_most, is_below
 from aotdist.kernels.rule import (
@@ -40,14 +40,14 @@ def _compared(test: str, index: Index, bound: Whole) -> Expr:
 
 
 def _both(conditions: Sequence[Expr]) -> Expr | None:
-    found: Expr | None = None
+    both: Expr | None = None
     for condition in conditions:
-        found = condition if found is None else elementwise("and", found, condition)
-    return found
+        both = condition if both is None else elementwise("and", both, condition)
+    return both
 
 
 def _within(index: Index, start: Whole, end: Whole) -> list[Expr]:
-    """What must hold for `start <= index < end`, and does not hold anyway."""
+    """The conditions for `start <= index < end` that do not hold everywhere."""
     low, high = index.bounds
     after = [] if at_most(start, low) else [_compared("ge", index, start)]
     return after + ([] if is_below(high, end) else [_compared("lt", index, end)])
@@ -95,17 +95,17 @@ def _padded(reader: Reader, node: Node, point: Point) -> Expr:
 def _slice_written(reader: Reader, node: Node, point: Point) -> Expr:
     whole, part, *rest = node.args
     names = ("dim", "start", "end", "step")
-    given = dict(zip(names, rest, strict=False)) | dict(node.kwargs)
-    dim = int(cast("int", given.get("dim", 0))) % len(point.indices)
-    step = number_of(given.get("step", 1))
+    options = dict(zip(names, rest, strict=False)) | dict(node.kwargs)
+    dim = int(cast("int", options.get("dim", 0))) % len(point.indices)
+    step = number_of(options.get("step", 1))
     size = sizes_of(node)[dim]
-    start = from_start(number_of(given.get("start") or 0), size)
-    end = from_start(number_of(given.get("end", size)), size)
+    start = from_start(number_of(options.get("start") or 0), size)
+    end = from_start(number_of(options.get("end", size)), size)
     index = point.indices[dim]
     conditions = _within(index, start, end)
     if step != 1:
-        left = (index - start) % step
-        conditions.append(_compared("eq", left, 0))
+        offset_in_step = (index - start) % step
+        conditions.append(_compared("eq", offset_in_step, 0))
     at = point.along(dim, (index - start) // step)
     return _put(reader, node, (cast("Node", whole), cast("Node", part)), point, at, conditions)
 
@@ -153,20 +153,20 @@ def _repeated(reader: Reader, node: Node, point: Point) -> Expr:
 
 def _full(reader: Reader, node: Node, point: Point) -> Expr:
     value = node.args[1] if len(node.args) > 1 else node.kwargs["fill_value"]
-    return _known(node, value)
+    return _filled_with(node, value)
 
 
 def _scalar(reader: Reader, node: Node, point: Point) -> Expr:
-    return _known(node, node.args[0])
+    return _filled_with(node, node.args[0])
 
 
-def _known(node: Node, value: Any) -> Expr:
+def _filled_with(node: Node, value: Any) -> Expr:
     dtype: torch.dtype = val_of(node).dtype
     return counted(number_of(value), dtype) if isinstance(value, Node) else constant(value, dtype)
 
 
 def _filled(value: float) -> Pointwise:
-    return Pointwise(lambda reader, node, point: _known(node, value), is_cheap=True)
+    return Pointwise(lambda reader, node, point: _filled_with(node, value), is_cheap=True)
 
 
 def _counted(reader: Reader, node: Node, point: Point) -> Expr:
@@ -184,7 +184,7 @@ def _looked_up(reader: Reader, index: Node, point: Point, size: Whole, *, wraps:
         is_negative = elementwise("lt", value, constant(0, dtype), dtype=torch.bool)
         from_end = elementwise("add", value, counted(size, dtype))
         value = elementwise("where", is_negative, from_end, value, dtype=dtype)
-    return of_atom(Looked(value, size))
+    return of_atom(Lookup(value, size))
 
 
 def _embedded(reader: Reader, node: Node, point: Point) -> Expr:
@@ -209,22 +209,22 @@ def _found_along(reader: Reader, node: Node, point: Point, index_point: Callable
     if not sizes:
         raise NotEmitted("a tensor without dimensions")
     dim %= len(sizes)
-    found = _looked_up(reader, index, index_point(dim), sizes[dim], wraps=False)
-    return reader.read(source, point.along(dim, found))
+    place = _looked_up(reader, index, index_point(dim), sizes[dim], wraps=False)
+    return reader.read(source, point.along(dim, place))
 
 
 def _indexed(reader: Reader, node: Node, point: Point) -> Expr:
     """`source[indices]`: indexed dimensions that are neighbours stay where they are, others go first."""
-    source, given = cast("tuple[Node, list[Node | None]]", node.args)
+    source, index_nodes = cast("tuple[Node, list[Node | None]]", node.args)
     sizes = sizes_of(source)
-    indexed = [dim for dim, index in enumerate(given) if index is not None]
+    indexed = [dim for dim, index in enumerate(index_nodes) if index is not None]
     neighbours = indexed == list(range(indexed[0], indexed[-1] + 1))
     count = len(sizes_of(node)) - (len(sizes) - len(indexed))  # dimensions that the indices have together
     first = indexed[0] if neighbours else 0
     at = point.to(point.indices[first : first + count])
     rest = iter((*point.indices[:first], *point.indices[first + count :]))
     places = [
-        _looked_up(reader, given[dim], at, size, wraps=True)  # type: ignore[arg-type]
+        _looked_up(reader, index_nodes[dim], at, size, wraps=True)  # type: ignore[arg-type]
         if dim in indexed
         else next(rest)
         for dim, size in enumerate(sizes)

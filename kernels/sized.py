@@ -1,9 +1,9 @@
 """Launches of kernels whose sizes differ from call to call.
 
-A launch is made for the sizes of a call, and kept for the next call that has them. What Triton compiles
-serves more calls than those: sizes are arguments of the kernel, of which it looks at whether 16 divides them;
-blocks are as long as the next power of two of what is reduced, where one block holds that, and else the
-kernel goes through it in loops; and places take 64 bits only where 32 are too few.
+A launch is made for the sizes of a call, and kept for the next call with these. A kernel that Triton compiled
+serves more sizes than those: they are arguments, specialized only on whether 16 divides them; a block is as
+long as the next power of two of what is reduced, if one block holds that, and else the kernel loops; and
+places take 64 bits only where 32 are too few.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class SizedResult:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A kernel as it is compiled for a call.
+    """The version of a kernel that a call needs.
 
     Args:
         printed: its source.
@@ -92,7 +92,7 @@ def form_of(emitted: EmittedKernel, values: Values | None) -> Form:
 
 
 def names_needed(emitted: EmittedKernel, results: Sequence[SizedResult]) -> list[str]:
-    """The symbols that say how a kernel is launched; none if it is launched alike in every call.
+    """The symbols that a kernel's launch depends on; none if it is the same in every call.
 
     Args:
         emitted: the kernel.
@@ -142,9 +142,9 @@ class SizedLaunch:
 
     @property
     def registers(self) -> int | None:
-        """Of a thread, for the sizes that were met last; None before it is known."""
+        """Of a thread, for the sizes of the last new call; None before it is known."""
         return self._runner.registers if self._runner else None
 
-    def __call__(self, *given: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """Launch it on what it reads, and the values of its symbols."""
-        return self._at(*given[self._num_tensors :])(*given[: self._num_tensors])
+    def __call__(self, *args: Any) -> torch.Tensor | tuple[torch.Tensor, ...]:
+        """Launch it on its inputs, followed by the values of its symbols."""
+        return self._at(*args[self._num_tensors :])(*args[: self._num_tensors])

@@ -25,7 +25,7 @@ class Space:
         x: variables of results.
         r: variables that are reduced.
         results: indices of the results, over `x`.
-        elements: indices of the elements that are reduced, over both; of the results if nothing is reduced.
+        elements: indices of the reduced elements, over `x` and `r`; of the results if nothing is reduced.
         sizes: sizes of the tensor with those elements.
     """
 
@@ -55,11 +55,11 @@ class Space:
         return math.prod(var.size for var in self.r)
 
     def column(self) -> Index:
-        """Which element of those that are reduced to one result, counted in order."""
+        """The number of an element among those that are reduced to one result."""
         return flat([variable(var) for var in self.r], [var.size for var in self.r])
 
     def row(self) -> Index:
-        """Which result a place belongs to, counted in order."""
+        """The number of the result that a place belongs to."""
         return flat(self.results, [var.size for var in self.x])
 
     def row_major(self, sizes: Sequence[Whole], *, reduces: bool) -> Place | None:

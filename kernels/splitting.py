@@ -1,7 +1,7 @@
-"""Cuts a sum of everything in two: else one block would go through all of it, while the rest of a GPU waits.
+"""Cuts reductions to one result in two: otherwise one block reads everything, and the rest of a GPU is idle.
 
 `x.sum()` of a million elements becomes 1,024 sums of 1,024, each by a block of its own, and the sum of those.
-What is summed is computed in the first stage, as before. Parts of narrow floating point are kept in float32.
+The first stage computes what is summed, as before. Partial sums of narrow floating point are kept in float32.
 The order of the additions is fixed by the sizes, so results do not differ from run to run.
 """
 
@@ -19,7 +19,7 @@ from aotdist.kernels.ir import held
 from aotdist.kernels.polynomial import names_in
 from aotdist.kernels.rule import sizes_of, val_of
 from aotdist.kernels.rules import obstacle
-from aotdist.kernels.symbols import told, whole
+from aotdist.kernels.symbols import arguments_for, whole
 from aotdist.kernels.uses import num_elements
 from aotdist.program import Graph
 from aotdist.torch_seam.nodes import spell_number
@@ -29,12 +29,11 @@ from aotdist.torch_seam.symbols import hint
 aten = torch.ops.aten
 
 MIN_ELEMENTS = 2**15
-"""How many elements are reduced to one, at least, where that is split: one block does so in about the time of
-another launch."""
+"""The fewest elements of a reduction that is cut: one block reduces so many in about the time of a launch."""
 MAX_PARTS = 1024
 ROW_LENGTHS = range(512, 8193)
-"""Lengths of rows that may be the parts, if there are no more than `MAX_ROWS`: then what computes them row by
-row, like a norm before the largest element of all, may take the first stage with it."""
+"""Lengths of rows that may be the parts, if there are no more than `MAX_ROWS`: then a kernel that computes
+rows, like a norm before the largest element of all, can compute the first stage too."""
 MAX_ROWS = 8192
 
 _SUMS = {aten.sum.default, aten.sum.dim_IntList, aten.mean.default}
@@ -88,7 +87,7 @@ def _cut(node: Node) -> list[Any] | None:
 
 
 def _along_dimensions(sizes: Sequence[Any]) -> list[Any] | None:
-    """The most parts that are made of whole dimensions: what else divides them differs from call to call."""
+    """The most parts of whole dimensions: other divisors differ from call to call."""
     cuts = [[math.prod(sizes[:at]), math.prod(sizes[at:])] for at in range(1, len(sizes))]
     few = [cut for cut in cuts if 1 < hint(cut[0]) <= MAX_ROWS]
     return max(few, key=lambda cut: hint(cut[0]), default=None)
@@ -116,7 +115,7 @@ def _spelled(graph: fx.Graph, number: Any, symbols: Mapping[str, Node]) -> Any:
     """A number as an argument of a node."""
     if isinstance(number, int):
         return number
-    told(sorted(names_in([whole(number)])), symbols)
+    arguments_for(sorted(names_in([whole(number)])), symbols)
     return spell_number(number, symbols, graph)
 
 
@@ -126,7 +125,7 @@ def empty_like(val: torch.Tensor, sizes: Sequence[Any], dtype: torch.dtype | Non
 
 
 def call_like(graph: fx.Graph, like: Node, op: OpOverload, args: tuple[Any, ...], val: torch.Tensor) -> Node:
-    """A step of what `like` computes; kernels give it the dtype of `val`."""
+    """A new node with the metadata of `like`; kernels compute it in the dtype of `val`."""
     made = graph.call_function(op, args)
     made.meta = {**like.meta, "val": val}
     return made

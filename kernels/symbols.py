@@ -1,4 +1,4 @@
-"""What the sizes of a graph are to index arithmetic: numbers, or sums of products of symbols."""
+"""Converts the sizes of a graph for index arithmetic: to numbers, or to sums of products of symbols."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ _known: WeakKeyDictionary[Any, dict[Any, Whole]] = WeakKeyDictionary()
 
 
 def whole(number: int | torch.SymInt) -> Whole:
-    """A whole number as index arithmetic takes it."""
+    """A whole number for index arithmetic."""
     if isinstance(number, int):
         return number
-    known = _known.setdefault(number.node.shape_env, {})
+    converted = _known.setdefault(number.node.shape_env, {})
     key = number.node.expr
-    if key not in known:
-        known[key] = _sum_of_products(number)
-    return known[key]
+    if key not in converted:
+        converted[key] = _sum_of_products(number)
+    return converted[key]
 
 
 def natural(number: int | torch.SymInt) -> Whole:
-    """A size or a stride, which is never below 0: where that cannot be proved, a symbol of its own.
+    """A size or a stride, which is never below 0: if that cannot be proved, it becomes a symbol of its own.
 
-    One that is 1 wherever the trace holds is 1: by it, tensors are broadcast.
+    One that the trace's guards say is 1 is the number 1, so that tensors are broadcast by it.
     """
     if not isinstance(number, int) and hint(number) == 1 and surely_equal([number], [1]):
         return 1
@@ -39,7 +39,7 @@ def natural(number: int | torch.SymInt) -> Whole:
     return found if isinstance(found, int) or found.is_natural else _symbol(number, 0)
 
 
-def told(names: Sequence[str], sizes: Mapping[str, Node]) -> list[Node]:
+def arguments_for(names: Sequence[str], sizes: Mapping[str, Node]) -> list[Node]:
     """The arguments of a graph that are the values of symbols.
 
     Args:
@@ -51,7 +51,7 @@ def told(names: Sequence[str], sizes: Mapping[str, Node]) -> list[Node]:
     """
     for name in names:
         if name not in sizes:
-            raise NotProved(f"{name}, which no argument of the graph tells")
+            raise NotProved(f"{name}, which no argument of the graph gives")
     return [sizes[name] for name in names]
 
 

@@ -1,4 +1,4 @@
-"""The door to Triton, which is imported when a kernel is made: 3.6 to 3.9 meet here.
+"""All use of Triton, 3.6 to 3.9, which is imported when the first kernel is made.
 
 On a GPU kernels are compiled. With `TRITON_INTERPRET=1` in the environment before Triton is first imported,
 they run on CPU tensors, block by block in NumPy: slow, and what the tests hold kernels to. Triton's own
@@ -8,9 +8,12 @@ interpreter computes bfloat16 and float8 on their raw bits; `repair` has it roun
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
+import linecache
 import statistics
 import tempfile
+import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -18,6 +21,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+
+from aotdist.kernels import triton_seam
 
 _ROUNDS = 7
 """How often each way to cut a kernel is measured."""
@@ -36,7 +41,7 @@ def is_interpreting() -> bool:
 
 
 def namespace() -> dict[str, Any]:
-    """What the source of kernels names."""
+    """The globals of the source of kernels."""
     import triton
     import triton.language as tl
 
@@ -63,8 +68,8 @@ def compiled(
         function: the kernel, of `triton.jit` in a process that does not interpret.
         pointers: its tensors in the order of its arguments, with their types (`*fp32`); all of them lie at
             multiples of 16 bytes, as what PyTorch allocates does.
-        sizes: its next arguments, whole numbers. It is compiled for all that it cannot tell from these: it
-            knows whether 16 divides them, whether 32 bits hold them, and whether they are 1.
+        sizes: its next arguments, whole numbers. The kernel is specialized on whether 16 divides each,
+            whether 32 bits hold it, and whether it is 1.
         constants: its last arguments.
         backend: who made the GPU.
         arch: its generation: 90 for `sm_90`, or `gfx942`.
@@ -99,7 +104,7 @@ def target_here() -> tuple[Any, int | str]:
 
 
 def build_launcher(kernel: Any) -> None:
-    """Have Triton's cache hold what starts a compiled kernel: 3.6 builds it in C, for each signature."""
+    """Build a compiled kernel's launcher into Triton's cache: 3.6 compiles one in C for each signature."""
     from triton.runtime import driver
 
     active: Any = driver.active
@@ -149,12 +154,12 @@ def loaded_kernel(code: bytes, metadata: str, pointers: Mapping[str, str], block
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """What a process knows that starts kernels.
+    """The functions and settings of Triton's driver that launches need.
 
     Args:
-        current_device: tells it.
-        current_stream: tells that of a device.
-        settings: Triton's, of launches.
+        current_device: returns its number.
+        current_stream: returns that of a device.
+        settings: Triton's settings of launches.
     """
 
     current_device: Callable[[], int]
@@ -171,7 +176,7 @@ class Process:
         return cls(active.get_current_device, active.get_current_stream, knobs.runtime)
 
     def is_watched(self) -> bool:
-        """Whether somebody is to be told of launches: a profiler."""
+        """Whether hooks of a profiler have to be called for launches."""
         first, last = self.settings.launch_enter_hook, self.settings.launch_exit_hook
         return bool(getattr(first, "calls", first)) or bool(getattr(last, "calls", last))
 
@@ -189,7 +194,7 @@ def seconds_of(start: Callable[[], object]) -> float:
 
 
 def seconds_of_few(start: Callable[[], object]) -> float:
-    """As `seconds_of`, from few rounds: a millisecond in all, to tell which of several ways is the quickest.
+    """As `seconds_of`, from few rounds: a millisecond in all, to find the quickest of several ways.
 
     Args:
         start: starts it.
@@ -210,7 +215,7 @@ def seconds_of_few(start: Callable[[], object]) -> float:
 
 
 def too_large() -> type[Exception]:
-    """What Triton raises for blocks that a GPU has no room for."""
+    """Triton's error for blocks that exceed a GPU's resources."""
     from triton.runtime.errors import OutOfResources
 
     return OutOfResources
@@ -246,3 +251,22 @@ def nvidia_tools() -> Path:
     import triton
 
     return Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+_serial = itertools.count()
+
+
+def loaded(source: str, label: str) -> Mapping[str, Any]:
+    """The functions of a module of kernels.
+
+    Args:
+        source: the module.
+        label: a word for the file name that tracebacks show.
+    """
+    filename = f"<aotdist {label} kernels {next(_serial)}>"
+    # Triton reads the source of a function through `linecache`, and an mtime of None keeps it there.
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
+    namespace = triton_seam.namespace() | {"__name__": filename}  # Triton asks functions for their module
+    exec(compile(source, filename, "exec"), namespace)
+    weakref.finalize(namespace["product"], linecache.cache.pop, filename, None)  # gone with the rest
+    return namespace

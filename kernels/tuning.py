@@ -1,26 +1,29 @@
 """Kernels that may be cut in several ways: the first start measures each, and the quickest runs from then on.
 
-The choice is kept, so that a kernel is measured once for a kind of GPU; kernels of one source but for names
-are the same. What they compute, they compute in each way, so measuring leaves nothing behind; where a kernel
-writes over what it reads, a copy of that is given.
+The choice is kept in a folder, so that a kernel is measured once for a kind of GPU; kernels whose sources are
+equal up to names count as one. Each way computes the same, so measuring has no effect; a kernel that
+overwrites an input is measured on a copy.
 
 A kernel that reduces adds up in another order in another way, and may differ in the last bits. Where several
-ranks run, or results must be deterministic, such ones are left as they are: `Tuner.reductions` says so.
+ranks run, or results must be deterministic, such kernels are not tuned (`Tuner.reductions`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import hashlib
+import json
 import re
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 
+from aotdist.files import write_whole
 from aotdist.kernels import triton_seam
-from aotdist.kernels.choices import Choices, key_of
 from aotdist.kernels.compilation import pointers_of
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.launching import Config
@@ -29,38 +32,30 @@ from aotdist.kernels.running import Runner, copied, on_device
 _TENSOR = re.compile(r"\b(?:in|out)_\w+")
 
 
-class Clock(Protocol):
-    """Measures."""
-
-    def __call__(self, start: Callable[[], None]) -> float:
-        """Seconds that the GPU needs for what `start` starts."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Tuner:
     """How kernels are tuned.
 
     Args:
-        choices: what is known, and where it is kept.
-        reductions: whether those that reduce are.
-        clock: measures.
+        choices: what was chosen before, and where it is kept.
+        reductions: whether kernels that reduce are tuned.
+        clock: tells how many seconds the GPU needs for what a function starts.
     """
 
     choices: Choices
     reductions: bool
-    clock: Clock = triton_seam.seconds_of_few
+    clock: Callable[[Callable[[], None]], float] = triton_seam.seconds_of_few
 
     def may_tune(self, emitted: EmittedKernel) -> bool:
-        """Whether every configuration of a kernel will do."""
+        """Whether a kernel may run in any of its configurations."""
         return self.reductions or not emitted.kernel.r or emitted.kernel.is_tiled
 
     def known(self, source: str, ways: Sequence[Config], device: torch.device) -> Config | None:
-        """What was chosen for a kernel, if anything was.
+        """The configuration that was chosen for a kernel before, if any.
 
         Args:
-            source: the kernel, see `likeness`.
-            ways: in which it may be cut.
+            source: the kernel, see `nameless_source`.
+            ways: its configurations.
             device: where it runs.
         """
         with on_device(device):
@@ -71,11 +66,11 @@ class Tuned:
     """A kernel that chooses among configurations when it is first started.
 
     Args:
-        ways: what starts it by configuration, the one that runs where nothing can be measured first.
-        source: the kernel, see `likeness`.
+        ways: runners by configuration; the first runs where nothing can be measured.
+        source: the kernel, see `nameless_source`.
         device: where it runs.
         overwritten: positions of the inputs that it writes.
-        tuner: how.
+        tuner: measures and keeps the choice.
     """
 
     def __init__(
@@ -129,9 +124,9 @@ class Tuned:
         """Seconds by configuration; none if there is no memory to measure in."""
         seconds: dict[Config, float] = {}
         try:
-            given = [copied(x) if at in self._overwritten else x for at, x in enumerate(inputs)]
+            arguments = [copied(x) if at in self._overwritten else x for at, x in enumerate(inputs)]
             for config, way in self._ways.items():
-                start = functools.partial(way, given, written)
+                start = functools.partial(way, arguments, written)
                 with contextlib.suppress(triton_seam.too_large()):
                     seconds[config] = self._tuner.clock(start)
         except torch.OutOfMemoryError:
@@ -140,13 +135,92 @@ class Tuned:
 
 
 def _key(source: str) -> str:
-    """What a choice for the current GPU is kept by."""
-    return key_of(*triton_seam.gpu_and_version(), source)
+    """The name of the file of a choice for the current GPU."""
+    parts = json.dumps([*triton_seam.gpu_and_version(), source])
+    return hashlib.sha256(parts.encode()).hexdigest()[:32]
 
 
-def likeness(emitted: EmittedKernel) -> str:
-    """The source of a kernel without its names: equal for kernels that do the same to other tensors."""
+def nameless_source(emitted: EmittedKernel) -> str:
+    """The source of a kernel without tensor names: equal for kernels that do the same to other tensors."""
     types = pointers_of(emitted)
     places = {name: f"t{at}" for at, name in enumerate(types)}
     lines = [_TENSOR.sub(lambda name: places[name[0]], line) for line in emitted.printed.body]
     return "\n".join([" ".join(types.values()), *lines])
+
+
+# Choices and the folder that they are kept in.
+
+_VERSION = 1
+
+
+class Choices:
+    """Configurations by kernel, one small file for each: written whole or not at all, readable by the owner.
+
+    A file that cannot be read or written is warned about once; what it is about is then measured again.
+
+    Args:
+        folder: where; made when something is first kept.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._known: dict[str, Config] = {}
+        self._has_warned = False
+
+    @classmethod
+    @functools.cache
+    def within(cls, folder: Path) -> Choices:
+        """The choices of a folder, one object for all kernels of a process."""
+        return cls(folder)
+
+    def get(self, key: str, ways: Sequence[Config]) -> Config | None:
+        """The configuration that was chosen for a kernel, if it is one of `ways`.
+
+        Args:
+            key: of the kernel on the current GPU.
+            ways: its configurations.
+        """
+        if key not in self._known:
+            found = self._read(self._folder / f"{key}.json", ways)
+            if found is None:
+                return None
+            self._known[key] = found
+        return self._known[key]
+
+    def keep(self, key: str, seconds: Mapping[Config, float]) -> Config:
+        """Choose the quickest.
+
+        Args:
+            key: of the kernel.
+            seconds: that it took, by configuration.
+        """
+        chosen = self._known[key] = min(seconds, key=seconds.__getitem__)
+        measured = [{**asdict(config), "seconds": took} for config, took in seconds.items()]
+        text = json.dumps({"version": _VERSION, "chosen": asdict(chosen), "measured": measured}, indent=1)
+        try:
+            self._write(self._folder / f"{key}.json", text)
+        except OSError as error:
+            self._warn(f"what was measured is not kept in {self._folder}: {error}")
+        return chosen
+
+    def _read(self, file: Path, ways: Sequence[Config]) -> Config | None:
+        try:
+            entry = json.loads(file.read_text())
+            if entry["version"] != _VERSION:
+                return None
+            chosen = entry["chosen"]
+            return next(config for config in ways if asdict(config) == chosen)
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, LookupError, TypeError, StopIteration) as error:
+            self._warn(f"{file} names no configuration of its kernel, which is measured again: {error!r}")
+            return None
+
+    def _write(self, file: Path, text: str) -> None:
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        write_whole(file, [text.encode()])
+
+    def _warn(self, text: str) -> None:
+        if not self._has_warned:
+            self._has_warned = True
+            warnings.warn(f"aotdist: {text}", stacklevel=2)

@@ -1,4 +1,4 @@
-"""What runs as one in a graph, and what has to run before what."""
+"""The units of a graph that run as one, and their order, while fusion merges them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Unit:
 
 
 class Units:
-    """What runs as one, and what must run before what."""
+    """The units of a graph, and their order."""
 
     def __init__(self, uses: Uses, fixed: Sequence[Node]) -> None:
         self.uses = uses

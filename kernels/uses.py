@@ -1,4 +1,4 @@
-"""Who reads what in a graph, once views and what kernels compute anew are seen through."""
+"""Which nodes read which, through views and through nodes that every reader computes anew."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Reads: TypeAlias = list[tuple[Node, Point]]
 
 
 class Uses:
-    """Reads the nodes of a graph.
+    """Classifies the nodes of a graph, and tells which read which.
 
     Args:
         graph: functional; nodes carry `val`.
@@ -36,7 +36,7 @@ class Uses:
         self.computed: dict[Node, None] = {}
         """Nodes that some kernel computes, in order."""
         self.kept = set[Node]()
-        """Copies that bring side by side what others read again and again: no reader computes them."""
+        """Copies that make neighbours lie side by side for many readers: no reader computes them itself."""
         self._reads: dict[tuple[Any, ...], Reads] = {}
         self.nodes: list[Node] = list(graph.nodes)
         for node in self.nodes:
@@ -44,7 +44,7 @@ class Uses:
                 self._classify(node)
         for node in self.inlined:
             if any(reader not in self.computed for reader in self.readers(node)):
-                self.computed[node] = None  # a library reads it, too
+                self.computed[node] = None  # a library reads it too
         self.computed = {node: None for node in self.nodes if node in self.computed}
 
     def _classify(self, node: Node) -> None:
@@ -70,7 +70,7 @@ class Uses:
             self.computed[node] = None
 
     def _is_close_to_memory(self, node: Node) -> bool:
-        """Whether a node reads one tensor at most, and that lies in memory whatever is fused."""
+        """Whether a node reads at most one tensor, and that lies in memory whatever is fused."""
         sources = set(self._behind(node, is_kernel=True))
         return len(sources) <= 1 and not any(source in self.computed for source in sources)
 
@@ -87,7 +87,7 @@ class Uses:
         return hint(source.stride(-1)) > 1 and read > num_elements(node)
 
     def _users(self, node: Node) -> Iterator[Node]:
-        """Who reads a node that gives a tensor, through views."""
+        """The nodes that read a tensor, through views."""
         for user in node.users:
             if isinstance(rule_of(user), View):
                 yield from self._users(user)
@@ -95,12 +95,12 @@ class Uses:
                 yield user
 
     def is_transparent(self, node: Node) -> bool:
-        """Whether everyone who reads a node reads what it is made of."""
+        """Whether readers of a node read its inputs instead."""
         is_torn = isinstance(node.meta.get("val"), (list, tuple)) and node not in self.reasons
         return node in self.views or (is_torn and node.op == "call_function")
 
     def sources(self, node: Node) -> Iterator[Node]:
-        """What a node reads; a kernel computes what is inlined by itself."""
+        """The nodes that a node reads, through inlined ones if a kernel computes it."""
         yield from self._behind(node, is_kernel=node in self.computed or node in self.inlined)
 
     def read_by(self, group: Group) -> set[Node]:
@@ -118,7 +118,7 @@ class Uses:
                 yield source
 
     def readers(self, node: Node) -> Iterator[Node]:
-        """Who reads a node."""
+        """The nodes that read a node."""
         for user in node.users:
             if self.is_transparent(user):
                 yield from self.readers(user)
@@ -149,11 +149,11 @@ class Uses:
         return self._reads[key]
 
     def agrees(self, group: Group) -> bool:
-        """Whether each node is read where it is computed, and what is reduced not for some places only."""
+        """Whether each node is read where it is computed, and no reduced value at some places only."""
         reduced = set[Node]()
         for node in sorted(group.places):
-            found = self.reads(node, group.places[node], group)
-            reads = [(read, at) for read, at in found if read in group.places]
+            all_reads = self.reads(node, group.places[node], group)
+            reads = [(read, at) for read, at in all_reads if read in group.places]
             if is_reducing(node) or any(read in reduced for read, _ in reads):
                 reduced.add(node)
             for read, at in reads:

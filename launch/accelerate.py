@@ -1,7 +1,7 @@
-"""`AotdistPlugin`: how accelerate compiles models by aotdist.
+"""`AotdistPlugin`: lets accelerate compile models by aotdist.
 
-accelerate compiles what it prepares by calling `torch.compile` with what its dynamo plugin says. Its own
-plugin takes the names of a fixed list only; this one answers for itself.
+accelerate compiles what it prepares by `torch.compile`, with the arguments of its dynamo plugin. Its own
+plugin accepts backends of a fixed list only.
 """
 
 from __future__ import annotations
@@ -19,10 +19,9 @@ from aotdist.settings import Settings, settings_of
 
 
 class AotdistPlugin(TorchDynamoPlugin):
-    """To be handed to accelerate: `Accelerator(dynamo_plugin=AotdistPlugin("fx"))`.
+    """For accelerate: `Accelerator(dynamo_plugin=AotdistPlugin("fx"))`.
 
-    What is left out is read from where `accelerate launch` puts what it was told of Dynamo
-    (`--dynamo_use_dynamic` and its like).
+    Arguments that are left out have the values of `accelerate launch` (`--dynamo_use_dynamic` and so on).
 
     Attributes:
         code_backend: turns graphs into callables.
@@ -57,7 +56,7 @@ class AotdistPlugin(TorchDynamoPlugin):
             "fullgraph": fullgraph,
             "use_regional_compilation": use_regional_compilation,
         }
-        # accelerate only asks whether the backend is `NO`; `to_kwargs` says what is called.
+        # accelerate only checks that the backend is not `NO`; `to_kwargs` has the real one.
         super().__init__(backend=DynamoBackend.EAGER, **given)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,8 +1,7 @@
 """Draws the losses of several runs side by side: `python -m aotdist.launch.comparison OUT.svg RUN RUN...`.
 
-The first run is what the others are compared with: on the left the training losses, smoothed; on the right
-how far each is from the first, in percent of it. What is printed is the same as a table, with the held-out
-losses.
+The others are compared with the first run: on the left the smoothed training losses, on the right their
+difference from the first, in percent. A table of the held-out losses is printed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 _COLORS = ("#2458a6", "#d1495b", "#2a9d8f", "#e09f3e", "#7b5ea7")
 _BAND_PERCENT = 1.0
-"""The distance that the right side marks."""
+"""Half the height of the band that the right side marks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +55,13 @@ def read_losses(folder: Path) -> RunLosses:
 
 
 def differences(run: RunLosses, first: RunLosses) -> list[float]:
-    """How far the smoothed training loss of a run is from that of the first, step by step, in percent."""
+    """Difference of a run's smoothed training loss from that of the first run, step by step, in percent."""
     pairs = zip(smoothed(run.training), smoothed(first.training), strict=False)  # a run may be shorter
     return [100 * (mine / theirs - 1) for mine, theirs in pairs]
 
 
 def table(runs: Sequence[RunLosses]) -> str:
-    """A markdown table: held-out loss of each run, and how far it is from the first one's."""
+    """A markdown table: held-out loss of each run, and its difference from the first one's."""
     first = runs[0]
     rows = [
         f"| `{run.name}` | {run.held_out:.4f} | {100 * (run.held_out / first.held_out - 1):+.2f}% |"
@@ -107,7 +106,7 @@ def _steps(run: RunLosses) -> range:
 
 
 def main(words: Sequence[str]) -> int:
-    """Draws, prints the table, and returns the exit code: 2 for words that are no picture and two runs."""
+    """Draws the picture, prints the table, and returns the exit code."""
     picture, *folders = map(Path, words) if words else [Path()]
     if picture.suffix != ".svg" or not 2 <= len(folders) <= 1 + len(_COLORS):
         print(f"usage: python -m aotdist.launch.comparison OUT.svg RUN RUN... (2 to {1 + len(_COLORS)})")

@@ -26,10 +26,10 @@ aotdist.launch.train`): FSDP2 by default, HSDP and tensor parallelism on request
 on GPUs."""
 
 CONFIG_FILE = "config.json"
-"""Where a run's folder keeps its options."""
+"""File of a run's options in its folder."""
 
 AUTO = "auto"
-"""What `--resume` may be instead of a folder."""
+"""Value of `--resume` instead of a folder."""
 
 
 def _require(holds: bool, what: str, fix: str) -> None:
@@ -38,7 +38,7 @@ def _require(holds: bool, what: str, fix: str) -> None:
 
 
 def _flag(options: Any, name: str) -> str:
-    """How the command line spells a field: `--optim.warmup-steps`."""
+    """The command-line flag of a field: `--optim.warmup-steps`."""
     section = type(options).__name__.removesuffix("Options").lower()
     return f"--{section}.{name.replace('_', '-')}"
 
@@ -107,13 +107,13 @@ class ModelOptions:
 
 @dataclass(frozen=True, slots=True)
 class Sparse24Options:
-    """Which half of each block's weights a step multiplies by, two of every four.
+    """2:4 sparsity of each block's weights.
 
     Args:
         mask: `row` keeps the two largest of four neighbours in a row, chosen in each forward; `transposable`
             in a column too, so that the backward's product with the weight is sparse as well; `off` keeps
             all.
-        decay: draws weights that are not kept to zero, by this much of themselves a step (SR-STE).
+        decay: share of the dropped weights that each step adds to their gradient (SR-STE).
     """
 
     mask: Literal["off", "row", "transposable"] = "off"
@@ -125,7 +125,7 @@ class Sparse24Options:
 
 @dataclass(frozen=True, slots=True)
 class DataOptions:
-    """What is read, and in which portions.
+    """The text, and how it is cut into batches.
 
     Args:
         root: folder whose Python files are the text; by default the standard library's.
@@ -187,11 +187,11 @@ class OptimOptions:
 
 @dataclass(frozen=True, slots=True)
 class ParallelOptions:
-    """How the ranks share the work: `dp_replicate x dp_shard x tp` must be the number of ranks.
+    """How the ranks share the work; `dp_replicate x dp_shard x tp` must be the number of ranks.
 
     Args:
         dp_replicate: replicas of the sharded model; more than 1 makes the mesh an HSDP one.
-        dp_shard: ranks over which FSDP2 shards the parameters; by default all that are left.
+        dp_shard: ranks over which FSDP2 shards the parameters; by default all remaining ones.
         tp: ranks over which each block's matrices are split (tensor and sequence parallelism).
         reshard_after_forward: free a block's gathered parameters after its forward and gather them
             again for its backward.
@@ -217,11 +217,11 @@ class ParallelOptions:
 
 @dataclass(frozen=True, slots=True)
 class Float8Options:
-    """What the blocks multiply in 8 bits.
+    """8-bit products in the blocks.
 
     Args:
-        recipe: where scales come from, see `aotdist.to_float8`; `off` leaves the blocks as they are. The
-            output head, and everything that is no product with a weight, is left in any case.
+        recipe: where scales come from, see `aotdist.to_float8`; `off` for none. The output head, and
+            everything that is no product with a weight, keeps its precision in any case.
         all_gather: with `delayed`, let FSDP2 gather the weights of the blocks in 8 bits.
     """
 
@@ -236,13 +236,12 @@ class Float8Options:
 
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
-    """What `aotdist.compile` is asked for; settings left out follow `AOTDIST_*`, then the defaults.
+    """Options of `aotdist.compile`; by default those of `AOTDIST_*` variables.
 
     Args:
-        backend: `eager` does not compile at all; `fx` runs the graphs as they are (bit-equal to eager);
-            `inductor` hands them to Inductor; `triton` makes kernels of our own of them, on GPUs; `auto` lets
-            aotdist choose.
-        partition: what the backward is given instead of computing it again.
+        backend: `eager` does not compile; `fx` runs the graphs operator by operator (bit-equal to eager);
+            `inductor` compiles them by Inductor; `triton` by aotdist's own kernels, on GPUs; `auto` chooses.
+        partition: which values the forward saves for the backward.
         bucket_bytes: largest collective that merging may build.
         disabled_passes: names of graph passes to leave out.
         verify: check the graphs' invariants after every pass.
@@ -258,7 +257,7 @@ class CompileOptions:
         self.settings(Settings())
 
     def settings(self, base: Settings) -> Settings:
-        """`base`, overridden by the options that were given.
+        """`base`, overridden by the options that are set.
 
         Raises:
             BadSettings: a value is out of range.
@@ -276,13 +275,13 @@ class CompileOptions:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointOptions:
-    """What is saved, and how often; see docs/checkpoints.md.
+    """Checkpoints; see docs/checkpoints.md.
 
     Args:
-        every: steps between checkpoints; another is made at the end, and when a signal ends the run. 0 for
-            none at all.
-        keep: checkpoints that are kept, the latest ones; 0 for all.
-        asynchronous: let a thread write while training goes on.
+        every: steps between checkpoints; another one is made at the end, and when a signal ends the run. 0
+            for none at all.
+        keep: how many of the latest checkpoints to keep; 0 for all.
+        asynchronous: write in a thread while training continues.
     """
 
     every: int = 100
@@ -295,12 +294,12 @@ class CheckpointOptions:
 
 @dataclass(frozen=True, slots=True)
 class ProfileOptions:
-    """Which steps are looked at closely; files go to the run's folder, one of each rank.
+    """Steps to profile; each rank writes files to the run's folder.
 
     Args:
-        first_step: the first of them; the steps before it compile and warm up.
+        first_step: the first of them; earlier steps compile and warm up.
         steps: how many; 0 for none.
-        memory: also write a snapshot of the GPU's memory (pytorch.org/memory_viz shows it).
+        memory: also write a snapshot of the GPU's memory (for pytorch.org/memory_viz).
     """
 
     first_step: int = 5
@@ -316,17 +315,17 @@ class ProfileOptions:
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
-    """The run itself: where it writes, how often, and what makes it repeatable.
+    """The run: where it writes, how often, and its seed.
 
     Args:
-        folder: where run folders are made.
+        folder: for the folders of runs.
         name: name of this run's folder; by default the time of its start.
-        loggers: what else is told of everything that is recorded, beside the run's own files.
-        seed: decides the initial parameters, the order of the data and the sample.
+        loggers: further loggers besides the run's own files.
+        seed: of the initial parameters, the order of the data and the sample.
         log_every: steps between reports; every step is recorded in any case.
-        validate_every: steps between validations; 0 for only the two at the start and at the end.
-        validation_batches: batches of each data-parallel rank that a validation reads.
-        deterministic: refuse kernels that are not repeatable bit for bit (matters on GPUs only).
+        validate_every: steps between validations; 0 for validations at the start and at the end only.
+        validation_batches: batches of each data-parallel rank in a validation.
+        deterministic: refuse kernels that are not repeatable bit for bit (on GPUs).
         sample_bytes: bytes that the trained model writes at the end; 0 for none.
     """
 
@@ -344,7 +343,7 @@ class RunOptions:
         _require_positive(self, "log_every", "validation_batches")
         _require_not_negative(self, "validate_every", "sample_bytes")
         name = self.name
-        # An empty one is a variable of the shell that is not set, and no wish for a run without a name.
+        # An empty name is more likely an unset variable of the shell than a wish for the default.
         plain_name = name is None or (name not in ("", ".", "..") and Path(name).name == name)
         _require(plain_name, f"--run.name is {name!r}", "give the name of a folder, without slashes")
 
@@ -361,11 +360,11 @@ class JobOptions:
         parallel: the ranks.
         float8: the FP8 recipe.
         compile: the compiler.
-        checkpoint: what is saved.
-        profile: what is profiled.
+        checkpoint: checkpoints.
+        profile: steps to profile.
         run: the run.
-        resume: the folder of a run to go on with, from its last good checkpoint and with its options, but
-            for those that are given; or `auto`: the run of --run.name if there is one, else a new one.
+        resume: the folder of a run to resume from its last good checkpoint, with its options except those
+            that are given; or `auto`: the run of --run.name if there is one, else a new one.
     """
 
     model: ModelOptions = field(default_factory=ModelOptions)
@@ -390,14 +389,14 @@ class JobOptions:
 
 
 def parse_options(arguments: Sequence[str] | None, *, speaks: bool, program: str = PROGRAM) -> JobOptions:
-    """Options from the command line (`sys.argv` when `arguments` is None).
+    """Options from the command line (`sys.argv` if `arguments` is None).
 
-    With `--resume FOLDER`, what is not given is as that run had it.
+    With `--resume FOLDER`, the defaults are the options of that run.
 
     Args:
         arguments: the words after the program's name.
-        speaks: whether help and errors are printed; with many ranks only one should.
-        program: what help and errors call it.
+        speaks: whether to print help and errors; with many ranks only one should.
+        program: its name in help and errors.
 
     Raises:
         SystemExit: 0 after `--help`, 2 when an option is unknown or does not parse.
@@ -419,11 +418,10 @@ def _resumed_folder(words: Sequence[str]) -> Path | None:
 
 
 def read_options(config: Path) -> JobOptions:
-    """The options that a run wrote down.
+    """The options in the configuration file of a run.
 
     Raises:
-        BadSettings: there is no such file, it is not as it was written, or it is of other options than this
-            version has.
+        BadSettings: there is no such file, its checksum does not fit, or this version has other options.
     """
     try:
         text = config.read_text()
@@ -454,7 +452,7 @@ def read_options(config: Path) -> JobOptions:
 
 
 def _section(kind: Any, values: dict[str, Any]) -> Any:
-    """One group of options; JSON has neither paths nor tuples."""
+    """One group of options, with paths and tuples, which JSON does not have."""
     hints = get_type_hints(kind)
     return kind(**{name: _typed(value, str(hints.get(name))) for name, value in values.items()})
 

@@ -1,8 +1,9 @@
-"""The corner of torchrun's store that belongs to one start of the ranks, and to those that came to it alone.
+"""A prefix of torchrun's store for the ranks of one start.
 
-The store outlives the ranks, and nothing that torchrun tells them is new at each start: a machine that joins
-starts all ranks again without counting it, and counts from 0 itself. So rank 0 makes a name up, and every
-rank asks it for that name by a word that has never been in the store before.
+The store outlives the ranks, and no environment variable differs at each start: when a machine joins,
+torchrun restarts all ranks without counting that as a restart, and the new machine counts from 0. So rank 0
+chooses a random name, and every rank asks for it with a random word of its own, which no earlier start has
+used.
 """
 
 from __future__ import annotations
@@ -17,20 +18,18 @@ _POLL_S = 0.02
 
 
 def own_corner(store: Store, rank: int, world_size: int, timeout_s: float) -> Store:
-    """A part of the store that this start's ranks share, and nobody has written to.
+    """A new part of the store, which the ranks of this start share.
 
     Args:
-        store: that all ranks have, whatever earlier starts have left in it.
-        rank: of this process.
-        world_size: ranks that come.
-        timeout_s: how long they may take; the store's own limit is for the others than rank 0.
+        store: of all ranks; earlier starts may have written to it.
+        timeout_s: how long rank 0 waits for the others, which wait as long as the store's own timeout.
 
     Raises:
-        RankLost: on rank 0, when some did not come.
+        RankLost: on rank 0, if some ranks did not come.
     """
     if rank == 0:
         name = secrets.token_hex(8)
-        _tell(store, name, set(range(1, world_size)), timeout_s)
+        _answer(store, name, set(range(1, world_size)), timeout_s)
     else:
         word = secrets.token_hex(8)
         store.set(f"asks/{rank}", word)
@@ -39,8 +38,8 @@ def own_corner(store: Store, rank: int, world_size: int, timeout_s: float) -> St
     return PrefixStore(f"start-{name}", store)
 
 
-def _tell(store: Store, name: str, waiting: set[int], timeout_s: float) -> None:
-    """Answers every word that a rank has left, also that of one which is gone, until the living ones know."""
+def _answer(store: Store, name: str, waiting: set[int], timeout_s: float) -> None:
+    """Answer every word in the store, also words of earlier starts, until all ranks have the name."""
     deadline = time.monotonic() + timeout_s
     while waiting:
         if time.monotonic() > deadline:

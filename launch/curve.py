@@ -41,7 +41,7 @@ STYLE: dict[Any, Any] = {
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Gaussian mean around each value, cut off at the ends; unlike a running mean, it does not lag."""
+    """Gaussian mean around each value, truncated at the ends; unlike a running mean, it does not lag."""
     import numpy as np
 
     reach = 3 * _SMOOTHING_STEPS

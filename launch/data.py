@@ -1,8 +1,8 @@
 """The text: Python files joined into two byte strings, and each rank's stream through them.
 
-Whole files are held out for validation, so no training window ever overlaps one. Training windows are
-visited in an order that depends on the seed and on nothing else: the position of a stream is one number,
-the windows that all ranks together have consumed, and may be resumed with any number of ranks.
+Whole files are held out for validation. The order of training windows depends on the seed alone, and the
+position of a stream is one number, the windows that all ranks together have consumed: training may resume
+there on any number of ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "__pycache__", "
 
 
 class Batch(NamedTuple):
-    """What the model is to read, and the byte that follows each byte of it.
+    """Input bytes, and the byte that follows each of them.
 
     Shapes: both (B, T), int64.
     """
@@ -40,7 +40,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Training and validation text; `sha256` is that of one and then the other.
+    """Training and validation text; `sha256` is of both.
 
     Shapes: one dimension each, uint8.
     """
@@ -62,13 +62,13 @@ def source_files(root: Path) -> list[Path]:
 
 
 def is_held_out(path: Path, percent: int) -> bool:
-    """Whether a file is for validation; decided by its name alone, so adding files moves no other."""
+    """Whether a file is for validation; this depends on its name alone, not on other files."""
     digest = hashlib.sha256(path.as_posix().encode()).digest()
     return int.from_bytes(digest[:8], "big") % 100 < percent
 
 
 def load_corpus(options: DataOptions) -> Corpus:
-    """The text that `options` describe: every rank joins it anew (12 MB of the standard library in 0.2 s).
+    """The text that `options` describe; every rank reads it (12 MB of the standard library in 0.2 s).
 
     Raises:
         BadSettings: there is too little text, or it cannot be read.
@@ -123,11 +123,8 @@ class ByteStream:
     `num_ranks * batch_size` consecutive windows, a rank takes its own `batch_size`.
 
     Args:
-        windows: the training text.
         batch_size: sequences of one batch, per rank.
         rank: place among the data-parallel ranks.
-        num_ranks: data-parallel ranks.
-        seed: decides the order.
         position: windows that all ranks together have consumed; the whole state of a stream.
     """
 

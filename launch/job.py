@@ -17,50 +17,46 @@ from aotdist.launch.checkpoints.saver import Saver
 from aotdist.launch.checkpoints.snapshot import NEVER, TrainState
 from aotdist.launch.config import JobOptions
 from aotdist.launch.data import ByteStream, Corpus, Windows, load_corpus
-from aotdist.launch.going_on import batch_ranks, other_ranks, run_before, with_same_batch
-from aotdist.launch.lease import Lease, unwritable
-from aotdist.launch.loggers import make_loggers, require_loggers
-from aotdist.launch.loop import Trainer
+from aotdist.launch.loggers import RecordingReporter, make_loggers, require_loggers
+from aotdist.launch.loop import Trainer, write_sample
 from aotdist.launch.metrics import METRICS_FILE, EndRecord, cut_metrics
 from aotdist.launch.model import Decoder, build_decoder, num_parameters
 from aotdist.launch.optim import build_optimizer
 from aotdist.launch.parallel import Place, World, join, spread
 from aotdist.launch.profiling import PROFILE_FOLDER, StepProfiler, require_gpu_for_snapshots
 from aotdist.launch.progress import Reporter, make_reporter
-from aotdist.launch.recorder import RecordingReporter
+from aotdist.launch.resuming import batch_ranks, describe_ranks, earlier_run, with_same_batch
 from aotdist.launch.run_folder import RunFolder, claim_run_folder, write_config
-from aotdist.launch.sample import write_sample
+from aotdist.launch.run_lock import RunLock, unwritable
 from aotdist.launch.shutdown import Interrupted, StopRequest, naming_lost_ranks
 from aotdist.settings import Settings
 
 
 def run_job(
-    asked: JobOptions, place: Place, stop: StopRequest, lease: Lease, *, is_batch_anew: bool = False
+    asked: JobOptions, place: Place, stop: StopRequest, lock: RunLock, *, sets_batch: bool = False
 ) -> None:
     """Trains as the options say; leaves the process group, if any, to the caller.
 
     Args:
-        asked: the options. A run that goes on with other ranks keeps the sequences of a step, and so has
-            another batch for each rank than is asked for.
-        place: of this process.
-        stop: asks for an early end.
-        lease: not yet taken; given back by the caller.
-        is_batch_anew: whether the command line says what the batch is to be from now on.
+        asked: the options. A run that is resumed on other ranks keeps the sequences of a step, so the batch
+            of a rank may differ from these.
+        lock: not yet taken; released by the caller.
+        sets_batch: whether the command sets the batch for the present ranks, see `command_sets_batch`.
 
     Raises:
         BadSettings: the options do not fit the machine, the ranks or the text.
         RunInUse: another process trains in the folder of the run.
         TrainingDiverged: the loss is no longer finite.
-        Interrupted: a signal asked for an early end, and everything was written.
+        Interrupted: a signal requested an early end, and the state was saved.
     """
     started = time.perf_counter()
     torch.manual_seed(asked.run.seed)
     torch.use_deterministic_algorithms(asked.run.deterministic)
     require_loggers(asked)
     world = join(asked.parallel, place)
-    before = world.from_rank_0(lambda: run_before(asked, place))
+    before = world.from_rank_0(lambda: earlier_run(asked, place))
     num_dp_ranks = world.layout.num_dp_ranks
-    meant_for = batch_ranks(asked, before, num_dp_ranks, is_anew=is_batch_anew)
+    meant_for = batch_ranks(asked, before, num_dp_ranks, sets_batch=sets_batch)
     options = with_same_batch(asked, meant_for, num_dp_ranks)
     require_gpu_for_snapshots(options.profile, world.device)
     corpus = load_corpus(options.data)
@@ -72,13 +68,13 @@ def run_job(
     aotdist.compile(model, backend=options.compile.backend, settings=settings)
     state = TrainState(model, build_optimizer(model, options.optim), _training_stream(options, world, corpus))
     text = _text_facts(options, world, corpus)
-    run = world.from_rank_0(lambda: claim_run_folder(options, place, lease))
+    run = world.from_rank_0(lambda: claim_run_folder(options, place, lock))
     checkpoints = run.path / CHECKPOINTS_FOLDER
     resumed = None if run.is_new else resume(state, checkpoints, world, text)
     if resumed is not None:
-        facts["going on"] = str(resumed) + _left_out(options, resumed.step) + run.left
+        facts["going on"] = str(resumed) + _left_out(options, resumed.step)
     if before is not None:
-        facts["going on"] += other_ranks(before, place.world_size, options, num_dp_ranks)
+        facts["going on"] += describe_ranks(before, place.world_size, options, num_dp_ranks)
     saver = Saver(checkpoints, options.checkpoint, world, text, NEVER if resumed is None else resumed.step)
     with (
         closing(_reporter(asked, world, run, facts, state, meant_for)) as reporter,
@@ -88,7 +84,7 @@ def run_job(
         held_out = Windows(corpus.validation, options.data.seq_len)
         profiler = StepProfiler(options.profile, run.path / PROFILE_FOLDER, place.rank)
         with closing(profiler):
-            finished = Trainer(options, world, held_out, stop, lease, reporter, saver, profiler).run(state)
+            finished = Trainer(options, world, held_out, stop, reporter, saver, profiler).run(state)
         if finished and options.run.sample_bytes:
             # Inductor takes longer to compile the logits (8 s) than eager does to write 240 bytes (5 s).
             with aotdist.disable():
@@ -118,7 +114,7 @@ def _in_a_block(path: str, _: nn.Linear) -> bool:
 
 
 def _left_out(options: JobOptions, step: int) -> str:
-    """What will not be done of what was asked for, since the run is at a step already."""
+    """A note about steps that are not trained or profiled, since the run is past them; mostly empty."""
     steps, profile = options.optim.steps, options.profile
     if step >= steps:
         return f"; --optim.steps {steps} was reached already: nothing is left to train"
@@ -128,10 +124,10 @@ def _left_out(options: JobOptions, step: int) -> str:
 
 
 def _text_facts(options: JobOptions, world: World, corpus: Corpus) -> TextFacts:
-    """What a position in the text counts in.
+    """What identifies the text, and the meaning of a position in it.
 
     Raises:
-        BadSettings: on every rank, when they read different texts.
+        BadSettings: on every rank, if they read different texts.
     """
     hashes = world.gather(corpus.sha256)
     for rank, found in enumerate(hashes):
@@ -175,7 +171,7 @@ def _reporter(
 
 
 def _facts(options: JobOptions, world: World, corpus: Corpus, model: Decoder) -> dict[str, str]:
-    """What the person at the terminal should know before the first step."""
+    """What is printed before the first step."""
     shape = options.model
     head = "tied" if shape.tie_head else "untied"
     dtype = str(world.compute_dtype).removeprefix("torch.")

@@ -1,6 +1,6 @@
-"""Hands what a run records to tools that people look at runs with: TensorBoard, Weights & Biases.
+"""What keeps the records of a run: the files in its folder, and optionally TensorBoard or Weights & Biases.
 
-Both are optional, and write into the run's folder: nothing leaves the machine unless `WANDB_MODE` says so.
+All of them write into the run's folder: nothing leaves the machine unless `WANDB_MODE` says so.
 """
 
 from __future__ import annotations
@@ -9,21 +9,34 @@ import dataclasses
 import importlib
 import importlib.util
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from aotdist.errors import BadSettings
+from aotdist.files import AS_USUAL, write_whole
 from aotdist.launch.config import JobOptions
-from aotdist.launch.metrics import CheckpointRecord, EndRecord, Record, StepRecord, ValidationRecord
+from aotdist.launch.curve import draw_curve
+from aotdist.launch.metrics import (
+    METRICS_FILE,
+    CheckpointRecord,
+    EndRecord,
+    MetricsLog,
+    Record,
+    StepRecord,
+    ValidationRecord,
+)
 from aotdist.launch.progress import Reporter
+from aotdist.launch.run_folder import CURVE_FILE
 
 
 def require_loggers(options: JobOptions) -> None:
-    """Asks for the packages of the loggers before anything is written.
+    """Check that the packages of the loggers are installed, before anything is written.
 
     Raises:
-        BadSettings: one is not installed.
+        BadSettings: one is not.
     """
     for name in options.run.loggers:
         if importlib.util.find_spec(name) is None:
@@ -37,9 +50,7 @@ def make_loggers(options: JobOptions, folder: Path, first_step: int) -> list[Rep
     """The loggers that the options name.
 
     Args:
-        options: the job's.
-        folder: of the run.
-        first_step: after which training goes on; what came later in an earlier process is taken back.
+        first_step: the step that training goes on from; what an earlier process logged after it is dropped.
     """
     return [
         TensorBoardLogger(folder, first_step) if name == "tensorboard" else WandbLogger(folder, options)
@@ -48,7 +59,7 @@ def make_loggers(options: JobOptions, folder: Path, first_step: int) -> list[Rep
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record, by the names under which both tools show them."""
+    """The numbers of a record by the names that both tools show."""
     match record:
         case StepRecord():
             return {
@@ -64,6 +75,57 @@ def scalars(record: Record) -> dict[str, float]:
             return {"checkpoint/seconds": record.seconds, "checkpoint/waited_s": record.waited_s}
         case EndRecord():
             return {}
+
+
+class RecordingReporter(Reporter):
+    """Writes everything into the run's folder, and then passes it on to other reporters.
+
+    Records go to the metrics file, each section to a text file of its title. Closing draws the curve, also of
+    a run that was interrupted. What cannot be written (the disk is full) is a warning, and training goes on.
+    """
+
+    def __init__(self, folder: Path, others: Sequence[Reporter]) -> None:
+        self._folder = folder
+        self._others = others
+        self._log = MetricsLog(folder / METRICS_FILE)
+
+    def start(self, facts: Mapping[str, str], num_steps: int) -> None:
+        for other in self._others:
+            other.start(facts, num_steps)
+
+    def record(self, record: Record) -> None:
+        with _warning(METRICS_FILE):
+            self._log.record(record)
+        for other in self._others:
+            other.record(record)
+
+    def section(self, title: str, text: str) -> None:
+        with _warning(f"{title}.txt"):
+            write_whole(self._folder / f"{title}.txt", [text.encode(), b"\n"], mode=AS_USUAL)
+        self._show(title, text)
+
+    def close(self) -> None:
+        self._log.close()
+        curve = None
+        with _warning(CURVE_FILE):
+            curve = draw_curve(self._folder)
+        if curve is not None:
+            self._show("loss curve", str(curve))
+        for other in self._others:
+            other.close()
+
+    def _show(self, title: str, text: str) -> None:
+        for other in self._others:
+            other.section(title, text)
+
+
+@contextmanager
+def _warning(name: str) -> Generator[None]:
+    """Turn an `OSError` inside into a warning about the file of this name."""
+    try:
+        yield
+    except OSError as error:
+        warnings.warn(f"aotdist: {name} of the run folder cannot be written: {error.strerror}", stacklevel=4)
 
 
 class TensorBoardLogger(Reporter):
@@ -92,7 +154,7 @@ class TensorBoardLogger(Reporter):
 class WandbLogger(Reporter):
     """A run of Weights & Biases in the run's folder, offline: `wandb sync` sends it.
 
-    Its steps only rise, so each record says its own (`step`), and charts are drawn over that.
+    Its own step counter only rises, so each record has a field `step`, over which charts are drawn.
     """
 
     def __init__(self, folder: Path, options: JobOptions) -> None:

@@ -1,4 +1,4 @@
-"""The training loop: what happens in a step, and in which order things happen between steps."""
+"""The training loop, step by step, and the text that the trained model writes at the end."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ import aotdist
 from aotdist.errors import AotdistError
 from aotdist.launch.checkpoints.saver import Saver
 from aotdist.launch.checkpoints.snapshot import TrainState
-from aotdist.launch.config import JobOptions
+from aotdist.launch.config import JobOptions, RunOptions
 from aotdist.launch.data import Batch, Windows, validation_batches
-from aotdist.launch.going_on import sequences
-from aotdist.launch.lease import Lease
 from aotdist.launch.metrics import StepRecord, ValidationRecord
 from aotdist.launch.optim import clip_gradients, learning_rate, set_learning_rate
 from aotdist.launch.parallel import World, sync_gradients
 from aotdist.launch.profiling import StepProfiler
 from aotdist.launch.progress import Reporter
+from aotdist.launch.resuming import sequences
 from aotdist.launch.shutdown import StopRequest
+
+PROMPT = "class "
+"""What the sample continues."""
+
+TEMPERATURE = 0.6
 
 
 class TrainingDiverged(AotdistError):
@@ -33,7 +37,7 @@ class TrainingDiverged(AotdistError):
 
 
 class StepTensors(NamedTuple):
-    """What a step leaves on the device, not yet waited for.
+    """Results of a step, still on the device and maybe not computed yet.
 
     Shapes: scalars; `loss` is this rank's mean, `grad_norm` is the same on all ranks.
     """
@@ -44,35 +48,22 @@ class StepTensors(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Trainer:
-    """Trains a state in a world.
-
-    Args:
-        options: the job's.
-        world: the ranks.
-        held_out: the validation text.
-        stop: asks for an early end.
-        lease: of the run's folder, on rank 0.
-        reporter: is told of everything that is measured.
-        saver: makes the checkpoints.
-        profiler: looks at some steps closely.
-    """
+    """Trains a state in a world."""
 
     options: JobOptions
     world: World
     held_out: Windows
     stop: StopRequest
-    lease: Lease
     reporter: Reporter
     saver: Saver
     profiler: StepProfiler
 
     def run(self, state: TrainState) -> bool:
-        """Trains to the last step; False when it was stopped earlier, all ranks after the same step.
+        """Trains to the last step; returns False if stopped earlier, on all ranks after the same step.
 
         Raises:
             TrainingDiverged: the loss is no longer finite.
             CheckpointFailed: the last checkpoint could not be written.
-            RunInUse: another process has taken the folder over.
         """
         finished = self._train(state)
         if self.saver.has_save:
@@ -83,7 +74,7 @@ class Trainer:
         return finished
 
     def _train(self, state: TrainState) -> bool:
-        if self._owes_validation(state):
+        if self._needs_validation(state):
             self._validate(state)
         first_step, since, unreported = state.step + 1, time.perf_counter(), list[StepTensors]()
         while state.step < self.options.optim.steps:
@@ -95,7 +86,7 @@ class Trainer:
                 return False
             if state.step == first_step:
                 self._show_compile_summary(state.model)
-            if self._owes_validation(state):
+            if self._needs_validation(state):
                 self._validate(state)
             if self.saver.is_due(state.step) and state.step < self.options.optim.steps:
                 self._save(state)
@@ -103,14 +94,14 @@ class Trainer:
         return True
 
     def _reports_after(self, step: int) -> bool:
-        """Whether what was measured is looked at after a step, which waits for it."""
+        """Whether to wait for the results of the steps so far, and record them."""
         run = self.options.run
         is_last = step == self.options.optim.steps
-        seen = _divides(run.log_every, step) or _divides(run.validate_every, step)
-        return is_last or seen or self.saver.is_due(step)
+        is_due = _divides(run.log_every, step) or _divides(run.validate_every, step)
+        return is_last or is_due or self.saver.is_due(step)
 
-    def _owes_validation(self, state: TrainState) -> bool:
-        """Whether the model is to be validated now; a run that was stopped may have left it to the next."""
+    def _needs_validation(self, state: TrainState) -> bool:
+        """Whether to validate the model now; also after a resume, if the run was stopped before it did."""
         is_end = state.step in (0, self.options.optim.steps)
         is_due = is_end or _divides(self.options.run.validate_every, state.step)
         return is_due and state.validated < state.step
@@ -144,20 +135,12 @@ class Trainer:
     def _report(self, state: TrainState, steps: list[StepTensors], since: float) -> bool:
         """Records the steps taken since the last report, and returns whether any rank was asked to stop.
 
-        The answer travels with the losses, so that all ranks stop after the same step at no cost; and so
-        do whether their save is done, so that all hear of its end, or its failure, after the same step, and
-        whether the run's folder is still theirs.
+        The answer travels with the losses, so that all ranks stop after the same step at no extra cost. So
+        does whether their save is done: all learn of its end, or its failure, after the same step.
         """
-        asks = [
-            float(self.stop.signal_number is not None),
-            float(self.saver.is_writing),
-            float(self.lease.is_lost),
-        ]
-        told = torch.stack([tensors.loss for tensors in steps])
-        told = torch.cat([told, torch.tensor(asks, device=self.world.device)])
-        *losses, stopping, writing, lost = self.world.mean(told).tolist()
-        if lost:
-            raise self.lease.lost()
+        flags = [float(self.stop.signal_number is not None), float(self.saver.is_writing)]
+        values = [*(tensors.loss for tensors in steps), *torch.tensor(flags, device=self.world.device)]
+        *losses, stopping, writing = self.world.mean(torch.stack(values)).tolist()
         seconds = (time.perf_counter() - since) / len(steps)
         first = state.step - len(steps) + 1
         for step, (loss, tensors) in enumerate(zip(losses, steps, strict=True), start=first):
@@ -216,8 +199,35 @@ def _divides(period: int, step: int) -> bool:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held: allocated on a GPU, resident on a CPU."""
+    """Peak memory of this process: allocated memory on a GPU, resident memory on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+@torch.no_grad()
+def write_sample(model: nn.Module, world: World, options: RunOptions, *, seq_len: int) -> str:
+    """The prompt and the model's continuation of it; every rank must take part.
+
+    The model always sees a full window, padded on the right, where causal attention does not look: so a
+    compiled model needs one artifact for all windows.
+    """
+    generator = torch.Generator().manual_seed(options.seed)
+    text = list(PROMPT.encode())
+    for _ in range(options.sample_bytes):
+        context = text[-seq_len:]
+        window = torch.tensor([context + [0] * (seq_len - len(context))], device=world.device)
+        with world.autocast():
+            logits = model(window)[0, len(context) - 1]
+        text.append(draw_byte(logits.cpu(), generator))
+    return bytes(text).decode(errors="replace")
+
+
+def draw_byte(logits: Tensor, generator: torch.Generator) -> int:
+    """One byte.
+
+    Shapes: logits (256,).
+    """
+    chances = torch.softmax(logits.float() / TEMPERATURE, dim=-1)
+    return int(torch.multinomial(chances, 1, generator=generator))

@@ -1,6 +1,6 @@
-"""What a run records: one JSON object per line, each on disk before the next step begins.
+"""The records of a run: one JSON object per line, written before the next step begins.
 
-Floats are written so that they read back as the same bits (`repr`), so two runs can be compared exactly.
+Floats read back as the same bits (`repr`), so two runs can be compared exactly.
 """
 
 from __future__ import annotations
@@ -58,14 +58,14 @@ class ValidationRecord:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointRecord:
-    """A save that came to its end.
+    """A save that has ended.
 
     Args:
         step: of the checkpoint.
-        num_bytes: that it has on disk, of all ranks.
-        seconds: from the step's end until it was there as a whole.
-        waited_s: seconds of these in which training stood still.
-        failure: why there is no checkpoint; empty when there is.
+        num_bytes: on disk, of all ranks.
+        seconds: from the end of the step until the checkpoint was complete.
+        waited_s: how long training waited for it.
+        failure: why the save failed; empty if it did not.
     """
 
     step: int
@@ -102,14 +102,14 @@ def to_line(record: Record) -> str:
 
 
 _TYPES = {"int": int, "float": int | float}
-"""What JSON makes of a field with such an annotation; all others are texts."""
+"""Types of fields in JSON, by annotation; all others are strings."""
 
 
 def from_line(line: str | bytes) -> Record:
-    """The record of a line; null becomes nan.
+    """The record in a line; null becomes nan.
 
     Raises:
-        ValueError: it is the line of no record.
+        ValueError: the line contains no record.
     """
     try:
         fields: dict[str, Any] = dict(json.loads(line))
@@ -128,11 +128,11 @@ def _finite(value: Any) -> Any:
 
 
 class MetricsLog:
-    """Appends records to a file, whose only writer it is.
+    """Appends records to a file, as its only writer.
 
-    Each line is a single unbuffered write in append mode: a killed process leaves whole lines, and so does a
-    disk that has room for half of one. What a power failure may take is everything since the last validation,
-    when the file is synced.
+    Each line is a single unbuffered write in append mode: a process that is killed leaves whole lines, and so
+    does a disk that is full. A power failure may lose the records since the last validation, when the file is
+    synced.
     """
 
     def __init__(self, path: Path) -> None:
@@ -142,7 +142,7 @@ class MetricsLog:
         """Writes one line.
 
         Raises:
-            OSError: it cannot be written; nothing of it is in the file.
+            OSError: it cannot be written; the file is as before.
         """
         line, length = (to_line(record) + "\n").encode(), os.fstat(self._descriptor).st_size
         written = os.write(self._descriptor, line)
@@ -153,21 +153,21 @@ class MetricsLog:
             os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Nothing more will be written."""
+        """Close the file."""
         os.close(self._descriptor)
 
 
 def read_metrics(path: Path) -> list[Record]:
-    """All records of a file; lines that are damaged are left out with a warning, one cut short without.
+    """All records of a file; damaged lines are skipped with a warning, a truncated last line without.
 
     Raises:
-        BadSettings: there is something else in its place, or it may not be read.
+        BadSettings: it is a folder, or may not be read.
     """
     return _records(path)[0]
 
 
 def _records(path: Path) -> tuple[list[Record], bool]:
-    """The records of a file, and whether a line that was cut short stands after them."""
+    """The records of a file, and whether its last line is truncated."""
     try:
         *lines, rest = path.read_bytes().split(b"\n")
     except (IsADirectoryError, PermissionError) as error:
@@ -187,20 +187,20 @@ def _records(path: Path) -> tuple[list[Record], bool]:
 def _record_or_none(line: bytes) -> Record | None:
     try:
         return from_line(line)
-    except ValueError:  # what is no UTF-8, too
+    except ValueError:  # also for invalid UTF-8
         return None
 
 
 def cut_metrics(path: Path, step: int, validated: int) -> None:
-    """Leaves out what will be recorded again, and a last line that was cut short, in one move.
+    """Rewrite a file atomically without the records that a resumed run will write again.
 
     Args:
-        path: of the records.
-        step: steps after it are.
-        validated: validations after this step are, too.
+        path: of the file.
+        step: that training resumes from; later steps are dropped.
+        validated: the last validation of the checkpoint; later validations are dropped.
 
     Raises:
-        BadSettings: there is something else in its place, or it may not be read.
+        BadSettings: it is a folder, or may not be read.
         OSError: it cannot be written.
     """
     records, is_cut_short = _records(path) if path.exists() else ([], False)

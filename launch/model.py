@@ -18,7 +18,7 @@ VOCABULARY = 256
 
 
 class RMSNorm(nn.Module):
-    """Scales each position to a root mean square of one, then by a learned weight."""
+    """Normalises each position to a root mean square of one, and scales it by a learned weight."""
 
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ def rotate(x_BHTW: Tensor, rope: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention whose key/value heads are shared by groups of query heads.
 
-    The number of heads is read off the projections' outputs, so that tensor parallelism, which gives
-    every rank a share of the heads, needs no word in here.
+    The number of heads is read off the projections' outputs, so that tensor parallelism, which gives every
+    rank a share of the heads, needs no code here.
     """
 
     def __init__(self, options: ModelOptions) -> None:
@@ -141,7 +141,7 @@ class Decoder(nn.Module):
         self.tie()
 
     def tie(self) -> None:
-        """Makes head and embedding one parameter, if they are to be; again after either was replaced."""
+        """Ties head and embedding, if the options say so; to be repeated when either is replaced."""
         if self.tie_head:
             self.head.weight = self.embedding.weight
 
@@ -161,9 +161,9 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, seed: int) -> None:
-        """Draws every matrix anew; the same on every rank, machine and mesh for one seed.
+        """Draws the initial parameters, which depend on the seed alone.
 
-        Projections into the residual stream are drawn narrower, by the root of the number of them.
+        Projections into the residual stream have a smaller deviation, by the root of their number.
         Source: Radford et al., "Language Models are Unsupervised Multitask Learners" (GPT-2), section 2.3.
         """
         generator = torch.Generator().manual_seed(seed)

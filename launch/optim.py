@@ -1,4 +1,4 @@
-"""AdamW over plain or sharded parameters, the norm of all gradients, and the learning rate's course."""
+"""AdamW over plain or sharded parameters, gradient clipping, and the learning-rate schedule."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from aotdist.launch.config import OptimOptions
 
 
 def build_optimizer(model: nn.Module, options: OptimOptions) -> torch.optim.AdamW:
-    """AdamW that decays matrices and leaves vectors alone.
+    """AdamW that decays matrices and no vectors.
 
-    The fused step matters for DTensors: one dispatch for all of them instead of ten for each.
+    The fused step matters for DTensors: one dispatch for all parameters instead of ten for each.
     """
     matrices = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
     vectors = [parameter for parameter in model.parameters() if parameter.dim() < 2]
@@ -28,7 +28,7 @@ def build_optimizer(model: nn.Module, options: OptimOptions) -> torch.optim.Adam
 
 
 def learning_rate(step: int, options: OptimOptions) -> float:
-    """The rate of a step (the first is 1): linear warm-up, then half a cosine that ends at the last step."""
+    """The rate of a step, counted from 1: linear warm-up, then half a cosine that ends at the last step."""
     floor = options.lr * options.min_lr_ratio
     if step <= options.warmup_steps:
         return options.lr * step / options.warmup_steps
@@ -37,13 +37,13 @@ def learning_rate(step: int, options: OptimOptions) -> float:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Gives every parameter group this rate."""
+    """Set the rate of every parameter group."""
     for group in optimizer.param_groups:
         group["lr"] = rate
 
 
 def clip_gradients(model: nn.Module, clip_norm: float) -> Tensor:
-    """Scales all gradients to a norm of at most `clip_norm` (0: leaves them) and returns the norm before.
+    """Clip the norm of all gradients to `clip_norm` (0: do not) and return the norm before.
 
     Shapes: -> scalar, the same on every rank.
     """

@@ -1,4 +1,4 @@
-"""The ranks: which device each one has, the mesh that they form, and the model spread over it."""
+"""The ranks, their devices and meshes, and the model distributed over them."""
 
 from __future__ import annotations
 
@@ -39,15 +39,15 @@ REPLICATE_AXIS, SHARD_AXIS, TP_AXIS = "replicate", "shard", "tp"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where this process stands in the job.
+    """This process's place in the job.
 
     Args:
         rank: among all processes.
         local_rank: among those of this machine.
         world_size: processes of the job.
-        launched: whether torchrun (or the like) started it, so that there is a group to join.
-        launch_id: names the torchrun, if there is one; the same in all its restarts.
-        restarts: how often torchrun has started the ranks again after a failure.
+        launched: whether a launcher (torchrun) started it, so that there is a group to join.
+        launch_id: of torchrun, the same in all its restarts; empty without.
+        restarts: how often torchrun has restarted the ranks after a failure.
     """
 
     rank: int = 0
@@ -59,10 +59,10 @@ class Place:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Place:
-        """What torchrun's variables say; a job of one process without them.
+        """Reads torchrun's variables; without them the job has one process.
 
         Raises:
-            BadSettings: one of them is no number, or there is no such rank.
+            BadSettings: one of them is no number, or the rank does not exist.
         """
         if "RANK" not in environ or "WORLD_SIZE" not in environ:
             return cls()
@@ -134,13 +134,10 @@ class World:
     """This rank's place, device and meshes.
 
     Args:
-        place: where the process stands.
-        layout: sizes of the mesh axes.
-        device: where the model lives.
         compute_dtype: arithmetic of the blocks.
-        dp_mesh: the mesh to shard the parameters over, if they are to be.
-        tp_mesh: the mesh to split matrices over, if they are to be.
-        dp_rank: place among the ranks that read different data.
+        dp_mesh: the mesh that shards parameters, if any.
+        tp_mesh: the mesh of tensor parallelism, if any.
+        dp_rank: rank among those that read different data.
         timeout_s: seconds that a collective waits for a missing rank.
     """
 
@@ -154,7 +151,7 @@ class World:
     timeout_s: float
 
     def autocast(self) -> AbstractContextManager[object]:
-        """For a model without FSDP2, whose mixed precision is not a policy's business."""
+        """Autocast for a model without FSDP2, which has its own mixed precision."""
         if self.compute_dtype == torch.float32 or self.dp_mesh is not None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.compute_dtype)
@@ -167,23 +164,23 @@ class World:
         return total / self.place.world_size
 
     def from_rank_0(self, make: Callable[[], T]) -> T:
-        """What `make` returns on rank 0, for every rank.
+        """The result of `make` on rank 0, for every rank.
 
         Raises:
-            AotdistError: on every rank, when `make` raised it on rank 0.
+            AotdistError: on every rank, if `make` raises it on rank 0.
         """
         if not self.place.launched:
             return make()
-        told: list[Any] = [None]
+        results: list[Any] = [None]
         if self.place.rank == 0:
             try:
-                told = [make()]
+                results = [make()]
             except AotdistError as error:
-                told = [error]
-        dist.broadcast_object_list(told)
-        if isinstance(told[0], AotdistError):
-            raise told[0]
-        return told[0]
+                results = [error]
+        dist.broadcast_object_list(results)
+        if isinstance(results[0], AotdistError):
+            raise results[0]
+        return results[0]
 
     def gather(self, value: T) -> list[T]:
         """The values of all ranks, in their order, for every rank."""
@@ -195,7 +192,7 @@ class World:
 
 
 def join(options: ParallelOptions, place: Place) -> World:
-    """Enters the process group, if there is one, and lays the meshes out.
+    """Join the process group, if there is one, and make the meshes.
 
     Raises:
         BadSettings: the mesh does not fit the ranks, or a rank has no GPU.
@@ -204,7 +201,7 @@ def join(options: ParallelOptions, place: Place) -> World:
     device = _device(options, place)
     precision = options.precision if options.precision != "auto" else _DEFAULT_PRECISION[device.type]
     if not place.launched:
-        # PyTorch's checkpoints say so each time, and then do what is meant.
+        # PyTorch's checkpoints warn of it each time, and then do what is meant.
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         dp_mesh = tp_mesh = None
         dp_rank = 0
@@ -244,14 +241,14 @@ def _device(options: ParallelOptions, place: Place) -> torch.device:
 
 
 def _join_group(device: torch.device, timeout_s: float) -> None:
-    """Joins the process group, in a corner of the store that is this start's own.
+    """Join the process group, with a prefix of torchrun's store for this start of the ranks.
 
-    torchrun keeps the store when it starts the ranks again: they would meet the addresses, and the notices,
-    of those that are gone (torch 2.13: "Connection refused" in two of three restarts).
+    torchrun keeps the store when it restarts the ranks: without a prefix they would find the addresses of
+    ranks that are gone (torch 2.13: "Connection refused" in two of three restarts).
 
     Raises:
-        BadSettings: the variables do not say where the ranks meet.
-        RankLost: some of the ranks did not come.
+        BadSettings: the variables of the rendezvous are missing.
+        RankLost: some ranks did not come.
     """
     _require_meeting_place(os.environ)
     timeout = timedelta(seconds=timeout_s)
@@ -275,7 +272,7 @@ def _require_meeting_place(environ: Mapping[str, str]) -> None:
 
 
 def leave() -> None:
-    """Destroys the process group, if one was joined."""
+    """Destroy the process group, if there is one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -283,7 +280,7 @@ def leave() -> None:
 def _meshes(layout: Layout, device: torch.device) -> tuple[DeviceMesh | None, DeviceMesh | None]:
     """The data-parallel mesh (two-dimensional for HSDP) and the tensor-parallel one.
 
-    A single torchrun rank gets a data-parallel mesh of one: it then runs what many would.
+    A single rank of torchrun gets a data-parallel mesh of one, and so runs FSDP2, too.
     """
     sizes = {REPLICATE_AXIS: layout.dp_replicate, SHARD_AXIS: layout.dp_shard, TP_AXIS: layout.tp}
     axes = tuple(name for name, size in sizes.items() if size > 1) or (SHARD_AXIS,)
@@ -297,7 +294,7 @@ def _meshes(layout: Layout, device: torch.device) -> tuple[DeviceMesh | None, De
 
 
 def spread(model: Decoder, world: World, options: JobOptions) -> None:
-    """Moves the model to its device and spreads it over the meshes: first TP, then FSDP2, block by block.
+    """Move the model to its device and distribute it: first TP, then FSDP2, block by block.
 
     Raises:
         BadSettings: the model does not split evenly over the TP ranks.
@@ -311,7 +308,7 @@ def spread(model: Decoder, world: World, options: JobOptions) -> None:
 
 
 def require_even_split(options: JobOptions, tp: int) -> None:
-    """Refuse a model that does not split over TP ranks.
+    """Refuse a model that does not divide by the number of TP ranks.
 
     Raises:
         BadSettings: naming the option.
@@ -330,8 +327,8 @@ def require_even_split(options: JobOptions, tp: int) -> None:
 def _split_matrices(model: Decoder, mesh: DeviceMesh) -> None:
     """Tensor parallelism inside attention and SwiGLU, sequence parallelism between them.
 
-    Every parameter becomes a DTensor of the same mesh, the norms' scales too: clipping may then take
-    the norm of all gradients together.
+    Every parameter becomes a DTensor of the same mesh, also the norms' scales, so that clipping can take the
+    norm of all gradients together.
 
     Source: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models",
     arXiv:2205.05198, section 4.2.2.
@@ -368,10 +365,10 @@ def _block_plan() -> dict[str, ParallelStyle]:
 def _shard_parameters(
     model: Decoder, mesh: DeviceMesh, dtype: torch.dtype, reshard_after_forward: bool
 ) -> None:
-    """FSDP2, a unit per block; embedding, last norm and head are the root's unit.
+    """FSDP2 with a unit per block; embedding, last norm and head are the root's unit.
 
-    Inputs are not cast: the only floating one is the rotary table, whose angles bf16 would blur
-    (8 bits of mantissa against positions in the thousands).
+    Inputs are not cast: the only floating-point one is the rotary table, and 8 bits of mantissa do not
+    suffice for positions in the thousands.
     """
     policy = MixedPrecisionPolicy(
         param_dtype=None if dtype == torch.float32 else dtype,
@@ -384,6 +381,6 @@ def _shard_parameters(
 
 
 def sync_gradients(model: nn.Module, enabled: bool) -> None:
-    """Whether the next backward reduces gradients across ranks; only FSDP2 can leave it for later."""
+    """Set whether the next backward reduces gradients across ranks; only FSDP2 can leave it for later."""
     if isinstance(model, FSDPModule):
         model.set_requires_gradient_sync(enabled)

@@ -1,8 +1,8 @@
-"""`aotdist.prepare`: what `Accelerator.prepare` does, with FSDP2 on ranks of any kind and the model compiled.
+"""`aotdist.prepare`: `Accelerator.prepare` with a compiled model, sharded by FSDP2 on CPUs too.
 
-The model is sharded here, and accelerate is told so: from then on it does what it does with FSDP2
-(`accumulate`, `clip_grad_norm_`, `save_state`, `get_state_dict`) on ranks without a GPU too, where it shards
-nothing itself. It is imported when `prepare` is called, and not before.
+The model is sharded here, and accelerate's state is set to FSDP2, so that its methods (`accumulate`,
+`clip_grad_norm_`, `save_state`, `get_state_dict`) do what they do for FSDP2. accelerate itself shards on GPUs
+only. It is imported when `prepare` is called.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ def prepare(
     backend: str | Compiler | Backend | None = None,
     settings: Settings | Mapping[str, Any] | None = None,
 ) -> Any:
-    """Prepare a model and what it is trained with, in the place of `accelerator.prepare`.
+    """Prepare a model, optimizers, schedules and loaders, in place of `accelerator.prepare`.
 
-    On several ranks the model is sharded with FSDP2, in place, from what rank 0 has, and the optimizers are
-    pointed to the shards, with the state that they have already. It is compiled in place as well, so
-    `accelerator.unwrap_model` returns the model that came in. Loaders and schedules are accelerate's own.
+    On several ranks the model is sharded in place with FSDP2, with rank 0's values, and the optimizers step
+    the shards, with the state that they have already. The model is compiled in place, so
+    `accelerator.unwrap_model` returns the original object. Loaders and schedules are prepared by accelerate.
 
     Args:
         accelerator: without a compiler of its own, or with an `AotdistPlugin`.
         *objects: one model, and any optimizers, schedules and loaders.
-        is_block: says of a submodule whether its parameters are gathered together; by default what the
-            accelerator's FSDP options say, and without these the elements of the outermost `nn.ModuleList`s.
+        is_block: whether the parameters of a submodule are gathered together; by default as the accelerator's
+            FSDP options say, else for the elements of the outermost `nn.ModuleList`s.
         backend: as for `aotdist.compile`; by default the plugin's, else `auto`.
         settings: likewise.
 
@@ -59,7 +59,7 @@ def prepare(
         The prepared objects in the order in which they came; one alone as it is.
 
     Raises:
-        BadSettings: there is no accelerator, or it is set up for what cannot be combined with this.
+        BadSettings: `accelerator` is none, or is set up for what cannot be combined with this.
         UnsupportedProgram: the model is wrapped or sharded already, or an optimizer is of other parameters.
     """
     _require_combinable(accelerator)
@@ -75,11 +75,11 @@ def prepare(
     settings = settings_of(settings if settings is not None else getattr(plugin, "settings", None))
     if accelerator.use_distributed:
         _shard(accelerator, model, optimizers, is_block)
-        vars(model)["_is_accelerate_prepared"] = True  # accelerate is to count it in, and not to wrap it
+        vars(model)["_is_accelerate_prepared"] = True  # accelerate registers it, and does not wrap it
     with _uncompiled(accelerator):
         prepared = [_prepared(accelerator, each) for each in objects]
     compile_in_place(model, backend=code_backend, settings=settings)
-    # Schedules last: accelerate looks for their optimizers among those that are prepared.
+    # Schedules come last: accelerate looks for their optimizers among the prepared ones.
     prepared = [
         accelerator.prepare_scheduler(each) if isinstance(each, LRScheduler) else each for each in prepared
     ]
@@ -100,7 +100,7 @@ def _prepared(accelerator: Accelerator, each: Any) -> Any:
 
 @contextmanager
 def _uncompiled(accelerator: Accelerator) -> Generator[None]:
-    """Let accelerate compile nothing inside: the model is compiled in place, and once."""
+    """Keep accelerate from compiling inside: the model is compiled in place, once."""
     from accelerate.utils import DynamoBackend, TorchDynamoPlugin
 
     state = accelerator.state
@@ -133,21 +133,21 @@ def _shard(
         precision=cast("MixedPrecisionPolicy", options.mixed_precision_policy or MixedPrecisionPolicy()),
         reshard_after_forward=bool(options.reshard_after_forward),
     )
-    _tell(accelerator, options)
+    _set_state(accelerator, options)
 
 
 def _keep_in_float32(model: nn.Module) -> None:
-    """Make what the optimizer steps float32, as accelerate does where computation is in half precision."""
+    """Convert trainable half-precision parameters to float32, as accelerate does for mixed precision."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in (torch.bfloat16, torch.float16):
             parameter.data = parameter.data.float()
 
 
 def _fsdp_options(accelerator: Accelerator) -> FullyShardedDataParallelPlugin:
-    """The accelerator's own, or those of `accelerate launch`, which it drops where there is no GPU.
+    """The accelerator's FSDP options, or those of `accelerate launch`, which it drops without a GPU.
 
     Raises:
-        BadSettings: they ask for what is not done here.
+        BadSettings: an option is not supported.
     """
     from accelerate.utils import FullyShardedDataParallelPlugin
 
@@ -174,8 +174,8 @@ def _fsdp_options(accelerator: Accelerator) -> FullyShardedDataParallelPlugin:
     return options
 
 
-def _tell(accelerator: Accelerator, options: FullyShardedDataParallelPlugin) -> None:
-    """Say that the model is sharded with FSDP2, in the two places that accelerate asks."""
+def _set_state(accelerator: Accelerator, options: FullyShardedDataParallelPlugin) -> None:
+    """Set accelerate's state, in both places, to FSDP2."""
     from accelerate import PartialState
     from accelerate.utils import DistributedType
 
@@ -188,7 +188,7 @@ def _require_combinable(accelerator: Accelerator) -> None:
     """Refuse what is no accelerator, and one that shards, compiles or casts in its own way.
 
     Raises:
-        BadSettings: it is something else, the model most likely; or it does.
+        BadSettings: naming the reason.
     """
     from accelerate import Accelerator
     from accelerate.utils import DistributedType, DynamoBackend

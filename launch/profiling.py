@@ -1,4 +1,4 @@
-"""Looks at some steps closely: a trace of what ran when, a snapshot of what lay in a GPU's memory."""
+"""Profiles some steps: a trace of operators and kernels, a snapshot of a GPU's memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROFILE_FOLDER = "profile"
 
 
 def require_gpu_for_snapshots(options: ProfileOptions, device: torch.device) -> None:
-    """Asks for what a snapshot is of, before anything is written.
+    """Refuse memory snapshots on a CPU, before anything is written.
 
     Raises:
         BadSettings: the model is on a CPU.
@@ -34,13 +34,7 @@ def require_gpu_for_snapshots(options: ProfileOptions, device: torch.device) -> 
 
 @dataclass(slots=True)
 class StepProfiler:
-    """Profiles the steps that the options name, on this rank.
-
-    Args:
-        options: which steps, and what of them.
-        folder: where traces and snapshots go.
-        rank: of this process, for their names.
-    """
+    """Profiles the steps that the options name, on this rank."""
 
     options: ProfileOptions
     folder: Path
@@ -49,7 +43,7 @@ class StepProfiler:
 
     @contextmanager
     def around(self, step: int) -> Generator[None]:
-        """Around a step: begins with the first that is profiled, and writes after the last."""
+        """Around each step: starts profiling at the first of the steps, and writes after the last."""
         first, num_steps = self.options.first_step, self.options.steps
         if not first <= step < first + num_steps:
             yield
@@ -65,7 +59,7 @@ class StepProfiler:
             self.close()
 
     def close(self) -> None:
-        """Writes what was traced, if anything: also of a run that ends in the midst of it."""
+        """Writes the trace if one was started, also when the run ends before the last step to profile."""
         if self._trace is None:
             return
         self._trace.stop()

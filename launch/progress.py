@@ -18,13 +18,13 @@ _PLAIN_LINES = 50
 
 
 class Reporter:
-    """Shows a run as it goes; this one, of ranks other than 0, shows nothing."""
+    """Shows or keeps the progress of a run; this base class, for ranks other than 0, does nothing."""
 
     def start(self, facts: Mapping[str, str], num_steps: int) -> None:
-        """The run begins; `facts` is what it is about."""
+        """The run begins; `facts` describe it."""
 
     def record(self, record: Record) -> None:
-        """Something was measured."""
+        """A new record."""
 
     def section(self, title: str, text: str) -> None:
         """A longer text: the compile summary, the sample."""
@@ -40,12 +40,12 @@ def make_reporter(console: Console | None = None) -> Reporter:
 
 
 def bits_per_byte(nats: float) -> float:
-    """A loss in bits: how far the text could be compressed."""
+    """A loss in bits, to which an ideal coder would compress a byte."""
     return nats / math.log(2)
 
 
 def describe_step(record: StepRecord) -> str:
-    """The numbers of a step that matter at a glance, in columns: 41 characters."""
+    """The main numbers of a step in columns: 41 characters."""
     return (
         f"loss {record.loss:6.4f}  {record.tokens_per_s / 1e3:5.1f}k tok/s  "
         f"{record.seconds * 1e3:5.0f} ms  {record.memory_bytes / 2**20:5.0f} MiB"
@@ -58,7 +58,7 @@ def describe_validation(record: ValidationRecord) -> str:
 
 
 def describe_checkpoint(record: CheckpointRecord) -> str:
-    """How a save went, and what it cost."""
+    """Size and time of a save, or its failure."""
     if record.failure:
         return f"checkpoint FAILED, training goes on: {record.failure}"
     return (
@@ -68,7 +68,7 @@ def describe_checkpoint(record: CheckpointRecord) -> str:
 
 
 def describe_end(record: EndRecord) -> str:
-    """How it ended."""
+    """Status, steps and time of a run."""
     return f"{record.status} after {record.step} steps, {record.seconds:.1f} s"
 
 
@@ -77,7 +77,7 @@ def _describe_slope(record: StepRecord) -> str:
 
 
 class PlainReporter(Reporter):
-    """Lines for a log file: about `_PLAIN_LINES` of them for the steps, and every validation."""
+    """Lines for a log file: about `_PLAIN_LINES` lines for steps, and every validation."""
 
     def __init__(self) -> None:
         self._num_steps = 0
@@ -107,7 +107,7 @@ class PlainReporter(Reporter):
 
 
 class LiveReporter(Reporter):
-    """A bar that stays at the bottom, with everything else scrolling above it."""
+    """A progress bar at the bottom, with everything else scrolling above it."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,4 +1,4 @@
-"""The folder that a run leaves behind, and the configuration in it."""
+"""The folder of a run, and its configuration file."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import torch
 from aotdist.errors import BadSettings
 from aotdist.files import AS_USUAL, with_checksum, write_whole
 from aotdist.launch.config import AUTO, CONFIG_FILE, JobOptions, RunOptions
-from aotdist.launch.lease import LEASE_FILE, Lease, in_use, living
 from aotdist.launch.parallel import Place, World
+from aotdist.launch.run_lock import LOCK_FILE, RunLock, is_locked, refuse_locked
 
 CURVE_FILE = "loss.png"
 
@@ -26,38 +26,33 @@ class RunFolder:
     """Where a run writes.
 
     Args:
-        path: the folder.
         is_new: whether this process made it; otherwise the run that began there goes on.
-        left: who had left its lease behind, in words; empty if nobody had.
     """
 
     path: Path
     is_new: bool
-    left: str = ""
 
 
-def claim_run_folder(options: JobOptions, place: Place, lease: Lease) -> RunFolder:
-    """Takes the folder of the run that the options mean: a new one, or that of a run that is to go on.
-
-    Only rank 0 may do this.
+def claim_run_folder(options: JobOptions, place: Place, lock: RunLock) -> RunFolder:
+    """Make and lock the folder of a new run, or lock that of the run to resume; only on rank 0.
 
     Raises:
-        BadSettings: the name is taken, the folder cannot be made or written, or there is no such run.
+        BadSettings: the name is taken, the folder cannot be written, or there is no such run.
         RunInUse: another process trains in it.
     """
     before = folder_of_run(options, place)
     folder = before or _new_folder(options.run)
-    return RunFolder(folder, is_new=before is None, left=lease.take(folder))
+    lock.take(folder)
+    return RunFolder(folder, is_new=before is None)
 
 
 def folder_of_run(options: JobOptions, place: Place) -> Path | None:
-    """The folder of the run that is to go on; None for a new run.
+    """The folder of the run to resume; None for a new run.
 
-    That is the one that `--resume` names, or the one that this torchrun made before it started the ranks
-    again.
+    It is named by `--resume`, or was made by this torchrun before it restarted the ranks.
 
     Raises:
-        BadSettings: it says that there may be one, and not which.
+        BadSettings: `--resume auto` without a name.
     """
     named = _folder_named(options)
     return _folder_of_launch(options.run, place.launch_id) if named is None and place.restarts else named
@@ -74,17 +69,17 @@ def _folder_named(options: JobOptions) -> Path | None:
 
 
 def refuse_taken(options: JobOptions) -> None:
-    """Refuse the name of a run that is there or that others train, before ranks are started; nothing is made.
+    """Refuse the name of a run that exists or is under way, before ranks are started; writes nothing.
 
     Raises:
-        BadSettings: it is taken.
-        RunInUse: another process of this machine trains in its folder.
+        BadSettings: the name is taken.
+        RunInUse: another process trains in the folder.
     """
     run, before = options.run, _folder_named(options)
-    if before is not None and (holder := living(before)) is not None:
-        raise in_use(before, holder)
+    if before is not None:
+        refuse_locked(before)
     if options.resume is None and run.name is not None and (run.folder / run.name).exists():
-        if not _died_at_birth(run.folder / run.name):
+        if not _is_abandoned(run.folder / run.name):
             raise _taken(run, run.name)
 
 
@@ -97,7 +92,7 @@ def _taken(options: RunOptions, name: str) -> BadSettings:
 
 
 def _folder_of_launch(options: RunOptions, launch_id: str) -> Path | None:
-    """The latest folder that this torchrun has made, of the run's name if it has one."""
+    """The latest folder that this torchrun has made, with the run's name if it has one."""
     configs = options.folder.glob(f"{options.name or '*'}/{CONFIG_FILE}")
     for config in sorted(configs, key=lambda path: path.stat().st_mtime, reverse=True):
         if read_environment(config).get("launch_id") == launch_id:
@@ -106,7 +101,7 @@ def _folder_of_launch(options: RunOptions, launch_id: str) -> Path | None:
 
 
 def read_environment(config: Path) -> dict[str, Any]:
-    """Where a run took place, as `write_config` wrote it; empty when that cannot be read."""
+    """The environment of a run, as `write_config` wrote it; empty if it cannot be read."""
     try:
         return dict(json.loads(config.read_bytes())["environment"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -114,7 +109,7 @@ def read_environment(config: Path) -> dict[str, Any]:
 
 
 def _new_folder(options: RunOptions) -> Path:
-    """A new folder, called after the run or after the time."""
+    """A new folder, named after the run or the time."""
     name = options.name or time.strftime("%Y-%m-%d-%H%M%S")
     candidates = [name] if options.name else [name, *(f"{name}-{n}" for n in range(2, 100))]
     for candidate in candidates:
@@ -122,7 +117,7 @@ def _new_folder(options: RunOptions) -> Path:
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            if not _died_at_birth(folder):
+            if not _is_abandoned(folder):
                 continue
         except OSError as error:
             what = f"the run folder {folder} cannot be made: {error.strerror}"
@@ -131,22 +126,19 @@ def _new_folder(options: RunOptions) -> Path:
     raise _taken(options, name)
 
 
-def _died_at_birth(folder: Path) -> bool:
-    """Whether a process made the folder and was gone before it had written down its options."""
-    of_birth = (LEASE_FILE, f".{LEASE_FILE}.", f".{CONFIG_FILE}.")
-    if not folder.is_dir() or any(not path.name.startswith(of_birth) for path in folder.iterdir()):
+def _is_abandoned(folder: Path) -> bool:
+    """Whether a process has made the folder and has died before it wrote its configuration."""
+    first_files = (LOCK_FILE, f".{CONFIG_FILE}.")
+    if not folder.is_dir() or any(not path.name.startswith(first_files) for path in folder.iterdir()):
         return False
-    return living(folder) is None
+    return not is_locked(folder)
 
 
 def write_config(folder: Path, options: JobOptions, world: World, batch_ranks: int) -> None:
-    """Every option with its value, and where the run took place.
+    """Write all options and the environment of the run.
 
     Args:
-        folder: of the run.
-        options: as they were asked for.
-        world: the ranks.
-        batch_ranks: the data-parallel ranks that the options of the batch are meant for.
+        batch_ranks: number of data-parallel ranks that the options of the batch are meant for.
     """
     environment = {
         "python": platform.python_version(),
@@ -161,7 +153,7 @@ def write_config(folder: Path, options: JobOptions, world: World, batch_ranks: i
     }
     of_json = json.loads(json.dumps(dataclasses.asdict(options), default=str))  # paths
     text = with_checksum({"options": of_json, "environment": environment})
-    write_whole(folder / CONFIG_FILE, [text.encode()], mode=AS_USUAL)  # a run can go on only if it is whole
+    write_whole(folder / CONFIG_FILE, [text.encode()], mode=AS_USUAL)  # atomically: it is needed to resume
 
 
 def _device_name(device: torch.device) -> str:

@@ -1,4 +1,4 @@
-"""A model of somebody else's sharded with FSDP2, and its optimizers with it."""
+"""Shards any model with FSDP2, and the state of its optimizers."""
 
 from __future__ import annotations
 
@@ -16,10 +16,9 @@ from aotdist.errors import UnsupportedProgram
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The parts whose parameters are gathered together: what repeats.
+    """The submodules whose parameters are gathered together.
 
-    These are the elements of `nn.ModuleList`s, but for those that lie inside of others, and of a model that
-    is itself an `nn.Sequential`.
+    These are the elements of the outermost `nn.ModuleList`s, or of a model that is an `nn.Sequential` itself.
     """
     return _elements(model) if isinstance(model, nn.Sequential) else _listed(model)
 
@@ -27,7 +26,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def _listed(module: nn.Module) -> list[nn.Module]:
     if not isinstance(module, nn.ModuleList):
         return [block for child in module.children() for block in _listed(child)]
-    # Lists and dictionaries are never called, so that nothing would gather for them: go on inside.
+    # Lists and dictionaries are never called, so FSDP2 would not gather for them: their elements are blocks.
     return [
         block
         for child in _elements(module)
@@ -40,7 +39,7 @@ def _elements(module: nn.Module) -> list[nn.Module]:
 
 
 def chosen(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> list[nn.Module]:
-    """The parts that a predicate chooses, what is inside of others before these."""
+    """The submodules that a predicate chooses, inner ones first."""
     return [module for module in reversed(list(model.modules())) if module is not model and is_block(module)]
 
 
@@ -61,17 +60,16 @@ def shard(
     precision: MixedPrecisionPolicy,
     reshard_after_forward: bool,
 ) -> None:
-    """Shard a model, in place, and what its optimizers hold of its parameters.
+    """Shard a model in place, and the state of its optimizers.
 
     Args:
-        model: the model, whole and the same on every rank.
-        optimizers: of its parameters (see `require_own`); what they know about these (moments) is sharded
-            as they are.
-        blocks: parts that are gathered one by one, the inner ones first; the rest is gathered together.
+        model: the whole model, equal on all ranks.
+        optimizers: of its parameters (see `require_own`); their state (moments) is sharded like the
+            parameters.
+        blocks: submodules that are gathered one by one, inner ones first; the rest is gathered together.
         mesh: of one axis.
-        precision: what parameters are cast to when they are gathered, and gradients when they are reduced.
-        reshard_after_forward: whether gathered parameters of blocks are let go of until the backward.
-
+        precision: dtypes of gathered parameters and reduced gradients.
+        reshard_after_forward: whether blocks free their gathered parameters until the backward.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     for block in blocks:
@@ -83,10 +81,10 @@ def shard(
 
 
 def require_own(model: nn.Module, optimizer: Optimizer) -> None:
-    """Refuse an optimizer that does not belong to a model.
+    """Refuse an optimizer of other parameters than the model's.
 
     Raises:
-        UnsupportedProgram: it has parameters that are not the model's.
+        UnsupportedProgram: naming the parameter.
     """
     own = set(model.parameters())
     for number, group in enumerate(optimizer.param_groups):
@@ -110,7 +108,7 @@ def _point_to(optimizer: Optimizer, shards: Mapping[nn.Parameter, nn.Parameter])
 
 
 def _sharded_as(shard: Tensor, value: Any) -> Any:
-    """What an optimizer keeps about a parameter: sharded with it if it has its size, else as it is."""
+    """State of a parameter, sharded like the parameter if it has the parameter's size."""
     if not isinstance(shard, DTensor) or not isinstance(value, Tensor) or value.shape != shard.shape:
         return value
     value = value.to(shard.device)

@@ -1,4 +1,4 @@
-"""How a job ends early: by a signal, between two steps; or by a fault, with one message and an exit code."""
+"""How a job ends early: by a signal, between two steps; or by an error, with one message and an exit code."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from types import FrameType, TracebackType
+from collections.abc import Generator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FrameType
 
 import torch.distributed as dist
 
@@ -23,24 +23,23 @@ from aotdist.runtime.ranks.loss import LossWatch
 EXIT_DONE, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
 FIRST_WORD_S = 5.0
-"""How long another rank leaves it to rank 0 to report a fault that all of them probably have.
+"""How long other ranks wait for rank 0 to report an error that all of them probably have.
 
-torchrun ends the others within 0.1 s of rank 0's exit, so this time is waited out only where rank 0
-does not have the fault.
+torchrun ends the others within 0.1 s of rank 0's exit, so they wait this long only if rank 0 has no error.
 """
 
 LAUNCHER_POLL_S = 0.5
-"""How often a rank looks whether its launcher is there."""
+"""How often a rank checks that its launcher is alive."""
 
 ORPHAN_S = 30.0
-"""How long a rank whose launcher is gone may take to save: as long as torchrun leaves it after SIGTERM."""
+"""How long a rank without its launcher may take to save: as long as torchrun waits after SIGTERM."""
 
 GRACE_S = 3.0
-"""How long a rank whose collective broke looks for the one that is gone."""
+"""How long a rank looks for the lost one after a collective failed."""
 
 
 class Interrupted(Exception):
-    """The run was asked to stop and did, in good order.
+    """The run was asked to stop, and has saved its state.
 
     Args:
         signal_number: of the signal that asked.
@@ -51,30 +50,24 @@ class Interrupted(Exception):
         self.signal_number = signal_number
 
 
-class StopRequest:
+class StopRequest(ExitStack):
     """Turns the first SIGINT or SIGTERM into a request, which the loop reads between steps.
 
-    A second signal acts at once. While the request is installed, torchrun's SIGTERM after another rank's
-    death does not cut off the report of it either; torchrun waits 30 s before it kills.
+    A second signal acts at once. torchrun's SIGTERM after another rank's death does not interrupt the report
+    of it either; torchrun waits 30 s before it kills.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self.signal_number: int | None = None
-        self._previous: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
 
     def __enter__(self) -> StopRequest:
         for number in (signal.SIGINT, signal.SIGTERM):
-            self._previous[number] = signal.signal(number, self._receive)
+            self.callback(signal.signal, number, signal.signal(number, self._receive))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
     def ask(self, number: int) -> None:
-        """Asks as a first signal would; does nothing where one was received."""
+        """Acts as a first signal would."""
         if self.signal_number is None:
             self.signal_number = number
 
@@ -86,9 +79,9 @@ class StopRequest:
 
 @contextmanager
 def watching_launcher(stop: StopRequest) -> Generator[None]:
-    """Inside, a rank whose torchrun is gone stops as if it had been asked to, or is killed after `ORPHAN_S`.
+    """Inside, a rank whose torchrun was killed stops as after a signal, and is killed after `ORPHAN_S`.
 
-    torchrun starts each rank in a session of its own, so nothing else ends them when torchrun is killed.
+    torchrun starts each rank in a session of its own, so nothing else ends the ranks.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:  # no launcher that outlives its ranks
         yield
@@ -115,27 +108,27 @@ def _watch_launcher(launcher: int, stop: StopRequest, ended: threading.Event) ->
 
 
 def end(error: BaseException, place: Place, stop: StopRequest) -> int:
-    """Reports why the job ends and returns the exit code; to be called while the process group stands.
+    """Report why the job ends and return the exit code; call it before the process group is destroyed.
 
-    The rank that first leaves the group makes the collectives of the others fail, with errors that hide
-    the cause; so each rank reports before it leaves.
+    The first rank that leaves the group makes collectives of the others fail, with errors that hide the
+    cause; so each rank reports before it leaves.
     """
     match error:
         case SystemExit(code=int(code)):
             if code != EXIT_DONE:
-                _rank_0_has_not_spoken(place, stop)
+                _should_report(place, stop)
             return code
         case KeyboardInterrupt():
             return 128 + signal.SIGINT
         case Interrupted():
             return 128 + error.signal_number
-        case BrokenPipeError():  # nobody reads what is printed (`| head`)
+        case BrokenPipeError():  # the reader of the output is gone (`| head`)
             return 128 + signal.SIGPIPE
         case RankLost():
             _say(place, f"RankLost: {error}")  # at once: the lost one may be rank 0
             return EXIT_FAILED
         case AotdistError():
-            if _rank_0_has_not_spoken(place, stop):
+            if _should_report(place, stop):
                 _say(place, f"{type(error).__name__}: {error}")
             return EXIT_USAGE if isinstance(error, BadSettings) else EXIT_FAILED
         case _:
@@ -143,8 +136,8 @@ def end(error: BaseException, place: Place, stop: StopRequest) -> int:
             return EXIT_FAILED
 
 
-def _rank_0_has_not_spoken(place: Place, stop: StopRequest) -> bool:
-    """Waits on other ranks than 0; False when the launcher ended the job meanwhile."""
+def _should_report(place: Place, stop: StopRequest) -> bool:
+    """Wait for rank 0's report on other ranks; False if the launcher ends the job meanwhile."""
     deadline = time.monotonic() + (FIRST_WORD_S if place.rank else 0.0)
     while stop.signal_number is None and time.monotonic() < deadline:
         time.sleep(0.05)
@@ -158,15 +151,15 @@ def _say(place: Place, text: str) -> None:
 
 
 def naming_lost_ranks() -> AbstractContextManager[None]:
-    """Around what the ranks do together: a collective that breaks raises `RankLost` with the culprit.
+    """Inside, a collective that fails because a rank died raises `RankLost` with that rank.
 
-    Compiled graphs are watched by the runtime; this is for the collectives between them (the norm of the
-    gradients, the loss) and for a model that was not compiled. All ranks must come here together.
+    The runtime does this for compiled graphs; this is for collectives between them (the norm of the
+    gradients, the loss) and for a model that is not compiled. A collective itself.
     """
     board = board_of_this_process()
     if board is None:
         return nullcontext()
     report(board, "training")
-    dist.barrier()  # everyone's address is on the board before anyone reads them
+    dist.barrier()  # all addresses are on the board before they are read
     peers = [rank for rank in range(dist.get_world_size()) if rank != board.rank]
     return LossWatch(board, "train", addresses(board, peers), GRACE_S)

@@ -1,39 +1,121 @@
-"""Which linear layers of a module are converted in place: what `to_float8` and `sparsify_24` share."""
+"""Linear layers that are converted in place, and back: what `to_float8` and `sparsify_24` share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
 from aotdist.errors import BadSettings
+from aotdist.subclasses.protocol import CONVERSION
 
 Filter = Callable[[str, nn.Linear], bool]
 
 
+@dataclass(frozen=True, slots=True)
+class ConvertedLayer:
+    """A linear layer of another class, and how to undo that.
+
+    Args:
+        names: of the attributes and buffers that it was given.
+        weights: its weight before and now, if it was given another.
+    """
+
+    path: str
+    linear: nn.Linear
+    new_class: type[nn.Linear]
+    names: tuple[str, ...]
+    weights: tuple[nn.Parameter, nn.Parameter] | None
+
+
+def convert(
+    path: str,
+    linear: nn.Linear,
+    new_class: type[nn.Linear],
+    attributes: Mapping[str, Any],
+    *,
+    buffers: Mapping[str, torch.Tensor] | None = None,
+    weight: nn.Parameter | None = None,
+) -> ConvertedLayer:
+    """Give a layer another class, and the attributes, buffers and weight that this class needs."""
+    before: Any = linear.weight
+    linear.__class__ = new_class
+    for name, value in attributes.items():
+        setattr(linear, name, value)
+    for name, buffer in (buffers or {}).items():
+        linear.register_buffer(name, buffer)
+    if weight is not None:
+        linear.weight = weight
+    weights = None if weight is None else (before, weight)
+    return ConvertedLayer(path, linear, new_class, (*attributes, *(buffers or ())), weights)
+
+
+def undo_all(layers: Sequence[ConvertedLayer], function: str) -> None:
+    """Make layers that a function has converted `nn.Linear`s again, with the parameters that they had.
+
+    Raises:
+        BadSettings: a layer is no longer what the function made it. Nothing is changed then.
+    """
+    for layer in layers:
+        path, kind = layer.path, type(layer.linear)
+        if kind is not layer.new_class:
+            raise BadSettings(
+                f"`{path}` is a {kind.__name__} now, not the {layer.new_class.__name__} that `{function}` "
+                "made it",
+                fix="undo only once, and before `fully_shard` is called on the layer itself",
+            )
+        if layer.weights is not None and layer.linear.weight is not layer.weights[1]:
+            raise BadSettings(
+                f"the weight of `{path}` is another now than `{function}` gave it",
+                fix="undo before `fully_shard`, or load the checkpoint into another model",
+            )
+    for layer in layers:
+        if layer.weights is not None:
+            layer.linear.weight, _ = layer.weights
+        layer.linear.__class__ = nn.Linear
+        for name in layer.names:
+            delattr(layer.linear, name)
+
+
 def refuse_what_is_no_module(given: Any) -> None:
-    """Raise `BadSettings` for anything but a module, whose layers could be converted."""
+    """Raise `BadSettings` for anything but a module."""
     if not isinstance(given, nn.Module):
         raise BadSettings(f"cannot convert layers of a {type(given).__name__}", fix="pass a module")
 
 
 def sort_linears(
-    module: nn.Module, reason_against: Callable[[str, nn.Linear], str | None]
+    module: nn.Module, filter: Filter | None, reason_against: Callable[[nn.Linear], str | None]
 ) -> tuple[dict[str, nn.Linear], dict[str, str]]:
-    """The linear layers to convert, and why each of the others is left alone; both by path.
+    """The linear layers to convert, and why each of the others is not; both by path.
 
     Args:
-        module: its layers are looked at, itself too.
-        reason_against: what keeps a layer from being converted, if anything does.
+        module: whose layers these are, itself included.
+        filter: of the caller; False leaves a layer as it is.
+        reason_against: why a layer cannot be converted; None if it can.
+
+    Raises:
+        BadSettings: the filter cannot be called.
     """
+    if filter is not None and not callable(filter):
+        fix = "pass a function that takes a path and a layer, or None"
+        raise BadSettings(f"`filter` is {filter!r}", fix=fix)
     chosen: dict[str, nn.Linear] = {}
     skipped: dict[str, str] = {}
     for name, layer in module.named_modules():
         if not isinstance(layer, nn.Linear):
             continue
         path = name or "(root)"
-        reason = reason_against(path, layer)
+        if hasattr(layer, CONVERSION):
+            reason = f"is {getattr(layer, CONVERSION)} already"
+        elif type(layer) is not nn.Linear:
+            reason = f"is a {type(layer).__name__}, whose forward may be another"
+        elif filter is not None and not filter(path, layer):
+            reason = "was left out by the filter"
+        else:
+            reason = reason_against(layer)
         if reason is None:
             chosen[path] = layer
         else:
@@ -41,19 +123,6 @@ def sort_linears(
     return chosen, skipped
 
 
-def left_out(filter: Filter | None, path: str, layer: nn.Linear) -> str | None:
-    """A reason against a layer that the caller's filter leaves out.
-
-    Raises:
-        BadSettings: the filter is none.
-    """
-    if filter is not None and not callable(filter):
-        raise BadSettings(
-            f"`filter` is {filter!r}", fix="pass a function that takes a path and a layer, or None"
-        )
-    return "was left out by the filter" if filter is not None and not filter(path, layer) else None
-
-
 def in_words(skipped: dict[str, str]) -> str:
-    """Why layers were left alone, in one line."""
+    """Why layers were not converted, in one line."""
     return "; ".join(f"`{path}` {reason}" for path, reason in skipped.items())

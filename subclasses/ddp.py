@@ -1,11 +1,10 @@
 """DistributedDataParallel: gradients reduced by a C++ reducer, in hooks, bucket by bucket.
 
-DDP's forward prepares that reducer at every call, which no graph can do. So it is never captured:
-`aotdist.compile` on a DDP module compiles the module inside it, and DDP's own forward goes on to run, with
-what it does before (buffers broadcast, inputs moved). Outside of the graph the reducer could only start once
-the whole backward is done. So the reductions are recorded, a bucket's as one unit for the passes to merge and
-overlap, and the reducer is kept from repeating them as `no_sync()` keeps it: by DDP's own switch, for the
-time of the call::
+DDP's forward prepares the reducer at every call, which a graph cannot do. So it is never captured:
+`aotdist.compile` on a DDP module compiles the module inside it, and DDP's own forward still runs around it
+(it broadcasts buffers and moves inputs). The reducer itself could only start when the whole backward is done.
+So the reductions are recorded in the graph, a bucket's as one unit for the passes to merge and overlap, and
+DDP's own switch, which `no_sync()` uses, keeps the reducer from repeating them during the call::
 
     parameter ─────────────────────────────────────────────────────────► module
     .grad ◄─ wait_tensor ◄─ all_reduce ◄─ 1 / ranks ◄───────────────────── its grad
@@ -13,9 +12,9 @@ time of the call::
 Values are equal bit for bit on two ranks; more add in an order that the collective may choose by the place in
 its buffer, which DDP itself changes after its first step.
 
-The reducer stays at work, outside, wherever it does more than that: where gradients are there already (it
-reduces the sum), for unused parameters, a static graph, gradients as views of buckets, communication hooks,
-mixed precision, `join()`, and where a parameter has hooks, which are to see what is not reduced yet.
+The reducer itself still runs wherever it does more than that: where gradients exist already (it reduces the
+sum), for unused parameters, a static graph, gradients as views of buckets, communication hooks, mixed
+precision, `join()`, and where a parameter has hooks, which have to see gradients that are not reduced yet.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ _c10d = torch.ops._c10d_functional
 
 
 class _Replica:
-    """What is known of a module that DDP wraps.
+    """A module that DDP wraps: its process group and buckets.
 
     Attributes:
-        reducing: whether the call that runs now reduces gradients in the graph.
+        reducing: whether the present call reduces gradients in the graph.
     """
 
     def __init__(self, ddp: DistributedDataParallel) -> None:
@@ -75,7 +74,7 @@ class _DataParallelRule(ModuleRule, ContainerRule):
         try:
             yield
         finally:
-            # Buffers are broadcast before the next forward, as after any step that synchronises.
+            # As after any synchronised step, buffers are broadcast before the next forward.
             replica.reducing, module.require_backward_grad_sync = False, True
             module.require_forward_param_sync = True
 
@@ -103,12 +102,12 @@ class _Reduce(torch.autograd.Function):
     def forward(ctx: Any, param: torch.Tensor, group: Any, bucket: str, annotate: Annotate) -> torch.Tensor:
         """The parameter itself."""
         ctx.group, ctx.bucket, ctx.annotate = group, bucket, annotate
-        ctx.set_materialize_grads(False)  # a parameter without a gradient is left alone
+        ctx.set_materialize_grads(False)  # a parameter without a gradient gets none
         return param.view_as(param)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
-        """The average, scaled before it is summed, as the reducer does."""
+        """The average, scaled before it is summed, as in the reducer."""
         (grad,) = grads
         if grad is None:
             return None, None, None, None
@@ -120,7 +119,7 @@ class _Reduce(torch.autograd.Function):
 
 @contextmanager
 def _refused_forwards(root: nn.Module) -> Generator[None]:
-    """Raise where a DDP module in `root` is called; one that only hangs there is no part of the program."""
+    """Raise where a DDP module in `root` is called; one that is not called is no part of the program."""
     inside = [(path, m) for path, m in root.named_modules() if isinstance(m, DistributedDataParallel)]
     with ExitStack() as stack:
         for path, module in inside:
@@ -151,7 +150,7 @@ def _refuse_call(path: str, *args: Any, **kwargs: Any) -> None:
 
 @contextmanager
 def _reduced_parameters(root: nn.Module, replica: _Replica, annotate: Annotate) -> Generator[None]:
-    """Register, in the place of each parameter of a bucket, one whose gradient is reduced."""
+    """Register, in place of each parameter of a bucket, one whose gradient is reduced."""
     registered = dict(root.named_parameters(remove_duplicate=False))
     reduced: dict[int, torch.Tensor] = {}
     for name, bucket in replica.buckets.items():
@@ -176,8 +175,8 @@ def _register(root: nn.Module, name: str, param: torch.Tensor) -> None:
 def _buckets(ddp: Any) -> dict[str, str]:
     """The bucket of each parameter that DDP reduces, by name.
 
-    The last parameters, whose gradients come first, share the first bucket. Buckets hold as many bytes as
-    DDP's own do, but the first is no smaller: nothing waits for it here.
+    The last parameters, whose gradients come first, share the first bucket. Buckets have the size of DDP's
+    own, but the first one is not smaller: nothing waits for it here.
     """
     buckets: dict[str, str] = {}
     count = held = 0
@@ -193,7 +192,7 @@ def _buckets(ddp: Any) -> dict[str, str]:
 
 
 def _reduces_in_graph(ddp: Any) -> bool:
-    """Whether this call's gradients are all that the reducer would reduce, and it would do nothing else."""
+    """Whether the reducer would do no more than average this call's gradients."""
     if not torch.is_grad_enabled() or not ddp.require_backward_grad_sync:
         return False
     if ddp.find_unused_parameters or ddp.static_graph or ddp.gradient_as_bucket_view or ddp.mixed_precision:

@@ -1,8 +1,8 @@
-"""DTensor: a local shard, and a spec that says of what.
+"""DTensor: a local shard and a spec.
 
-The general protocol already takes a DTensor apart (its `device_mesh` is an attribute that is no
-tensor) and puts it together. This rule adds what is special: a quick constructor, the layout to
-expect of a tangent, and the conversion of one that is laid out otherwise.
+The general protocol can flatten and rebuild a DTensor (its `device_mesh` is an attribute that is no tensor).
+This rule adds a fast constructor, the placements to expect of a tangent, and the conversion of a tangent with
+other placements.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class _DTensorRule(WrapperRule):
             return tensor
         pairs = zip(tensor.placements, spec.placements, strict=True)
         if any(to.is_partial() and at != to for at, to in pairs):
-            return None  # nothing is made a partial sum again
+            return None  # a tensor is not made a partial sum again
         return tensor.redistribute(placements=spec.placements)
 
     def tangent_recipe(self, recipe: Wrapper) -> Wrapper:
-        """Autograd gives the summands of a partial sum the whole gradient: `Partial` becomes `Replicate`."""
+        """The gradient of a partial sum is replicated: `Partial` becomes `Replicate`."""
         whole = tuple(Replicate() if p.is_partial() else p for p in _spec(recipe).placements)
         return replace(recipe, context=with_placements(recipe.context, whole))
 
@@ -56,7 +56,7 @@ class _DTensorRule(WrapperRule):
         return first.placements == second.placements and first.mesh == second.mesh
 
     def is_redistributed(self, view: torch.Tensor, base: torch.Tensor) -> bool:
-        """Along what is sharded, a view is a copy of the whole."""
+        """A view along a sharded dimension is a replicated copy."""
         placements = (view.placements, base.placements)  # type: ignore[attr-defined]
         return len({tuple(map(type, placed)) for placed in placements}) > 1
 
@@ -87,11 +87,11 @@ class _DTensorRule(WrapperRule):
         return f"({tensor}._spec is {expected} or {tensor}._spec == {expected})"
 
     def around(self, inner: torch.Tensor, recipe: Wrapper) -> torch.Tensor:
-        # Where only what is inside requires grad, the constructor warns.
+        # The constructor warns if only the inner tensor requires grad.
         return make_dtensor(inner, _spec(recipe), requires_grad=inner.requires_grad).requires_grad_(False)
 
     def unflattener(self, recipe: Wrapper) -> Callable[[Mapping[str, Any], tuple[int, ...]], torch.Tensor]:
-        # The class's own fails where views have made strided shards (torch 2.13).
+        # DTensor's own fails for the strided shards of views (torch 2.13).
         def put_together(inner: Mapping[str, Any], stride: tuple[int, ...]) -> torch.Tensor:
             spec = dtensor_spec(recipe.context, inner.get("device_mesh"), recipe.size, stride)
             return make_dtensor(inner["_local_tensor"], spec)

@@ -1,10 +1,9 @@
 """Lightning's Fabric: its wrapper around a model.
 
-The wrapper's forward casts arguments, enters autocast, and hangs a hook on each result, which raises
-unless it is called inside of `fabric.backward`: in a trace it would be, always. So what is compiled is
-the module that the wrapper calls, and Fabric's forward goes on to run around it, as around a module that
-was compiled before it was set up. Fabric is not imported: whoever has a model that it wrapped has done
-so.
+The wrapper's forward casts arguments, enters autocast, and registers a hook on each result that raises
+outside of `fabric.backward`; in a trace it would always raise. So the module that the wrapper calls is
+compiled, and Fabric's forward runs around it, as around a module that was compiled before `fabric.setup`.
+Fabric is not imported here: who has a wrapped model has imported it.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import nn
 from aotdist.subclasses.protocol import ContainerRule
 
 _PLACES = ("lightning_fabric.wrappers", "lightning.fabric.wrappers")
-"""Where the wrapper's class is, by the name of the package that it was installed with."""
+"""Modules of the wrapper's class; the package has two names."""
 
 
 class _FabricRule(ContainerRule):

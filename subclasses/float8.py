@@ -1,23 +1,31 @@
 """`to_float8`: linear layers that multiply in 8 bits, and the way back.
 
-A layer is given another class, attributes and, for delayed scaling, a buffer. The module, its parameters,
-their names and its hooks stay, so optimizers, `fully_shard`, `parallelize_module` and checkpoints may come
-before or after; parameters and gradients keep their dtype.
+A layer gets another class, attributes and, for delayed scaling, a buffer. It keeps its identity, parameters,
+their names and its hooks, so optimizers, `fully_shard`, `parallelize_module` and checkpoints may come before
+or after. Parameters and gradients keep their dtype.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
 
 from aotdist.errors import BadSettings
-from aotdist.subclasses.conversion import in_words, left_out, refuse_what_is_no_module, sort_linears
+from aotdist.subclasses.conversion import (
+    ConvertedLayer,
+    Filter,
+    convert,
+    in_words,
+    refuse_what_is_no_module,
+    sort_linears,
+    undo_all,
+)
 from aotdist.subclasses.float8_gather import WeightScales
 from aotdist.subclasses.float8_linear import BlockwiseFloat8Linear, DelayedFloat8Linear, new_history
 from aotdist.subclasses.float8_tensor import ALIGNMENT
@@ -33,39 +41,10 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class _Converted:
-    """One layer, and what it was given.
-
-    Args:
-        path: its name.
-        linear: the layer.
-        new_class: what it is now.
-        given: names of the attributes and buffers that it was given.
-        weights: the one that it had and the one that it has now, around the same memory; none if it has
-            the same.
-    """
-
-    path: str
-    linear: nn.Linear
-    new_class: type[nn.Linear]
-    given: tuple[str, ...]
-    weights: tuple[nn.Parameter, nn.Parameter] | None
-
-    def undo(self) -> None:
-        """Make it an `nn.Linear` again."""
-        if self.weights is not None:
-            self.linear.weight, _ = self.weights
-        self.linear.__class__ = nn.Linear
-        for name in self.given:
-            delattr(self.linear, name)
-
-
-@dataclass(frozen=True, slots=True)
 class Float8Converted:
     """What `to_float8` did; `print` it.
 
     Args:
-        recipe: the recipe.
         converted: paths of the layers that multiply in 8 bits now.
         skipped: why each of the other linear layers does not, by path.
     """
@@ -73,28 +52,15 @@ class Float8Converted:
     recipe: Recipe
     converted: tuple[str, ...]
     skipped: Mapping[str, str]
-    _layers: tuple[_Converted, ...] = field(repr=False)
+    _layers: tuple[ConvertedLayer, ...] = field(repr=False)
 
     def undo(self) -> None:
-        """Make the layers what they were; their parameters are the same objects, as they are now.
+        """Make the layers `nn.Linear`s again; their parameters are the same objects, as they are now.
 
         Raises:
             BadSettings: a layer is no longer what `to_float8` made it. Nothing is changed then.
         """
-        for layer in self._layers:
-            if type(layer.linear) is not layer.new_class:
-                raise BadSettings(
-                    f"`{layer.path}` is a {type(layer.linear).__name__} now, not the "
-                    f"{layer.new_class.__name__} that `to_float8` made it",
-                    fix="undo once, and before `fully_shard` is called on the layer itself",
-                )
-            if layer.weights is not None and layer.linear.weight is not layer.weights[1]:
-                raise BadSettings(
-                    f"the weight of `{layer.path}` is another now than `to_float8` gave it",
-                    fix="undo before `fully_shard`, or load the checkpoint into another model",
-                )
-        for layer in self._layers:
-            layer.undo()
+        undo_all(self._layers, "to_float8")
 
     def __str__(self) -> str:
         lines = [f"float8 ({self.recipe}): {len(self.converted)} linear layers converted"]
@@ -106,11 +72,11 @@ class Float8Converted:
 def to_float8(
     module: nn.Module,
     recipe: Recipe = "tensorwise",
-    filter: Callable[[str, nn.Linear], bool] | None = None,
+    filter: Filter | None = None,
     *,
     float8_all_gather: bool = False,
 ) -> Float8Converted:
-    """Let the linear layers of `module` multiply in 8 bits, in place; all else keeps its precision.
+    """Let the linear layers of `module` multiply in 8 bits, in place.
 
     Inputs, weights and gradients are scaled, rounded to float8 and multiplied, in forward and in backward;
     parameters, their gradients and `state_dict` stay as precise as they are. On a CPU the rounding is the
@@ -131,7 +97,7 @@ def to_float8(
 
     Raises:
         BadSettings: the recipe is unknown, torchao is missing, or nothing can be converted; or
-            `float8_all_gather` is asked of another recipe, or after `fully_shard`.
+            `float8_all_gather` is given with another recipe, or after `fully_shard`.
     """
     if recipe not in get_args(Recipe):
         raise BadSettings(f"{recipe!r} is no FP8 recipe", fix=f"choose one of {', '.join(get_args(Recipe))}")
@@ -141,9 +107,7 @@ def to_float8(
             fix="choose the recipe `delayed`, or leave out `float8_all_gather`",
         )
     refuse_what_is_no_module(module)
-    chosen, skipped = sort_linears(
-        module, lambda path, linear: _why_not(linear, recipe) or left_out(filter, path, linear)
-    )
+    chosen, skipped = sort_linears(module, filter, lambda linear: _reason_against(linear, recipe))
     if not chosen:
         reasons = in_words(skipped)
         raise BadSettings(
@@ -159,12 +123,7 @@ def to_float8(
     return Float8Converted(recipe, tuple(chosen), MappingProxyType(skipped), layers)
 
 
-def _why_not(linear: nn.Linear, recipe: Recipe) -> str | None:
-    """What keeps a layer from being converted, if anything does."""
-    if hasattr(linear, CONVERSION):
-        return f"is {getattr(linear, CONVERSION)} already"
-    if type(linear) is not nn.Linear:
-        return f"is a {type(linear).__name__}, whose forward may be another"
+def _reason_against(linear: nn.Linear, recipe: Recipe) -> str | None:
     if linear.weight.dtype not in _DTYPES:
         return f"has weights of {linear.weight.dtype}, which is none of float32, bfloat16 and float16"
     if linear.in_features % ALIGNMENT or linear.out_features % ALIGNMENT:
@@ -193,24 +152,13 @@ def _gathered(module: nn.Module, chosen: Mapping[str, nn.Linear]) -> frozenset[s
     return frozenset(path for path, linear in chosen.items() if uses[id(linear.weight)] == 1)
 
 
-def _convert(path: str, linear: nn.Linear, recipe: Recipe, scales: WeightScales | None) -> _Converted:
-    attributes: dict[str, Any] = {}
-    buffers: dict[str, torch.Tensor] = {}
-    new_class: type[nn.Linear]
+def _convert(path: str, linear: nn.Linear, recipe: Recipe, scales: WeightScales | None) -> ConvertedLayer:
+    conversion = {CONVERSION: f"float8 ({recipe}{', gathered in float8' if scales else ''})"}
     if recipe in RECIPES:
         new_class, attributes = torchao_linear(linear, recipe)
-    elif recipe == "delayed":
-        new_class, buffers = DelayedFloat8Linear, {"amax_history": new_history(linear.weight, HISTORY_STEPS)}
-    else:
-        new_class = BlockwiseFloat8Linear
-    linear.__class__ = new_class
-    conversion = f"float8 ({recipe}{', gathered in float8' if scales else ''})"
-    for name, value in (*attributes.items(), (CONVERSION, conversion)):
-        setattr(linear, name, value)
-    for name, buffer in buffers.items():
-        linear.register_buffer(name, buffer)
-    before = linear.weight
-    if scales is not None:
-        scales.wrap(linear)
-    weights: Any = (before, linear.weight) if scales else None
-    return _Converted(path, linear, new_class, (*attributes, CONVERSION, *buffers), weights)
+        return convert(path, linear, new_class, attributes | conversion)
+    if recipe == "blockwise":
+        return convert(path, linear, BlockwiseFloat8Linear, conversion)
+    buffers = {"amax_history": new_history(linear.weight, HISTORY_STEPS)}
+    weight = None if scales is None else scales.gathered_weight(linear)
+    return convert(path, linear, DelayedFloat8Linear, conversion, buffers=buffers, weight=weight)

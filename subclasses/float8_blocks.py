@@ -1,8 +1,8 @@
 """Matrices in 8 bits with a scale for each block, and their products.
 
-`mm_blocks` chooses its kernel when it runs, by `choose_kernel`: cuBLAS's for blocks where there is one, which
-scales each sum of 128 products as it adds it to the others; else a product of what the operands stand for, in
-bf16 on a GPU. On a CPU that is fp32, which is what the kernel computes but for the order of its sums.
+`mm_blocks` chooses its kernel when it runs, by `choose_kernel`: cuBLAS's block-scaled product where there is
+one, which scales each sum of 128 products before it adds it; else a product of the dequantised operands, in
+bf16 on a GPU and in fp32 on a CPU. fp32 differs from cuBLAS's kernel in the order of its sums only.
 
 Shapes: M rows of the left operand, N of the right one, K the dimension that is summed over, of whole blocks.
 """
@@ -21,12 +21,12 @@ Block: TypeAlias = tuple[int, int]
 """Rows and columns that share a scale."""
 
 TILE: Block = (1, 128)
-"""What shares a scale in activations and gradients: 128 elements along the dimension that is summed over."""
+"""The block of activations and gradients: 128 elements along the dimension that is summed over."""
 SQUARE: Block = (128, 128)
-"""What shares a scale in weights: a square, so that the transposed weight has the same scales."""
+"""The block of weights: a square, so that the transposed weight has the same scales."""
 
 ALIGNMENT = 16
-"""What the sizes of matrices in 8 bits divide by, for the kernels of a GPU."""
+"""Sizes of matrices in 8 bits are multiples of this, for the kernels of a GPU."""
 
 Kernel: TypeAlias = Literal["blockwise", "bf16", "fp32"]
 
@@ -36,20 +36,20 @@ _RECIPES: Mapping[Block, int] = {
     SQUARE: _functional.ScalingType.BlockWise128x128.value,
 }
 _BLOCKS_IN_MEMORY = 4
-"""What the kernel wants the number of scales along K to divide by, for squares: then they lie at 16 bytes."""
+"""For squares, the kernel wants multiples of 4 scales along K, which are aligned to 16 bytes."""
 
 
 def choose_kernel(capability: tuple[int, int] | None, cuda: str | None, left: Block, right: Block) -> Kernel:
-    """What computes a product.
+    """The kernel that computes a product.
 
-    cuBLAS has a kernel for blocks from 12.9 on, for compute capability 9.x alone; squares on both sides it
-    does not know. Tensor cores multiply bf16 from 8.0 on.
+    cuBLAS has block scaling from CUDA 12.9 on, for compute capability 9.x alone, and not for squares on both
+    sides. Tensor cores multiply bf16 from 8.0 on.
 
     Args:
         capability: of the GPU; None for any other device.
         cuda: the version of CUDA that PyTorch was built with, if any.
-        left: what shares a scale in the left operand.
-        right: likewise, its columns being those that are summed over, too.
+        left: the block of the left operand.
+        right: the block of the right operand, whose columns are summed over, too.
     """
     if capability is None or capability < (8, 0):
         return "fp32"
@@ -63,7 +63,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def in_blocks(x: torch.Tensor, block: Block) -> torch.Tensor:
-    """Zeros fill up the last blocks.
+    """`x` cut into blocks, the last ones padded with zeros.
 
     Shapes: (rows, columns) -> (blocks, block rows, blocks, block columns).
     """
@@ -73,12 +73,12 @@ def in_blocks(x: torch.Tensor, block: Block) -> torch.Tensor:
 
 
 def flat(blocks: torch.Tensor) -> torch.Tensor:
-    """Shapes: (blocks, block rows, blocks, block columns) -> (rows, columns), with the filling."""
+    """The inverse of `in_blocks`, with the padding."""
     return blocks.flatten(2).flatten(0, 1)
 
 
 def multiplied_out(float8: torch.Tensor, scale: torch.Tensor, block: Block) -> torch.Tensor:
-    """What blocks stand for, in fp32, with the filling."""
+    """The dequantised matrix in fp32, with the padding."""
     return flat(in_blocks(float8.float(), block) * scale[:, None, :, None])
 
 
@@ -106,7 +106,7 @@ def _run_blockwise(
     right_scale: torch.Tensor,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """By cuBLAS. It refuses fast accumulation for blocks; of 16-bit results, PyTorch's tests know bf16."""
+    """CuBLAS's product. Of 16-bit results it computes bf16 only, and it has no fast accumulation."""
     rows, missing = left.size(0), -left.size(0) % ALIGNMENT
     if missing:  # an odd number of tokens
         left = torch.cat([left, left.new_zeros(missing, left.size(1))])
@@ -121,10 +121,9 @@ def _run_blockwise(
 
 
 def _laid_out(scale: torch.Tensor, block: Block) -> tuple[torch.Tensor, int]:
-    """Scales as the kernel reads them, and its name for their blocks.
+    """Scales in the kernel's memory layout, and its recipe for their blocks.
 
-    Shapes: (rows, blocks) -> the same, column by column in memory, for tiles; for squares transposed, filled
-    up along K.
+    Shapes: (rows, blocks) -> for tiles the same, column-major; for squares transposed, and padded along K.
 
     Source: cuBLAS, "1D and 2D Block Scaling for FP8"; `_meta_registrations.py` checks it.
     """

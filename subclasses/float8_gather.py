@@ -1,12 +1,12 @@
 """Weights that FSDP2 gathers in 8 bits: a quarter of the bytes of fp32, half of those of bf16.
 
-A `Float8GatherWeight` is a parameter as precise as ever, to the optimizer and to checkpoints; only FSDP2's
-extension of its all-gather (`fsdp_pre_all_gather`, `fsdp_post_all_gather`) casts it, shard by shard, and what
-the module multiplies with is a Float8Tensor. What travels is uint8: not every backend of `torch.distributed`
-knows 8-bit floats (gloo does not).
+A `Float8GatherWeight` has its full precision for the optimizer and for checkpoints. FSDP2's all-gather
+extension (`fsdp_pre_all_gather`, `fsdp_post_all_gather`) casts it, shard by shard, and the module multiplies
+with a Float8Tensor. The collective carries uint8, since not every backend of `torch.distributed` knows 8-bit
+floats (gloo does not).
 
-All shards of a weight need one scale. `WeightScales` computes those of all weights at once, with one
-reduction over each mesh axis that they are sharded over, whenever a weight has changed since::
+All shards of a weight need the same scale. When a weight has changed, `WeightScales` computes the scales of
+all weights at once, with one reduction over each mesh axis that they are sharded over::
 
     shard ─ abs ─ amax ┐
     shard ─ abs ─ amax ┼─ stack ─ all_reduce(max) ─ scales        once after an optimizer step
@@ -41,12 +41,11 @@ aten = torch.ops.aten
 class Float8GatherWeight(torch.Tensor):
     """A weight, or FSDP2's shard of one, that is gathered in 8 bits.
 
-    Operators see the weight itself, and what they return is plain, but for those with which FSDP2 cuts it up.
+    Operators run on the weight itself and return plain tensors, but for those that FSDP2 shards it with.
 
     Args:
         weight: (out_features, in_features), of 16 or 32 bits.
-        scale: fp32 scalar, see `WeightScales`; all shards and views of a weight have the same object.
-        scales: what computes it.
+        scale: fp32 scalar, see `WeightScales`; all shards and views of a weight share one object.
     """
 
     weight: torch.Tensor
@@ -73,7 +72,7 @@ class Float8GatherWeight(torch.Tensor):
         return f"Float8GatherWeight({self.weight!r}, scale={self.scale!r})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """The plain tensors, and what else is needed to put them together."""
+        """The names of the plain tensors, and the context."""
         return ["weight", "scale"], self.scales
 
     @staticmethod
@@ -98,7 +97,7 @@ class Float8GatherWeight(torch.Tensor):
         bare_args, bare_kwargs = pytree.tree_map_only(cls, lambda t: t.weight, (args, kwargs))
         with _counted(written):
             result = func(*bare_args, **bare_kwargs)
-        if writes_arguments(func):  # whoever writes a weight holds it still
+        if writes_arguments(func):
             return args[0] if isinstance(args[0], torch.Tensor) else result
         if func not in _CUTS or (func is aten._to_copy.default and result.dtype != first.dtype):
             return result
@@ -108,13 +107,13 @@ class Float8GatherWeight(torch.Tensor):
         )
 
     def prepare_gather(self) -> None:
-        """Bring the scale up to date; before a compiled call, which reads it as it is."""
+        """Update the scale, before a compiled call reads it."""
         self.scales.prepare(self)
 
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor], tuple[torch.Tensor]]:
-        """What FSDP2 gathers, and what it hands on to `fsdp_post_all_gather`.
+        """The tensors that FSDP2 gathers, and what it passes to `fsdp_post_all_gather`.
 
         Shapes: this rank's rows -> uint8, padded to as many rows as every rank brings; the scale.
 
@@ -130,7 +129,7 @@ class Float8GatherWeight(torch.Tensor):
             self.prepare_gather()
         missing = -(-outer_size[0] // mesh.size()) - self.size(0)
         float8 = quantise(self.weight, self.scale, E4M3).view(torch.uint8)
-        # The scale is handed on as it is now: the next optimizer step changes it.
+        # A copy of the scale, which the next optimizer step changes.
         return (nn.functional.pad(float8, (0, 0, 0, missing)),), (self.scale.clone(),)
 
     def fsdp_post_all_gather(
@@ -141,7 +140,7 @@ class Float8GatherWeight(torch.Tensor):
         *,
         out: Any = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
-        """The gathered weight, around the memory that FSDP2 gathered into; `out` is around it already."""
+        """The weight around the memory that FSDP2 gathered into; `out`, if given, wraps it already."""
         (gathered,), (scale,) = all_gather_outputs, metadata
         if out is None:
             return Float8Tensor(gathered.view(E4M3), scale, param_dtype), (gathered,)
@@ -164,12 +163,12 @@ _CUTS = frozenset(
         aten.view.default,
     }
 )
-"""Operators of which FSDP2, `distribute_tensor`, autograd and `Module.to` expect the same class."""
+"""Operators whose results FSDP2, `distribute_tensor`, autograd and `Module.to` expect in the same class."""
 
 
 @contextmanager
 def _counted(written: Sequence[torch.Tensor]) -> Generator[None]:
-    """Writes inside show in version counters; those of fused optimizers would not (torch 2.13)."""
+    """Let version counters count the writes inside, also those of fused optimizers (torch 2.13 does not)."""
     before = [weight._version for weight in written]
     yield
     for weight, version in zip(written, before, strict=True):
@@ -178,36 +177,36 @@ def _counted(written: Sequence[torch.Tensor]) -> Generator[None]:
 
 
 class WeightScales:
-    """The scales of all weights that one call of `to_float8` prepared for gathering.
+    """The scales of all weights that one call of `to_float8` has converted.
 
-    A weight has changed when a version counter says so: the parameter's, or that of what lies in it. A write
-    that no counter sees (`param.data.copy_`) is asked for by `refresh`.
+    A weight has changed if its version counter did, or that of the tensor inside. After a write that no
+    counter shows (`param.data.copy_`), call `refresh`.
     """
 
     def __init__(self) -> None:
         self._linears: list[nn.Linear] = []
         self._params: dict[nn.Linear, Any] = {}
         self._seen: dict[int, tuple[Any, int]] = {}
-        """The parameter and its version at the latest pass, by the identity of what lies in it."""
+        """The parameter and its version at the latest pass, by the `id` of its local tensor."""
 
-    def wrap(self, linear: nn.Linear) -> None:
-        """Make the weight of `linear` one that is gathered in 8 bits."""
+    def gathered_weight(self, linear: nn.Linear) -> nn.Parameter:
+        """The weight of `linear` as one that is gathered in 8 bits; the layer is to have it from now on."""
         weight = linear.weight
         scale = scale_for(amax_of(weight), E4M3)
         wrapped = on_local(lambda part: Float8GatherWeight(part, scale, self), weight.detach())
-        linear.weight = nn.Parameter(wrapped, requires_grad=weight.requires_grad)
         self._linears.append(linear)
+        return nn.Parameter(wrapped, requires_grad=weight.requires_grad)
 
     def prepare(self, shard: Float8GatherWeight) -> None:
-        """Compute all scales anew if this weight has changed, which it does on all ranks alike."""
+        """Recompute all scales if this weight has changed; it changes on all ranks or on none."""
         param, version = self._seen.get(id(shard), (None, None))
         if param is None or _version(param) != version:
             self.refresh()
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Compute all scales anew; every rank must call it as often."""
-        # While FSDP2 has gathered some, those do not hang in their modules: they are known from before.
+        """Recompute all scales; a collective."""
+        # Modules whose weight FSDP2 has gathered do not hold their shard: it is known from before.
         self._params |= {linear: linear.weight for linear in self._linears if _is_sharded(linear.weight)}
         for groups, together in _by_groups(self._params.values()).items():
             _refresh(groups, together)
@@ -225,7 +224,7 @@ def _version(param: Any) -> int:
 
 
 def _by_groups(params: Iterable[Any]) -> dict[tuple[dist.ProcessGroup, ...], list[Any]]:
-    """Parameters by the process groups among which their parts lie."""
+    """Parameters by the process groups that they are sharded over."""
     found: dict[tuple[dist.ProcessGroup, ...], list[Any]] = {}
     for param in params:
         sharded = [axis for axis, placement in enumerate(param.placements) if not placement.is_replicate()]
@@ -235,7 +234,7 @@ def _by_groups(params: Iterable[Any]) -> dict[tuple[dist.ProcessGroup, ...], lis
 
 
 def _refresh(groups: tuple[dist.ProcessGroup, ...], params: Sequence[Any]) -> None:
-    """One pass: the amax of every shard, one reduction for each mesh axis, every scale."""
+    """Recompute the scales of parameters that are sharded over the same groups."""
     weights: list[Any] = [local_tensor(param) for param in params]
     amaxes = torch.stack([amax_of(weight.weight) for weight in weights])
     for group in groups:
@@ -245,7 +244,7 @@ def _refresh(groups: tuple[dist.ProcessGroup, ...], params: Sequence[Any]) -> No
 
 
 def precise_weight(weight: Any) -> torch.Tensor:
-    """The weight itself, in high precision, sharing memory: what checkpoints hold. Others as they are."""
+    """The weight inside of a `Float8GatherWeight`, for checkpoints; other weights as they are."""
     if isinstance(weight, Float8GatherWeight):
         return weight.weight
     if isinstance(weight, DTensor) and isinstance(local := local_tensor(weight), Float8GatherWeight):

@@ -1,7 +1,7 @@
 """Linear layers that multiply in 8 bits: delayed scaling, and a scale for each block.
 
-Each is a class without a constructor: `to_float8` makes an `nn.Linear` one of them by giving it the class, so
-that the module, its parameters and its hooks stay the objects that they are.
+The classes have no constructors: `to_float8` assigns them to the `__class__` of an `nn.Linear`, which keeps
+its identity, its parameters and its hooks.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ INPUT, WEIGHT, GRAD = 0, 1, 2
 
 
 class Float8Linear(nn.Linear):
-    """What the two recipes share: tokens in rows, autocast, the bias."""
+    """The part that both recipes share: flattening, autocast, the bias."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Shapes: (..., in_features) -> (..., out_features), in the dtype of `input` or of autocast."""
         kind = input.device.type
         if torch.is_autocast_enabled(kind):
             input = input.to(torch.get_autocast_dtype(kind))
-        with torch.autocast(kind, enabled=False):  # it would cast what is in 8 bits
+        with torch.autocast(kind, enabled=False):  # it would cast the 8-bit operands
             product = self.product(settled(input.flatten(0, -2) if input.dim() > 1 else input.unsqueeze(0)))
         product = product.unflatten(0, input.shape[:-1]) if input.dim() > 1 else product.squeeze(0)
         bias: Any = self.bias
@@ -54,11 +54,11 @@ class Float8Linear(nn.Linear):
 
 
 class DelayedFloat8Linear(Float8Linear):
-    """Scales that come from the largest magnitudes of earlier steps, so that casting waits for no reduction.
+    """Scales from the largest magnitudes of earlier steps, so that casting waits for no reduction.
 
-    The history is a buffer, so it is part of `state_dict`: training goes on from a checkpoint bit for bit.
-    A checkpoint without one (of the model before it was converted) loads too. Ranks that read different data
-    have different histories; `torch.distributed.checkpoint` keeps one of them, as of any buffer.
+    The history is a buffer in `state_dict`, so training resumes bit for bit. A checkpoint without one (of the
+    model before it was converted) loads too. Ranks that read different data have different histories;
+    `torch.distributed.checkpoint` saves one of them, as of any buffer.
 
     Source: Micikevicius et al., "FP8 Formats for Deep Learning", arXiv:2209.05433; the recipe is that of
     NVIDIA's Transformer Engine (`DelayedScaling`).
@@ -73,9 +73,7 @@ class DelayedFloat8Linear(Float8Linear):
 
     def product(self, rows: torch.Tensor) -> torch.Tensor:
         """Shapes: (tokens, in_features) -> (tokens, out_features)."""
-        history = self.amax_history
-        history = local_part(history)
-        return _DelayedProduct.apply(rows, self.weight, history, self.training)
+        return _DelayedProduct.apply(rows, self.weight, local_part(self.amax_history), self.training)
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
@@ -92,7 +90,7 @@ class DelayedFloat8Linear(Float8Linear):
 class BlockwiseFloat8Linear(Float8Linear):
     """A scale for each 1x128 of activations and gradients, and for each 128x128 of weights.
 
-    An outlier then only costs its own block accuracy, so all is e4m3, gradients too.
+    An outlier costs accuracy in its own block only, so gradients are e4m3, too.
 
     Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", arXiv:2412.19437, section 3.3.2.
     """
@@ -103,7 +101,7 @@ class BlockwiseFloat8Linear(Float8Linear):
 
 
 def new_history(weight: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """An amax history that has seen `weight` and nothing else.
+    """An amax history of `weight` alone.
 
     Shapes: -> (3, num_steps + 1), fp32.
     """
@@ -113,7 +111,7 @@ def new_history(weight: torch.Tensor, num_steps: int) -> torch.Tensor:
 
 
 class _DelayedProduct(torch.autograd.Function):
-    """`rows @ weight.T`; each operand is cast once, with its scale of earlier steps."""
+    """`rows @ weight.T`; each operand is cast once, with a scale from earlier steps."""
 
     @staticmethod
     def forward(
@@ -150,20 +148,19 @@ def _cast_delayed(
     training: bool,
     stands_for: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """`x` in 8 bits, by what the history has seen of its like; while training, the history sees `x` too.
+    """`x` in 8 bits, scaled by the history of this operand; in training, `x` is added to the history.
 
-    A checkpoint that computes a layer again, in backward, must cast as it did: the history has one entry more
-    by then, which is skipped, and one that would be forgotten, which is there still. Nothing is written
-    again.
+    When a checkpoint recomputes the layer in the backward, it must cast as the forward did: the newest entry
+    of the history is skipped, the extra last column is used, and nothing is written.
     """
     if _is_float8(x):  # a weight that FSDP2 gathered so, see `float8_gather`
         return x
-    again = operand != GRAD and in_backward()
-    seen = history[operand, 1:] if again else history[operand, :-1]
+    recomputes = operand != GRAD and in_backward()
+    seen = history[operand, 1:] if recomputes else history[operand, :-1]
     x8 = cast(x, scale_for(seen.max(), dtype), dtype, stands_for=stands_for)
-    if training and not again:
+    if training and not recomputes:
         amax = amax_of(x)
-        # An overflow must not spoil the scales of the steps to come: it counts as nothing seen.
+        # An overflow must not spoil the scales of later steps.
         latest = torch.where(amax.isfinite(), amax, 0.0)
         history[operand].copy_(torch.cat([latest.reshape(1), history[operand, :-1]]))
     return x8
@@ -174,7 +171,7 @@ def _is_float8(x: torch.Tensor) -> bool:
 
 
 class _BlockwiseProduct(torch.autograd.Function):
-    """`rows @ weight.T`; what the gradient of the weight sums over, tokens, is cast for itself."""
+    """`rows @ weight.T`; the weight's gradient sums over tokens, so its operands are cast anew."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -203,7 +200,7 @@ class _BlockwiseProduct(torch.autograd.Function):
 
 
 def _cast_blocks(x: torch.Tensor, block: Block, *, stands_for: torch.dtype | None = None) -> torch.Tensor:
-    """`x` in e4m3 with a scale for each block; of a DTensor, blocks are those of each rank's part."""
+    """`x` in e4m3 with a scale for each block; the blocks of a DTensor are those of each rank's part."""
     wide = stands_for or x.dtype
 
     def cast_part(part: torch.Tensor) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""Float8Tensor: a matrix kept in 8 bits, and the scales that say what it stands for.
+"""Float8Tensor: a matrix in 8 bits with its scales; it stands for `float8 * scale`.
 
-`float8 * scale` is the tensor that it stands for. One scale serves the whole tensor, or one serves each block
-of it. Products of two are taken by `torch._scaled_mm` where there is one scale each, on a CPU by an operator
-that multiplies out, and by `float8_blocks.mm_blocks` where there are blocks.
+There is one scale for the tensor, or one for each block. Products with one scale each are computed by
+`torch._scaled_mm`, on a CPU by an operator that dequantises; products with blocks by
+`float8_blocks.mm_blocks`.
 
-Rounding is to nearest, ties to even, and saturates: what is beyond the largest number of the format becomes
-that number, so that a scale that is too small (delayed scaling's may be) costs accuracy and makes no NaN.
+Rounding is to nearest, ties to even, and saturates at the largest number of the format, so that a scale that
+is too small (as delayed scaling's may be) costs accuracy but makes no NaN.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ E5M2 = torch.float8_e5m2
 
 
 class Float8Tensor(torch.Tensor):
-    """A matrix in 8 bits that stands for one of more.
+    """A matrix in 8 bits that stands for one of higher precision.
 
-    Products of two come in the dtype that the first stands for. There is no other arithmetic: dequantise
-    first.
+    A product of two has the dtype that the first stands for. There is no other arithmetic: dequantise first.
 
     Args:
         float8: (rows, columns), float8_e4m3fn or float8_e5m2; with `block`, filled up to whole blocks with
             zeros, which add nothing to a product.
-        scale: fp32, what `float8` is to be multiplied by; a scalar, or with `block` one number for each
-            block: (ceil(rows / block rows), ceil(columns / block columns)).
-        dtype: what it stands for.
+        scale: fp32 factor of `float8`; a scalar, or with `block` one number for each block: (ceil(rows /
+            block rows), ceil(columns / block columns)).
+        dtype: that it stands for.
         block: rows and columns that share a scale; None for one scale.
         size: (rows, columns) with `block`, if `float8` is filled up.
     """
@@ -60,7 +59,7 @@ class Float8Tensor(torch.Tensor):
         block: Block | None = None,
         size: torch.Size | None = None,
     ) -> Float8Tensor:
-        """A wrapper laid out like `float8`, or like that part of it which is no filling."""
+        """A wrapper with the strides of `float8`, or with `size` of its part without padding."""
         stride = float8.stride()
         if size is not None:
             stride = (size[1], 1) if float8.is_contiguous() else (1, size[0])
@@ -74,7 +73,7 @@ class Float8Tensor(torch.Tensor):
         return f"Float8Tensor({self.float8!r}, scale={self.scale!r}, dtype={self.dtype}, block={self.block})"
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        """The plain tensors, and what else is needed to put them together."""
+        """The names of the plain tensors, and the context."""
         return ["float8", "scale"], (self.dtype, self.block)
 
     @staticmethod
@@ -86,7 +85,7 @@ class Float8Tensor(torch.Tensor):
         return Float8Tensor(inner["float8"], inner["scale"], dtype, block, None if block is None else size)
 
     def dequantise(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The matrix that this stands for, multiplied out in fp32 and then rounded to `dtype` or its own."""
+        """The matrix that this stands for, computed in fp32 and rounded to `dtype` (default: its own)."""
         if self.block is None:
             return (self.float8.float() * self.scale).to(dtype or self.dtype)
         rows, columns = self.shape
@@ -100,10 +99,10 @@ class Float8Tensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Does what products and autograd ask for, and refuses the rest.
+        """Runs products, and what autograd and FSDP2 call.
 
         Raises:
-            UnsupportedProgram: there is no such operation on 8 bits.
+            UnsupportedProgram: the operator is another.
         """
         handler = _HANDLERS.get(func)
         if handler is None:
@@ -115,7 +114,7 @@ class Float8Tensor(torch.Tensor):
 
 
 def scale_for(amax: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The scale that brings `amax` to the largest number of `dtype`; 1 where nothing was seen yet.
+    """The scale that maps `amax` to the largest number of `dtype`; 1 where `amax` is 0.
 
     Shapes: any -> the same, fp32.
     """
@@ -139,7 +138,7 @@ def quantise(
 
 
 def amax_of(x: torch.Tensor) -> torch.Tensor:
-    """The largest magnitude in `x`, as a plain fp32 scalar; of a DTensor, over all ranks that hold a part.
+    """The largest magnitude in `x` as a plain fp32 scalar; for a DTensor, over all its shards.
 
     Args:
         x: of any shape; a DTensor is reduced over the mesh axes that it is sharded over, and must not be a
@@ -169,7 +168,7 @@ def cast(
 
 
 def on_local(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """`fn` of what this rank holds, placed like `x`; `fn` keeps sizes and may give another dtype."""
+    """Apply `fn` to this rank's part of `x`; `fn` keeps sizes and may change the dtype."""
     if not isinstance(x, DTensor):
         return fn(x)
     local = fn(local_tensor(x))
@@ -177,7 +176,7 @@ def on_local(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tor
 
 
 def settled(x: torch.Tensor) -> torch.Tensor:
-    """`x` with its partial sums added up, since rounding does not add: other tensors as they are."""
+    """`x` with partial sums reduced, since sums of rounded parts are not rounded sums."""
     if not isinstance(x, DTensor) or not any(placement.is_partial() for placement in x.placements):
         return x
     whole = [Replicate() if placement.is_partial() else placement for placement in x.placements]
@@ -239,9 +238,9 @@ _mm_scaled = define(
 
 
 def _aligned(matrix: torch.Tensor) -> torch.Tensor:
-    """Rows next to each other in memory, and zeros after each up to what `_scaled_mm` wants.
+    """Contiguous rows, padded with zeros to the alignment of `_scaled_mm`.
 
-    Zeros add nothing, and only the product for a weight's gradient needs them, for an odd number of tokens.
+    Only the product for a weight's gradient needs the padding, for an odd number of tokens.
     """
     missing = -matrix.size(1) % ALIGNMENT
     if not missing:
@@ -273,7 +272,7 @@ def _size_in_blocks(x: Float8Tensor) -> torch.Size | None:
 def _strided(
     x: Float8Tensor, size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None
 ) -> Float8Tensor:
-    """FSDP2 cuts the padding off a gathered weight with it; blocks would be torn apart."""
+    """FSDP2 calls it to cut the padding off a gathered weight."""
     if x.block is not None:
         raise UnsupportedProgram("a Float8Tensor with blocks has no strided views", fix="dequantise it first")
     return Float8Tensor(x.float8.as_strided(size, stride, storage_offset), x.scale, x.dtype)

@@ -17,17 +17,17 @@ RECIPES = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
 
 
 def torchao_linear(linear: nn.Linear, recipe: str) -> tuple[type[nn.Linear], dict[str, Any]]:
-    """The class that torchao would put in the place of `linear`, and the attributes of its instance.
+    """The class of torchao's replacement for `linear`, and the attributes of its instance.
 
-    torchao makes a new module for the old parameters, which loses the hooks of the old one; the caller gives
-    the old one the class and the attributes instead.
+    torchao makes a new module, which loses the hooks of the old one; the caller gives the old one this class
+    and these attributes instead.
 
     Raises:
         BadSettings: torchao cannot be imported.
     """
     float8 = _torchao_float8()
     config = float8.Float8LinearConfig.from_recipe_name(recipe)
-    # Its kernels are a GPU's (from compute capability 8.9); elsewhere it multiplies what it has dequantised.
+    # Its kernels need compute capability 8.9; elsewhere it multiplies dequantised operands.
     config = replace(config, emulate=not _multiplies_float8(linear.weight.device))
     holder = nn.ModuleList([nn.Linear(1, 1, device="meta")])
     holder[0].weight, holder[0].bias = linear.weight, linear.bias
@@ -39,14 +39,14 @@ def torchao_linear(linear: nn.Linear, recipe: str) -> tuple[type[nn.Linear], dic
 
 @functools.cache
 def _heeding_autocast(cls: type[Any]) -> type[nn.Linear]:
-    """Torchao's layer, also under the autocast of a CPU: it asks for a GPU's, whatever its input is on."""
+    """Torchao's layer under autocast of its input's device; torchao itself asks for a GPU's autocast."""
 
     class TorchaoFloat8Linear(cls):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             kind = input.device.type
             if torch.is_autocast_enabled(kind):
                 input = input.to(torch.get_autocast_dtype(kind))
-            with torch.autocast(kind, enabled=False):  # a product that is emulated is not its business
+            with torch.autocast(kind, enabled=False):  # it would cast operands of emulated products
                 return super().forward(input)
 
     return TorchaoFloat8Linear

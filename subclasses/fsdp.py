@@ -12,9 +12,9 @@ call took; hooks of the module do all of it)::
                    unit's gradients, all-reduce them among replicas, and set or add to `.grad` of the shards;
                    or, with set_requires_gradient_sync(False), keep them whole on FSDP2's record
 
-What is recorded instead. The two forward hooks are swapped, in place, for `fsdp_hooks.UnitHooks`, which
-casts and registers as eager does but gathers through `fsdp_unshard.Unshard`, an autograd function of one
-parameter. There is no backward hook: reducing *is* the backward of gathering::
+What a trace records instead: the two forward hooks are replaced by `fsdp_hooks.UnitHooks`, which casts and
+registers as eager does but gathers through `fsdp_unshard.Unshard`, an autograd function of one parameter.
+There is no backward hook: reducing *is* the backward of gathering::
 
     shard ─[to param_dtype]─[pad]─ all_gather_into_tensor ─ wait_tensor ─[chunk, cat]─[narrow]─► whole
                                                                                                    │ module
@@ -23,29 +23,31 @@ parameter. There is no backward hook: reducing *is* the backward of gathering::
 Every node of a chain carries the unit's name (`node.meta["unit"]`); a chain that gathers also carries what
 `reshard_after_forward` means to a partitioner: `must_recompute` (gather again in backward) when True,
 `must_save` when False. Graph passes merge the chains of a unit and move them to where they overlap with
-computation, which is what FSDP2's flat buffers, streams and prefetching are for; so the methods that only
-steer those are accepted and change nothing: `set_modules_to_*_prefetch`, `set_is_last_backward`,
+computation, as FSDP2's flat buffers, streams and prefetching do. So the methods that only tune these are
+accepted and have no effect: `set_modules_to_*_prefetch`, `set_is_last_backward`,
 `set_reshard_after_backward`, `set_unshard_in_backward`, `set_reduce_scatter_max_input_buffers`.
 
 Values are equal bit for bit to eager's (`fsdp_unshard` says why), except that
 
-- more than two ranks add in an order that a collective may choose by the place in its buffer (gloo does):
-  equal to rounding until a pass merges a unit's reductions into the buffer that FSDP2 would make;
-- a divide factor other than the number of shards multiplies before the collective where NCCL does inside;
+- with more than two ranks, a collective may sum in an order that depends on the place in its buffer (gloo
+  does): equal up to rounding until a pass merges a unit's reductions into the buffer that FSDP2 would make;
+- a divide factor other than the number of shards is applied before the collective, where NCCL applies it
+  inside;
 - with tensor parallelism and no synchronisation, a gradient that is a partial sum over the tensor-parallel
-  ranks is summed at every step, by eager at the last;
-- gradients of two calls that one backward reaches are added after each is reduced, or cast, by eager before.
+  ranks is summed at every step; eager sums it at the last;
+- gradients of two calls that one backward reaches are added after each is reduced, or cast; eager adds them
+  before.
 
 Accumulation without synchronisation keeps whole gradients where eager keeps them, so eager and compiled steps
-mix in any order. `prepare` allocates what backward will add to; `lifted` names it for the program; the step
-that reduces takes it along, also for a parameter that it does not use, and `after_backward` forgets it.
-With `set_requires_all_reduce(False)` a unit's shards are summed in FSDP2's own buffer, of which each
-parameter has a part; the step that sums over replicas takes them along and leaves -0.0, which adds nothing:
-the buffer stays, so that what a parameter has from earlier steps waits for its next gradient.
-Whether gradients are reduced is read when forward is called; by a step with several backwards, at each: what
-the first ones leave whole is kept in the trace, for the last one to reduce.
+mix in any order. `prepare` allocates the accumulators; `lifted` makes them inputs of the program; the step
+that reduces adds them, also for a parameter that it does not use, and `after_backward` drops them. With
+`set_requires_all_reduce(False)` a unit's shards are summed in FSDP2's own buffer, of which each parameter has
+a part. The step that sums over replicas adds the buffer and fills it with -0.0, which adds nothing; the
+buffer stays allocated, so that the part of a parameter without a gradient waits for its next one. Whether
+gradients are reduced is read when forward is called, and in a step with several backwards at each of them:
+gradients that the first ones leave whole are kept in the trace, and the last one reduces them.
 
-What is refused, by name and before anything is changed, stands in `fsdp_refusals`.
+`fsdp_refusals` refuses the rest, by name and before anything is changed.
 """
 
 from __future__ import annotations
@@ -82,9 +84,9 @@ class _FsdpRule(ModuleRule):
         self._new: WeakSet[Any] = WeakSet()
         """Records whose accumulator `prepare` made, and whose backward has not run yet."""
         self._left: WeakKeyDictionary[Any, Callable[[], torch.Tensor | None]] = WeakKeyDictionary()
-        """Accumulators that a backward did not reach; that of another forward may hold and write them."""
-        self._silenced: list[tuple[nn.Parameter, Any]] = []
-        """Shards whose gradient's hooks are put back when the backward is over, or failed."""
+        """Accumulators that a backward did not write; the backward of another forward may still do so."""
+        self._without_hooks: list[tuple[nn.Parameter, Any]] = []
+        """Shards and their gradient hooks, which are put back when the backward is over, or has failed."""
 
     def claims(self, root: nn.Module) -> bool:
         return any(isinstance(module, FSDPModule) for module in root.modules())
@@ -132,13 +134,13 @@ class _FsdpRule(ModuleRule):
 
     def after_backward(self, root: nn.Module) -> None:
         if in_backward():
-            self._silence_hooks(root)
+            self._remove_hooks(root)
         for _, group in groups(root):
             self._take_back(group)
         accumulating = [(group, record) for _, group in groups(root) for record in _accumulating(group)]
         written = {record for _, record in accumulating if _was_written(record.unsharded_accumulated_grad)}
         for group, record in accumulating:
-            # Backward reaches something: if no write shows, versions tell nothing, and everything counts.
+            # A backward writes at least one: if no version shows it, versions say nothing, and all count.
             untouched = written and record in self._new and record not in written
             if untouched:
                 self._left[record] = ref(record.unsharded_accumulated_grad)
@@ -146,20 +148,20 @@ class _FsdpRule(ModuleRule):
                 record.unsharded_accumulated_grad = None
             self._new.discard(record)
 
-    def _silence_hooks(self, root: nn.Module) -> None:
-        """Let no hook of a shard's gradient be called, while it is added to `.grad`: FSDP2 assigns that."""
+    def _remove_hooks(self, root: nn.Module) -> None:
+        """Remove hooks of shards' gradients until these are added to `.grad`: FSDP2 does not call them."""
         params = [record.sharded_param for _, group in groups(root) for record in group.fsdp_params]
         hooked = [(param, hooks_of_gradient(param)) for param in params if hooks_of_gradient(param)]
         if hooked:
-            self._silenced += hooked
+            self._without_hooks += hooked
             for param, _ in hooked:
                 set_hooks_of_gradient(param, None)
             call_after_backward(self._put_hooks_back)
 
     def _put_hooks_back(self) -> None:
-        for param, hooks in self._silenced:
+        for param, hooks in self._without_hooks:
             set_hooks_of_gradient(param, hooks)
-        self._silenced.clear()
+        self._without_hooks.clear()
 
     def _take_back(self, group: Any) -> None:
         for record in group.fsdp_params:
@@ -177,7 +179,7 @@ class _FsdpRule(ModuleRule):
 
 
 def _nothing() -> None:
-    """What is left of an accumulator that is gone."""
+    """Stands for a weak reference to an accumulator that was freed."""
 
 
 def _group_flags(group: Any) -> Hashable:
@@ -207,7 +209,7 @@ def _was_written(accumulated: torch.Tensor) -> bool:
 
 
 def _prepare_gathers(group: Any) -> None:
-    """Tell tensors that gather themselves that they will be, without being asked (`prepare_gather`)."""
+    """Call `prepare_gather` of tensors with an extension, which a compiled program does not call."""
     for record in group.fsdp_params:
         prepare = getattr(local_tensor(record.sharded_param), "prepare_gather", None)
         if prepare is not None:
@@ -215,13 +217,13 @@ def _prepare_gathers(group: Any) -> None:
 
 
 def _reshard(group: Any) -> None:
-    """Give up what an eager run, or the user's `unshard()`, left gathered."""
+    """Free parameters that an eager run, or the user's `unshard()`, left gathered."""
     group.wait_for_unshard()
     group._to_sharded()
 
 
 def _adopt_eager_gradients(group: Any) -> None:
-    """Where no cast is due, eager accumulates on the whole parameter instead of on the record."""
+    """Move gradients to the record that eager, where it casts none, accumulates on the whole parameter."""
     for record in group.fsdp_params:
         whole = getattr(record, "_unsharded_param", None)
         if whole is not None and whole.grad is not None:

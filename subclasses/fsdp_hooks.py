@@ -1,9 +1,9 @@
-"""What stands in for FSDP2's hooks while a module is captured.
+"""Replacements for FSDP2's hooks while a module is captured.
 
-One `UnitHooks` replaces the two hooks of one FSDP state, under the same keys and so at the same place among
+One `UnitHooks` replaces the two hooks of one FSDP state, under the same keys and so in the same order among
 the user's own hooks. It keeps FSDP2's order of events (move and cast the inputs, gather, compute, reshard,
-cast the outputs) and leaves out what only eager needs: streams, prefetching, freeing of storage, and the
-backward hooks, whose work is the backward of `Unshard`.
+cast the outputs) without streams, prefetching, freeing of storage, and backward hooks, whose work is the
+backward of `Unshard`.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from aotdist.torch_seam.tensors import as_parameter
 
 @dataclass(frozen=True, slots=True)
 class _Gathered:
-    """A parameter whose `whole` tensor stands, or stood, in the place of the `sharded` one.
+    """A parameter with its `sharded` tensor and its `whole` one, which replaces it on the module.
 
-    `leaf` is the first whole tensor of this forward: the gradients of every use meet there.
+    `leaf` is the first whole tensor of this forward, where the gradients of all uses are summed.
     """
 
     param: ShardedParam
@@ -55,7 +55,7 @@ class UnitHooks:
         self._to_run: set[nn.Module] = set()
 
     def pre_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Move and cast the inputs; gather, unless another module of the group already did."""
+        """Move and cast the inputs; gather, unless another module of the group has already done so."""
         self._recomputing = bool(self._gathered) and in_backward()
         if self._recomputing:
             self._register_whole()
@@ -81,7 +81,7 @@ class UnitHooks:
         return self._cast_output(output)
 
     def complete_early(self, output: Any) -> Any:
-        """End a forward in which some modules of the group did not run; the root's forward is over."""
+        """End a forward in which some modules of the group did not run, after the root's forward."""
         if not self._to_run:
             return output
         self._to_run.clear()
@@ -95,7 +95,7 @@ class UnitHooks:
                     module._parameters[name] = gathered.sharded
 
     def leaf(self, param: ShardedParam) -> torch.Tensor:
-        """Where the gradients of `param` meet in this forward, also when it was not gathered."""
+        """Where the gradients of `param` are summed in this forward, even if it was not gathered."""
         for gathered in self._gathered:
             if gathered.param is param and gathered.leaf.requires_grad:
                 return gathered.leaf
@@ -138,7 +138,7 @@ class UnitHooks:
             _register(gathered.param, gathered.whole)
 
     def _register_before_backward(self, output: torch.Tensor) -> torch.Tensor:
-        # A checkpoint inside the unit runs its forward again, in backward, with what is registered then.
+        # A checkpoint inside the unit recomputes in backward with the tensors that are registered then.
         if output.requires_grad:
             output.register_hook(self._before_backward)
         return output
@@ -147,7 +147,7 @@ class UnitHooks:
         self._went_backward = True
         if self._capture.is_open:
             self._register_whole()
-            call_after_backward(self.restore)  # what follows a backward inside sees the shards
+            call_after_backward(self.restore)  # code after a backward inside of the program sees the shards
 
     def _cast_inputs(self, inputs: Any) -> Any:
         policy = self.state._mp_policy
@@ -158,7 +158,7 @@ class UnitHooks:
 
 
 class Capture(Reductions):
-    """What the units of one captured module share."""
+    """The state that all units of a captured module share."""
 
     def __init__(self, annotate: Annotate) -> None:
         super().__init__(annotate)
@@ -167,7 +167,7 @@ class Capture(Reductions):
         self.is_open = False
 
     def enter(self, unit: UnitHooks, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """A unit starts; the first to start is the root, whose inputs FSDP2 moves to the device."""
+        """A unit starts; the first one is the root, whose inputs FSDP2 moves to the device."""
         if self._forward_root is not None:
             return args, kwargs
         self._forward_root = unit
@@ -176,7 +176,7 @@ class Capture(Reductions):
         return to_device(args, kwargs, unit.state._device)
 
     def leave(self, unit: UnitHooks, output: Any) -> Any:
-        """A unit is done; when it is the root, so are all others, whether all their modules ran or not."""
+        """A unit ends; the root ends all others, even if some of their modules did not run."""
         if self._forward_root is not unit:
             return output
         for other in reversed(self._units):
@@ -187,7 +187,7 @@ class Capture(Reductions):
 
     @contextmanager
     def hooked(self, units: Iterable[tuple[Any, tuple[ShardedParam, ...]]]) -> Generator[None]:
-        """Replace the hooks of these states; put them back at the end, and the sharded parameters too."""
+        """Replace the hooks of these states inside; afterwards restore them, and the sharded parameters."""
         self._units = tuple(UnitHooks(state, params, self) for state, params in units)
         self.begin(param for unit in self._units for param in unit.params)
         with ExitStack() as stack:
@@ -204,7 +204,7 @@ class Capture(Reductions):
                 self.is_open = False
 
     def _reach_accumulated(self, output: Any) -> Any:
-        """Let backward reduce what earlier steps accumulated, also where this forward used no parameter."""
+        """Let backward reduce accumulated gradients also of parameters that this forward did not use."""
         if not torch.is_grad_enabled():
             return output
         owed = [unit.leaf(p) for unit in self._units for p in unit.params if self.is_owed(p)]
@@ -221,7 +221,7 @@ class Capture(Reductions):
 
 @contextmanager
 def _hooks_replaced(unit: UnitHooks) -> Generator[None]:
-    """Put a unit's hooks in the place of FSDP2's; this thread has the attributes of modules for itself."""
+    """Replace FSDP2's hooks by a unit's; no other thread sees the modules' attributes meanwhile."""
     ids = {handle.id for handle in _handles(unit.state)}
     with ExitStack() as stack:
         for module in unit.state._modules:
@@ -237,9 +237,9 @@ def _hooks_replaced(unit: UnitHooks) -> Generator[None]:
 
 @contextmanager
 def _methods_replaced(units: Mapping[Any, UnitHooks]) -> Generator[None]:
-    """Methods given to `register_fsdp_forward_method` call the states of `units`, not the hooks.
+    """Replace methods of FSDP2's states: `register_fsdp_forward_method` calls these instead of the hooks.
 
-    What `load_state_dict` has written into shards leaves FSDP2's records of them as they are.
+    `load_state_dict` into shards, which resets FSDP2's records of them, leaves the records as they are.
     """
     params = {param.record: param for unit in units.values() for param in unit.params}
     hung = {record: _registered(param) for record, param in params.items()}

@@ -1,4 +1,4 @@
-"""What of FSDP2 cannot be captured, refused by name before anything is changed."""
+"""Features of FSDP2 that cannot be captured: refused by name, before anything is changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aotdist.torch_seam.fsdp import fsdp_default_comms, fsdp_groups, fsdp_state
 
 
 def refuse(root: nn.Module) -> None:
-    """Refuse what `root` was given by `fully_shard`, or by a method of `FSDPModule`, and cannot be captured.
+    """Refuse options of `fully_shard`, and of methods of `FSDPModule`, that cannot be captured.
 
     Raises:
         UnsupportedProgram: names the module or parameter and the feature.
@@ -86,7 +86,7 @@ def _refuse_extension(record: Any, local: Any, path: str) -> None:
 
 
 def refuse_switches(group: Any, path: str) -> None:
-    """Refuse what may be switched at any time, by a method of `FSDPModule`.
+    """Refuse options that a method of `FSDPModule` may set at any time.
 
     Raises:
         UnsupportedProgram: names the module and the method.
@@ -115,7 +115,7 @@ def refuse_switches(group: Any, path: str) -> None:
 
 
 def holds_partial(path: str) -> UnsupportedProgram:
-    """An error for a buffer of FSDP2's that was not filled by all parameters of a unit."""
+    """The error for a buffer of FSDP2 that not all parameters of a unit have filled."""
     return _refusal(
         path,
         "holds gradients of some of its parameters, reduced within a shard group only",
@@ -124,9 +124,9 @@ def holds_partial(path: str) -> UnsupportedProgram:
 
 
 def refuse_accumulation_inside_eager_root(module: Any, path: str) -> None:
-    """Refuse to accumulate without synchronisation while the hooks of an uncompiled FSDP root run around.
+    """Refuse to accumulate without synchronisation inside of an uncompiled FSDP root.
 
-    Its last backward hook would take the accumulators for gradients of its own.
+    The root's last backward hook would take the accumulators for its own gradients.
 
     Raises:
         UnsupportedProgram: names the module.

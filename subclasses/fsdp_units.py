@@ -1,4 +1,4 @@
-"""The FSDP2 states and parameter groups inside a module, their names, and gradients that wait for others.
+"""The FSDP2 states and parameter groups inside a module, their names, and gradients yet to be reduced.
 
 A *state* belongs to the module (or the list of modules) that `fully_shard` was called on. It has one
 parameter *group* for each mesh that its parameters are sharded over: a *unit*, communicated as one.
@@ -20,7 +20,7 @@ from aotdist.subclasses.protocol import Annotate, Policy
 from aotdist.torch_seam.fsdp import fsdp_groups, fsdp_state
 
 PARTIAL = "partial_reduced_grad"
-"""The name under which FSDP2's record of a parameter holds `ShardedParam.partial`."""
+"""The attribute of FSDP2's record of a parameter that holds `ShardedParam.partial`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ShardedParam:
-    """What the two chains of one parameter need to know.
+    """A parameter, as its gather and its reduction need it.
 
     Args:
         path: where the parameter lives, seen from the compiled module: `blocks.3.attention.wq.weight`.
@@ -106,7 +106,7 @@ class ShardedParam:
 
     @property
     def partial(self) -> torch.Tensor | None:
-        """What earlier backwards reduced among shards only: this parameter's part of FSDP2's buffer."""
+        """Gradients of earlier backwards, not yet summed over replicas: a part of FSDP2's buffer."""
         return getattr(self.record, PARTIAL, None)
 
     def places(self) -> list[tuple[Any, str]]:
@@ -117,7 +117,7 @@ class ShardedParam:
 
 
 class Reductions:
-    """The gradients of one captured module that wait for others.
+    """The gradients of a captured module that later backwards reduce.
 
     Args:
         annotate: tags the nodes of collectives, in forward and in backward.
@@ -130,23 +130,23 @@ class Reductions:
         self._whole: dict[ShardedParam, torch.Tensor] = {}
 
     def begin(self, params: Iterable[ShardedParam]) -> None:
-        """Note what the program finds of its parameters."""
+        """Note which parameters accumulate when the program begins."""
         self._accumulates = {param: param.accumulates for param in params}
 
     def check_end(self) -> None:
-        """Refuse a program that leaves it to the next call to reduce, and did not find it so."""
+        """Refuse a program that switches synchronisation off for the next call."""
         for param, accumulates in self._accumulates.items():
             if param.accumulates != accumulates or param in self._whole:
                 raise _switched(param, "ends without")
 
     def switch_back(self, failure: type[BaseException] | None, *_: Any) -> None:
-        """Let units reduce again that did, where the capture failed."""
+        """Restore whether units reduce, if the capture failed."""
         if failure is not None:
             for param, accumulates in self._accumulates.items():
                 param.group.reduce_grads = not accumulates
 
     def accumulates(self, param: ShardedParam) -> bool:
-        """Whether the program only adds to an accumulator: they are made before a call that begins so."""
+        """Whether the program only adds to accumulators, which exist if it did so at its beginning."""
         if self._accumulates[param] and not param.accumulates:
             raise _switched(param, "begins without")
         return self._accumulates[param]

@@ -1,8 +1,8 @@
 """One FSDP2 parameter as graph nodes: the gather of its shards, the reduction of its gradient.
 
-FSDP2 gathers and reduces a whole unit at once, in flat buffers that its hooks fill and empty. Here each
-parameter has a chain of its own, made of operators that a graph can hold; merging the chains of a unit
-is a graph pass's work. Bracketed nodes are there only when the parameter needs them::
+FSDP2 gathers and reduces a whole unit at once, in flat buffers that its hooks fill and free. Here each
+parameter has its own chain of operators in the graph; a graph pass merges the chains of a unit. Nodes in
+brackets exist only if the parameter needs them::
 
     forward   shard ─[to param_dtype]─[pad rows]─ all_gather_into_tensor ─ wait_tensor ─
               [chunk, cat]─[narrow]─ whole
@@ -12,8 +12,8 @@ is a graph pass's work. Bracketed nodes are there only when the parameter needs 
 
 Rows are padded where the first dimension does not divide by the number of shards: every rank brings
 `ceil(rows / shards)` rows, of which the last ranks own fewer or none. A parameter sharded on another
-dimension (always evenly) is gathered as rows and then put side by side. A tensor subclass with FSDP2's
-extension (`fsdp_pre_all_gather`, `fsdp_post_all_gather`) says itself what is sent, and what is made of it.
+dimension (always evenly) is gathered as rows and then concatenated. A tensor subclass with FSDP2's extension
+(`fsdp_pre_all_gather`, `fsdp_post_all_gather`) determines what is sent, and what is made of it.
 Every step computes, element by element, what FSDP2 computes on its flat buffers, so values are equal bit for
 bit.
 """
@@ -85,10 +85,10 @@ class ReachAll(torch.autograd.Function):
 
 
 class EnterUnit(torch.autograd.Function):
-    """The inputs of a unit. FSDP2 hangs the end of the unit's backward on a node like this one.
+    """The inputs of a unit. FSDP2 registers the end of the unit's backward on a node like this one.
 
-    Gradients of all uses of an input inside of the unit meet here, before they meet those of other units, and
-    one that none arrives for is zero: sums of three numbers show it.
+    Gradients of all uses of an input inside of the unit are summed here, before they are added to those of
+    other units, and a missing one is zero: the order shows in sums of three numbers.
     """
 
     passes_gradients_on = True
@@ -126,7 +126,7 @@ class GatherAgain(torch.autograd.Function):
 
 def _remember(ctx: Any, param: ShardedParam, capture: Reductions) -> None:
     ctx.param, ctx.capture = param, capture
-    ctx.set_materialize_grads(False)  # a gradient that does not come is no gradient of zero
+    ctx.set_materialize_grads(False)  # a missing gradient is not zero
 
 
 def _sharded_grad(grad: torch.Tensor | None, param: ShardedParam, capture: Reductions) -> torch.Tensor | None:
@@ -145,7 +145,7 @@ def _sharded_grad(grad: torch.Tensor | None, param: ShardedParam, capture: Reduc
     else:
         reduced = reduce(param.record._get_grad_inner_tensor(total), param, capture)
     if accumulated is not None:
-        accumulated.fill_(-0.0)  # it is reduced once, also where another forward took it along
+        accumulated.fill_(-0.0)  # it is reduced once, even if another forward adds it too
     return None if reduced is None else make_dtensor(reduced, param.record._sharding_spec)
 
 
@@ -184,7 +184,7 @@ def arguments_of_extension(shard: Any) -> int:
 
 
 def _gathered_by_extension(shard: Any, param: ShardedParam) -> torch.Tensor:
-    """A tensor subclass that says for itself what is gathered, and what is made of it."""
+    """Gather a tensor subclass by its own extension."""
     record = param.record
     size, stride = record._orig_size, record._contiguous_orig_stride
     known = (record.shard_mesh, size, stride, record._module_info.module, record.mp_policy)
@@ -200,7 +200,7 @@ def _gathered_by_extension(shard: Any, param: ShardedParam) -> torch.Tensor:
 def reduce(grad: torch.Tensor, param: ShardedParam, capture: Reductions) -> torch.Tensor | None:
     """This rank's shard of the gradient, averaged over all ranks, in the parameter's own dtype.
 
-    None if it is summed with other backwards' first, before replicas sum theirs.
+    None if it stays in the buffer of gradients that are not yet summed over replicas.
     """
     dtype = param.group._reduce_dtype or grad.dtype
     reduction = Reduction.of(param, dtype, grad.device)
@@ -227,11 +227,11 @@ def reduce(grad: torch.Tensor, param: ShardedParam, capture: Reductions) -> torc
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """How gradients are averaged: FSDP2 lets the collective divide, or divides itself to keep fp16 in range.
+    """How gradients are averaged: the collective divides, or FSDP2 does, to keep fp16 in range.
 
     Args:
-        prescale: factor applied before the collective in place of `PREMUL_SUM`, which functional
-            collectives do not have. Same value up to rounding: NCCL multiplies by it as well.
+        prescale: factor before the collective, in place of `PREMUL_SUM`, which functional collectives do not
+            have. NCCL multiplies by it too, so values are the same up to rounding.
         predivide: divisor before the collective.
         scatter_op: operation of the reduce-scatter.
         all_reduce_op: operation of the all-reduce among replicas.
@@ -292,9 +292,9 @@ def unsharded_spec(record: Any, dtype: torch.dtype) -> Any | None:
 
 
 def new_accumulator(record: Any) -> torch.Tensor:
-    """An accumulator to which the first gradient can be added without changing a bit of it.
+    """An accumulator filled with -0.0, to which the first gradient is added without changing a bit of it.
 
-    It is filled with -0.0, the only number that adds nothing: 0.0 + -0.0 would turn -0.0 into 0.0.
+    With 0.0 a gradient of -0.0 would become 0.0.
     """
     dtype = record.reduce_dtype or record.param_dtype or record.orig_dtype
     local = torch.full(record._orig_size, -0.0, dtype=dtype, device=record.device)
@@ -303,12 +303,12 @@ def new_accumulator(record: Any) -> torch.Tensor:
 
 
 def share_out_partial(group: Any) -> bool:
-    """Give each trainable parameter its part of FSDP2's buffer of what replicas have yet to sum.
+    """Give each trainable parameter its part of FSDP2's buffer of gradients not yet summed over replicas.
 
-    Where there is none yet, one is made for a group that is about to add to it.
+    If there is no buffer, one is allocated for a group that is about to add to it.
 
     Returns:
-        whether that was possible: FSDP2's own leaves out parameters that got no gradient.
+        whether that was possible: eager's own buffer leaves out parameters without a gradient.
     """
     records = [record for record in group.fsdp_params if record.sharded_param.requires_grad]
     sizes = [record.padded_sharded_param_size for record in records]
@@ -327,7 +327,7 @@ def share_out_partial(group: Any) -> bool:
 
 
 def _all_gather(shard: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    # One shard is copied, as FSDP2 does: the optimizer may write the parameter while backward still reads it.
+    # A single shard is copied, as in FSDP2: the optimizer may write it while backward still reads the copy.
     if ranks.size == 1:
         return shard.clone()
     if shard.dtype.is_floating_point and shard.itemsize == 1:  # FP8 travels as bytes: gloo does not know it

@@ -1,11 +1,11 @@
-"""Jagged tensors: a wrapper like any other, around values, offsets, and more that are known of the rows.
+"""Jagged tensors as wrappers around values, offsets and cached lengths.
 
-Its sizes follow from these, so a recipe has none of its own: the ragged size is a symbol because the values'
-size is one, and is the same for tensors around the same offsets.
+Their sizes follow from these parts, so recipes have no sizes: the ragged size is a symbol because the size of
+the values is one, and tensors around the same offsets share it.
 
-Where PyTorch has no kernel for their attention, so on every CPU, eager reads the lengths of the rows, and
-makes a strided nested tensor of them, which no trace can. So it stays whole in a graph: `jagged_attention`
-runs what eager runs, with its bits, and the backward runs that once more before it differentiates it.
+For their attention PyTorch has no kernel on CPUs: eager reads the lengths of the rows and makes a strided
+nested tensor, which cannot be traced. So attention is one custom operator, `jagged_attention`, which runs
+what eager runs, with the same bits; its backward runs the forward once more and differentiates that.
 
 Shapes, of the operator: T the length of all rows together, H heads, E and F features: q and k (T, H, E), v
 and result (T, H, F).
@@ -76,10 +76,10 @@ class _Attention(torch.autograd.Function):
 
 
 def _attend(query: Any, key: Any, value: Any, dropout: float, scale: float | None) -> Tensor:
-    """Attention of jagged tensors, heads before rows; see `jagged_traced`.
+    """Attention of jagged tensors, with the dimension of heads before that of rows; see `jagged_traced`.
 
     Raises:
-        UnsupportedProgram: attention weights are dropped.
+        UnsupportedProgram: `dropout` is not 0.
     """
     if dropout:
         raise UnsupportedProgram(

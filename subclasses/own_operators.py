@@ -1,6 +1,7 @@
-"""Operators of wrappers' that stay whole in a graph, and choose their kernel when they run.
+"""Custom operators of wrappers: one node in a graph, whose kernel is chosen when it runs.
 
-So a graph that was traced without a GPU is the one that a GPU runs, and eager and compiled choose alike.
+So a graph that was traced without a GPU can run on one, and eager and compiled programs choose the same
+kernel.
 """
 
 from __future__ import annotations
@@ -16,9 +17,12 @@ from aotdist.torch_seam.operators import OpOverload
 
 
 def define(schema: str, run: Callable[..., Any], like: Callable[..., Any]) -> OpOverload[..., Any]:
-    """The operator that is made of a function, and of one that describes its result without data.
+    """Define the operator `aotdist::...` of this schema.
 
-    Functions end in views of what they have made (`flatten`); an operator's result is no view.
+    Args:
+        schema: name, arguments and results.
+        run: computes it. It may return a view (`flatten`), which autograd does not see as one.
+        like: computes fake results.
     """
 
     @functools.wraps(run)

@@ -1,9 +1,9 @@
 """What aotdist asks of a wrapper tensor, and of a module whose hooks communicate.
 
-This file is all that `aotdist` knows of subclasses. A *wrapper* is a tensor subclass with
-`__tensor_flatten__` and `__tensor_unflatten__` (DTensor, Float8, 2:4 sparse, nested ones): it is
-taken apart into plain tensors before the graph and put together again after it. A `Recipe` is the
-frozen description of how; it is part of an artifact's signature.
+The rest of `aotdist` knows subclasses through this file alone. A *wrapper* is a tensor subclass with
+`__tensor_flatten__` and `__tensor_unflatten__` (DTensor, Float8, 2:4 sparse, nested ones). It is
+flattened into plain tensors before the graph and rebuilt after it. A `Recipe` is the frozen
+description of how to rebuild it, and part of an artifact's signature.
 
 A *module rule* says how a module that communicates in hooks (FSDP2) is captured: its hooks are
 replaced, while tracing, by collectives that land in the graph. A *container rule* knows a module
@@ -52,7 +52,7 @@ FIX_OF_OWN_CLASS = (
     "compute with `x.as_subclass(torch.Tensor)`, where its values are all that counts, and convert results "
     "outside"
 )
-"""What to do about a tensor of a class that has a `__torch_function__` alone."""
+"""The fix for a tensor whose class overrides `__torch_function__` only."""
 _FLATTEN_PROTOCOL = ("__tensor_flatten__", "__tensor_unflatten__")
 
 CONVERSION = "_aotdist_conversion"
@@ -90,12 +90,12 @@ Recipe: TypeAlias = Plain | Constant | Wrapper
 
 
 def is_wrapper(tensor: object) -> bool:
-    """Whether `tensor` is taken apart before the graph."""
+    """Whether `tensor` is flattened into plain tensors before the graph."""
     return is_traceable_wrapper_subclass(tensor) or is_sparse(tensor)
 
 
-def _taken_apart(tensor: torch.Tensor) -> tuple[Mapping[str, Any], Any]:
-    """What lies in a wrapper, by name, and its context."""
+def _flattened(tensor: torch.Tensor) -> tuple[Mapping[str, Any], Any]:
+    """The attributes of a wrapper by name, and its context."""
     if is_sparse(tensor):
         return sparse_parts(tensor)
     names, context = flatten_protocol(tensor)
@@ -103,7 +103,7 @@ def _taken_apart(tensor: torch.Tensor) -> tuple[Mapping[str, Any], Any]:
 
 
 def is_of_own_class(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a plain tensor, as the graph sees it, of a class with methods and attributes."""
+    """Whether `tensor` is of a subclass that is a plain tensor to the graph (no `__torch_dispatch__`)."""
     cls = type(tensor)
     return cls not in (torch.Tensor, nn.Parameter) and not dispatches(cls) and not is_wrapper(tensor)
 
@@ -119,7 +119,7 @@ def recipe_of(tensor: torch.Tensor) -> Recipe:
     """How to rebuild `tensor` from its plain tensors."""
     if not is_wrapper(tensor):
         return Plain(tensor.size(), tensor.stride() if tensor.layout is torch.strided else (), tensor.dtype)
-    parts, context = _taken_apart(tensor)
+    parts, context = _flattened(tensor)
     attributes: list[tuple[str, Recipe]] = []
     for name, value in parts.items():
         attributes.append((name, recipe_of(value) if isinstance(value, torch.Tensor) else Constant(value)))
@@ -139,15 +139,15 @@ def plain_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The plain tensors beneath `tensor`, depth first: `[tensor]` itself when it is plain."""
     if not is_wrapper(tensor):
         return [tensor]
-    values = _taken_apart(tensor)[0].values()
+    values = _flattened(tensor)[0].values()
     return [plain for value in values if isinstance(value, torch.Tensor) for plain in plain_tensors(value)]
 
 
 def inner_tensors(wrapper: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """Attribute path and tensor of all that lies inside of `wrapper`, wrappers before what is in them."""
+    """Attribute path and value of every tensor inside of `wrapper`, outer ones first."""
     if not is_wrapper(wrapper):
         return
-    for name, inner in _taken_apart(wrapper)[0].items():
+    for name, inner in _flattened(wrapper)[0].items():
         if isinstance(inner, torch.Tensor):
             yield f".{name}", inner
             for path, deeper in inner_tensors(inner):
@@ -155,16 +155,16 @@ def inner_tensors(wrapper: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def around_one(wrapper: torch.Tensor) -> tuple[torch.Tensor, Wrapper] | None:
-    """The tensor inside of `wrapper`, and how to wrap another; None if there are several inside.
+    """The tensor inside of `wrapper`, and a recipe to wrap another one; None if there are several inside.
 
-    To the recipe what is inside is a plain tensor, whatever it is.
+    In the recipe the inner tensor is a `Plain`, even if it is a wrapper itself.
     """
     recipe = recipe_of(wrapper)
     assert isinstance(recipe, Wrapper), "callers ask of wrappers"
     names = [name for name, part in recipe.attributes if not isinstance(part, Constant)]
     if len(names) != 1:
         return None
-    inner = _taken_apart(wrapper)[0][names[0]]
+    inner = _flattened(wrapper)[0][names[0]]
     plain = Plain(inner.size(), inner.stride(), inner.dtype)
     attributes = ((name, part if isinstance(part, Constant) else plain) for name, part in recipe.attributes)
     return inner, replace(recipe, attributes=tuple(attributes))
@@ -200,7 +200,7 @@ def _without_grad(wrapper: torch.Tensor) -> torch.Tensor:
 
 
 def _assembler(recipe: Recipe) -> Callable[[Iterator[torch.Tensor]], Any]:
-    """Puts together what `recipe` says from the plain tensors that it takes; what can be is decided here."""
+    """A function that rebuilds the tensor from an iterator of plain tensors; made once for many calls."""
     match recipe:
         case Plain():
             return next
@@ -209,17 +209,17 @@ def _assembler(recipe: Recipe) -> Callable[[Iterator[torch.Tensor]], Any]:
         case Wrapper(cls=cls, stride=stride):
             unflatten = wrapper_rule(cls).unflattener(recipe)
             parts = [(name, _assembler(part)) for name, part in recipe.attributes]
-            alike = _part_laid_out_alike(recipe)
+            same_strides = _part_of_same_strides(recipe)
 
             def assemble(remaining: Iterator[torch.Tensor]) -> torch.Tensor:
                 inner = {name: part(remaining) for name, part in parts}
-                return unflatten(inner, stride if alike is None else inner[alike].stride())
+                return unflatten(inner, stride if same_strides is None else inner[same_strides].stride())
 
             return assemble
 
 
-def _part_laid_out_alike(recipe: Wrapper) -> str | None:
-    """The part whose strides are the wrapper's: where it has others at run time, so has the wrapper."""
+def _part_of_same_strides(recipe: Wrapper) -> str | None:
+    """The part with the wrapper's size and strides: at run time the wrapper has the strides of this part."""
     for name, part in recipe.attributes:
         if not isinstance(part, Constant) and (part.size, part.stride) == (recipe.size, recipe.stride):
             return name
@@ -227,13 +227,13 @@ def _part_laid_out_alike(recipe: Wrapper) -> str | None:
 
 
 class WrapperRule:
-    """What a wrapper class is to aotdist: the general rule. A specialist overrides what it knows better.
+    """How aotdist treats a wrapper class; a specialist overrides what differs for its class.
 
     Attributes:
-        mixes: whether operators take such wrappers and plain tensors together; of which kind a gradient is
-            may then depend on the results that it comes from.
-        views_may_be_copies: whether what autograd takes for a view may have memory of its own.
-        sized: whether sizes and strides are the wrapper's own. Else they follow from what lies in it, and
+        mixes: whether operators take such wrappers and plain tensors together. The class of a gradient may
+            then depend on which results have gradients.
+        views_may_be_copies: whether a view, to autograd, may have memory of its own.
+        sized: whether sizes and strides belong to the wrapper. Otherwise they follow from its parts, and
             recipes have none.
     """
 
@@ -246,38 +246,38 @@ class WrapperRule:
         return True
 
     def convert(self, tensor: torch.Tensor, recipe: Wrapper) -> torch.Tensor | None:
-        """`tensor` with the metadata of `recipe` (a tangent laid out otherwise), or None if it cannot."""
+        """`tensor` (a tangent) converted to the metadata of `recipe`, or None if that is impossible."""
         return None
 
     def tangent_recipe(self, recipe: Wrapper) -> Recipe:
-        """The metadata to assume of a tangent for an output with metadata `recipe`; it may be plain."""
+        """The metadata to assume for the tangent of an output with metadata `recipe`; it may be plain."""
         return recipe
 
     def same_layout(self, a: Wrapper, b: Wrapper) -> bool:
-        """Whether the contexts of two recipes describe interchangeable tangents."""
+        """Whether the contexts of two recipes are interchangeable in tangents."""
         return bool(a.context == b.context)
 
     def is_redistributed(self, view: torch.Tensor, base: torch.Tensor) -> bool:
-        """Whether a view is laid out otherwise than a gradient of its base would be: so is its gradient."""
+        """Whether a view has other placements than its base, so that its gradient has, too."""
         return False
 
     def refuse(self, tensor: torch.Tensor, path: str) -> None:
         """Raise `UnsupportedProgram` for a tensor that cannot pass between a program and its caller."""
 
     def compared(self, tensor: torch.Tensor) -> tuple[Sequence[int], Sequence[int]]:
-        """Sizes and strides as numbers, by which a call is compared to others."""
+        """Sizes and strides that are compared between calls."""
         return tensor.shape, tensor.stride()
 
     def ragged_dims(self, tensor: torch.Tensor) -> frozenset[int]:
-        """Which dimensions are taken to differ from call to call, before they do."""
+        """Dimensions that are dynamic from the first call on."""
         return frozenset()
 
     def dims_inside(self, recipe: Wrapper, name: str, dims: frozenset[int]) -> frozenset[int]:
-        """Which dimensions of the part called `name` differ, where `dims` of the wrapper do."""
+        """The dynamic dimensions of the part called `name`, if `dims` of the wrapper are dynamic."""
         return dims
 
     def tracing(self) -> AbstractContextManager[None]:
-        """Around each trace: what operators on such wrappers keep, or compute, besides the program."""
+        """A context for each trace, for what operators on such wrappers cache or replace."""
         return nullcontext()
 
     def process_groups(self, recipe: Wrapper) -> Iterable[str]:
@@ -285,7 +285,7 @@ class WrapperRule:
         return ()
 
     def placement(self, recipe: Wrapper) -> str:
-        """How such a tensor is spread over ranks, in words that are the same on all of them; empty if not."""
+        """How such a tensor is placed on ranks, in the same words on all of them; empty if it is not."""
         return ""
 
     def unwrap_source(self, tensor: str, recipe: Wrapper) -> Sequence[str]:
@@ -293,19 +293,19 @@ class WrapperRule:
         return [f"{tensor}{path}" for path, _ in leaves(recipe)]
 
     def context_of(self, tensor: torch.Tensor) -> Any:
-        """What `same_context_source` compares with."""
-        return _taken_apart(tensor)[1]
+        """The context that `same_context_source` compares with."""
+        return _flattened(tensor)[1]
 
     def same_context_source(self, tensor: str, expected: str) -> str:
-        """Python expression: does the variable `tensor` have the context that `expected` names?"""
+        """Python expression for whether the variable `tensor` has the context in the variable `expected`."""
         return f"{tensor}.__tensor_flatten__()[1] == {expected}"
 
     def around(self, inner: torch.Tensor, recipe: Wrapper) -> torch.Tensor:
-        """A wrapper without grad around `inner`, which may have some; see `around_one`."""
+        """A wrapper that requires no grad around `inner`, which may require some; see `around_one`."""
         return rebuild(recipe, [inner])
 
     def unflattener(self, recipe: Wrapper) -> Callable[[Mapping[str, Any], tuple[int, ...]], torch.Tensor]:
-        """Puts a wrapper together of what is in it, by name, and with such strides."""
+        """A function from attributes by name, and strides, to the wrapper."""
         unflatten: Callable[..., torch.Tensor] = recipe.cls.__tensor_unflatten__  # type: ignore[attr-defined]
 
         def put_together(inner: Mapping[str, Any], stride: tuple[int, ...]) -> torch.Tensor:
@@ -314,7 +314,7 @@ class WrapperRule:
         return put_together
 
     def rebuilder(self, recipe: Wrapper) -> Callable[..., torch.Tensor]:
-        """A quick `(*plains) -> wrapper`; the printed runtime calls it."""
+        """A function from plain tensors to the wrapper, for the printed runtime."""
         assemble = _assembler(recipe)
         return lambda *plains: _without_grad(assemble(iter(plains)))
 
@@ -331,7 +331,7 @@ class Annotate(Protocol):
 
 
 class ModuleRule:
-    """How a module whose hooks communicate is captured; of what a rule does not say, nothing is done."""
+    """How a module whose hooks communicate is captured; methods do nothing unless overridden."""
 
     name: str
 
@@ -343,7 +343,7 @@ class ModuleRule:
         """Raise `UnsupportedProgram`, naming module and feature, before anything is changed."""
 
     def flags(self, root: nn.Module) -> Hashable:
-        """What else an artifact is specialised on; evaluated at every call, so cheap."""
+        """Further values that an artifact is specialised on; evaluated at every call, so cheap."""
 
     def prepare(self, root: nn.Module) -> None:
         """Bring the module into the state that a compiled call expects; cheap."""
@@ -361,16 +361,16 @@ class ModuleRule:
 
 
 class ContainerRule:
-    """How a module is compiled that goes on to run its own forward around what it contains.
+    """How a module is compiled whose own forward stays uncompiled, around the module that it contains.
 
     Attributes:
-        communicates: whether that forward, or a hook of it, does: no program holds such a module.
+        communicates: whether that forward, or a hook of it, communicates: no program may contain it.
     """
 
     communicates = False
 
     def contained(self, module: nn.Module) -> nn.Module | None:
-        """What to compile in the place of `module`; None if the rule does not speak for it."""
+        """The module to compile in place of `module`; None if the rule is for other classes."""
         raise NotImplementedError
 
     def calling(self, module: nn.Module) -> AbstractContextManager[None]:
@@ -379,7 +379,7 @@ class ContainerRule:
 
 
 def conversions(modules: Mapping[str, nn.Module]) -> dict[str, tuple[str, ...]]:
-    """Paths of the modules that were converted in place (`aotdist.to_float8`), by what they compute in."""
+    """Paths of the modules that were converted in place (`aotdist.to_float8`), by their conversion."""
     found: dict[str, list[str]] = {}
     for path, module in modules.items():
         conversion = vars(module).get(CONVERSION)
@@ -398,9 +398,9 @@ _registered: list[WrapperRule] = []
 
 
 def register_wrapper_rule(rule: WrapperRule) -> None:
-    """Let `rule` speak for the classes that it owns, before all rules that are there.
+    """Use `rule` for the classes that it owns; the latest rule comes first.
 
-    What is compiled already stays as it is: register before the first call.
+    Programs that are compiled already do not change: register before the first call.
     """
     _registered.insert(0, rule)
     wrapper_rule.cache_clear()
@@ -423,14 +423,14 @@ def _wrapper_rules() -> tuple[WrapperRule, ...]:
 
 
 def operators_made_of_others() -> dict[OpOverload, Callable[..., Any]]:
-    """What operators of wrappers' are made of, for compilers that fuse; they stay whole for the others."""
+    """Decompositions of the wrappers' own operators, for compilers that fuse."""
     tables = (getattr(module, "MADE_OF", {}) for module in _specialists())
     return {op: made for table in tables for op, made in table.items()}
 
 
 @contextmanager
 def tracing_wrappers() -> Generator[None]:
-    """Around each trace: what the rules of all wrappers ask for."""
+    """The contexts that the rules of all wrappers want around a trace."""
     with ExitStack() as stack:
         for rule in _wrapper_rules():
             stack.enter_context(rule.tracing())
@@ -451,7 +451,7 @@ def module_rules(root: nn.Module) -> list[ModuleRule]:
 
 
 def container_rule(module: nn.Module) -> tuple[ContainerRule, nn.Module] | None:
-    """The rule of a module that is compiled by compiling what it contains, and what that is."""
+    """The container rule for a module, and the module to compile in its place."""
     for specialist in _specialists():
         rule: ContainerRule | None = getattr(specialist, "CONTAINER_RULE", None)
         contained = None if rule is None else rule.contained(module)
@@ -461,27 +461,27 @@ def container_rule(module: nn.Module) -> tuple[ContainerRule, nn.Module] | None:
 
 
 def communicates_around(module: nn.Module) -> bool:
-    """Whether `module` communicates in a forward of its own, around what it contains (DDP)."""
+    """Whether `module` is a container whose own forward communicates (DDP)."""
     container = container_rule(module)
     return container is not None and container[0].communicates
 
 
 def tangent_recipe(recipe: Recipe) -> Recipe:
-    """The metadata to assume of a tangent for an output like `recipe`: the same, unless a rule differs."""
+    """The metadata to assume for the tangent of an output with metadata `recipe`."""
     if not isinstance(recipe, Wrapper):
         return recipe
     return wrapper_rule(recipe.cls).tangent_recipe(recipe)
 
 
 def same_layout(before: Recipe, after: Recipe) -> bool:
-    """Whether a wrapper is laid out as before: an operator in place may give a DTensor other placements."""
+    """Whether a wrapper kept its placements; an in-place operator may change those of a DTensor."""
     if not isinstance(before, Wrapper) or not isinstance(after, Wrapper):
         return True
     return wrapper_rule(before.cls).same_layout(before, after)
 
 
 def mixes_with_plain(recipes: Iterable[Recipe]) -> bool:
-    """Whether there are wrappers among them, or inside, that operators take together with plain tensors."""
+    """Whether some of these wrappers, or wrappers inside of them, mix with plain tensors in operators."""
     wrappers = [recipe for recipe in recipes if isinstance(recipe, Wrapper)]
     return any(
         wrapper_rule(wrapper.cls).mixes or mixes_with_plain(part for _, part in wrapper.attributes)
@@ -496,7 +496,7 @@ def process_groups(recipes: Iterable[Recipe]) -> set[str]:
 
 
 def refuse_unknown_subclass(tensor: torch.Tensor, path: str) -> None:
-    """Raise for a tensor subclass that has its own say in operators or functions but cannot be taken apart.
+    """Raise for a tensor subclass that overrides operators or functions but cannot be flattened.
 
     Raises:
         UnsupportedProgram: the class overrides `__torch_dispatch__` without the flatten protocol, or

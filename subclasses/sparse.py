@@ -1,7 +1,7 @@
-"""Sparse COO and CSR matrices: a wrapper like any other, around indices and values.
+"""Sparse COO and CSR matrices as wrappers around indices and values.
 
-Layout and size are constants of a program. How many values there are is the size of plain tensors, and so a
-symbol where it changes from call to call; how many rows a gradient has is taken to change.
+Layout and size are constants of a program. The number of values is the size of plain tensors, a symbol where
+it changes from call to call. The number of rows of a sparse gradient is a symbol from the start.
 """
 
 from __future__ import annotations

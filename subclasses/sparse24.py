@@ -1,17 +1,17 @@
 """`Sparse24Tensor`: a matrix of which two in every four neighbours are stored.
 
-It is made of plain tensors, as `sparse24_packing` describes them, and taken apart into them before a graph::
+It wraps plain tensors, which `sparse24_packing` describes, and is flattened into them before a graph::
 
     packed, meta        the matrix in groups along its rows
     packed_t, meta_t    the transposed matrix in groups along *its* rows
 
-Either pair may be missing, not both. A product wants groups along the dimension that it sums over: a linear
+One of the two pairs may be missing. A product needs groups along the dimension that it sums over: a linear
 layer's forward takes `packed`, its input's gradient takes `packed_t`, which only a transposable mask allows.
-Where the pair that a product wants is missing, the matrix is unpacked and the product is a dense one.
+Where the pair that a product needs is missing, the matrix is unpacked and the product is dense.
 
-Stored are 9/16 of the bytes of a dense 16-bit matrix a pair, 17/32 of a 32-bit one.
+A pair takes 9/16 of the bytes of a dense 16-bit matrix, 17/32 of those of a 32-bit one.
 
-`sparse24_selection.sparsify` makes one of a dense matrix, and is differentiable.
+`sparse24_selection.sparsify` makes one from a dense matrix, and is differentiable.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _aten = torch.ops.aten
 
 
 class Sparse24Tensor(torch.Tensor):
-    """A 2:4 matrix; `to_dense` unpacks it. Products, transposing, copies, casts and cuts work on the parts.
+    """A 2:4 matrix; `to_dense` unpacks it. Products, transposes, copies, casts and slices work on the parts.
 
     FSDP2 shards a frozen one by rows and gathers it packed (`fsdp_pre_all_gather`).
 
@@ -93,7 +93,7 @@ class Sparse24Tensor(torch.Tensor):
 
     @classmethod
     def from_choice(cls, dense: torch.Tensor, meta: torch.Tensor, *, both: bool = False) -> Sparse24Tensor:
-        """What `meta` keeps of `dense`.
+        """The elements of `dense` that `meta` keeps.
 
         Args:
             dense: Shapes: (R, C).
@@ -108,10 +108,10 @@ class Sparse24Tensor(torch.Tensor):
 
     @classmethod
     def from_semi_structured(cls, tensor: SparseSemiStructuredTensor) -> Sparse24Tensor:
-        """The same matrix out of PyTorch's class.
+        """The same matrix, from PyTorch's class.
 
-        CUTLASS's layout of 16-bit floats is reordered, on any device. Its others, cuSPARSELt's, and that of
-        PyTorch's own pruning kernel are opaque here: such a matrix is unpacked by a product, on its GPU, and
+        CUTLASS's layout of 16-bit floats is reordered, on any device. Its other layouts, cuSPARSELt's, and
+        that of PyTorch's pruning kernel are opaque: such a matrix is unpacked by a product, on its GPU, and
         packed anew.
 
         Raises:
@@ -150,7 +150,7 @@ class Sparse24Tensor(torch.Tensor):
         return unpack_24(self.packed_t, self.meta_t).t()
 
     def mask(self) -> torch.Tensor:
-        """What is kept. Shapes: -> (R, C) bool."""
+        """Which elements are kept. Shapes: -> (R, C) bool."""
         if self.meta is not None:
             return mask_24(self.meta)
         assert self.meta_t is not None
@@ -162,7 +162,7 @@ class Sparse24Tensor(torch.Tensor):
         return sum(part.numel() * part.element_size() for part in self.parts().values())
 
     def parts(self) -> dict[str, torch.Tensor]:
-        """The plain tensors that it is made of, by name."""
+        """The plain tensors by name."""
         return {name: part for name in _PARTS if (part := getattr(self, name)) is not None}
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -170,14 +170,14 @@ class Sparse24Tensor(torch.Tensor):
         return f"Sparse24Tensor(size={tuple(self.shape)}, dtype={self.dtype}, {kept})"
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
-        """Which parts there are."""
+        """The names of the parts, and no context."""
         return list(self.parts()), None
 
     @classmethod
     def __tensor_unflatten__(
         cls, parts: dict[str, torch.Tensor], context: None, size: Any, stride: Any
     ) -> Sparse24Tensor:
-        """Put the parts together again."""
+        """The inverse of `__tensor_flatten__`."""
         return cls(*(parts.get(name) for name in _PARTS))
 
     @classmethod
@@ -202,11 +202,11 @@ class Sparse24Tensor(torch.Tensor):
     def fsdp_pre_all_gather(
         self, mesh: DeviceMesh, outer_size: torch.Size, outer_stride: Any, module: nn.Module, mp_policy: Any
     ) -> tuple[tuple[torch.Tensor, torch.Tensor], bool]:
-        """What FSDP2 gathers of this rank's rows: 9/16 of the bytes of a dense 16-bit matrix.
+        """The tensors that FSDP2 gathers: 9/16 of the bytes of a dense 16-bit matrix.
 
         Returns:
-            The packed values, in the dtype that the module computes in, and the metadata; and whether both
-            packings are to be made of them.
+            This rank's packed values, in the dtype that the module computes in, and metadata; and whether the
+            gathered matrix is packed along its columns, too.
 
         Raises:
             UnsupportedProgram: the rows do not divide by the number of ranks.
@@ -229,7 +229,7 @@ class Sparse24Tensor(torch.Tensor):
         *,
         out: Any = None,
     ) -> tuple[Sparse24Tensor, tuple[torch.Tensor, ...]] | None:
-        """The whole matrix around what was gathered; `out` is around the same memory already."""
+        """The whole matrix around the gathered tensors; `out`, if given, wraps the same memory already."""
         packed, meta = all_gather_outputs
         if out is None:
             whole = Sparse24Tensor(packed, meta)
@@ -253,7 +253,7 @@ def _each_part(func: OpOverload, tensor: Sparse24Tensor, *args: Any, **kwargs: A
 
 
 def _to_copy(func: OpOverload, tensor: Sparse24Tensor, **kwargs: Any) -> Sparse24Tensor:
-    """A cast is one of the values; metadata only moves."""
+    """Cast the values, and move values and metadata."""
     moves = {name: value for name, value in kwargs.items() if name != "dtype"}
     packed, meta, packed_t, meta_t = _all_parts(tensor)
     values = [None if part is None else func(part, **kwargs) for part in (packed, packed_t)]
@@ -264,7 +264,7 @@ def _to_copy(func: OpOverload, tensor: Sparse24Tensor, **kwargs: Any) -> Sparse2
 def _copy(
     func: OpOverload, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False
 ) -> torch.Tensor:
-    """In place: into a dense tensor, or from another that has the same parts (a checkpoint's)."""
+    """Copy into a dense tensor, or from another `Sparse24Tensor` with the same parts (a checkpoint's)."""
     if not isinstance(target, Sparse24Tensor):
         return func(target, _dense(source), non_blocking)
     parts = {} if not isinstance(source, Sparse24Tensor) else source.parts()
@@ -297,7 +297,7 @@ def _require_matrix(tensor: Sparse24Tensor) -> None:
 
 
 def _view(func: OpOverload, tensor: Sparse24Tensor, size: list[int], *layout: Any) -> Sparse24Tensor:
-    """As it is, which DTensor and FSDP2 ask for (`as_strided` too), or flat, which FSDP2 does."""
+    """A view of the same size, as DTensor and FSDP2 make (by `as_strided`, too), or a flat one (FSDP2)."""
     if list(size) == [-1] and tensor.packed is not None and tensor.meta is not None:
         return Sparse24Tensor(tensor.packed.view(-1), tensor.meta.view(-1))
     if list(tensor.shape) != list(size):
@@ -309,7 +309,7 @@ def _view(func: OpOverload, tensor: Sparse24Tensor, size: list[int], *layout: An
 
 
 def _new_zeros(func: OpOverload, tensor: Sparse24Tensor, size: list[int], **options: Any) -> Sparse24Tensor:
-    """Packed like `tensor`: of equal magnitudes the mask keeps some, so any size that it allows will do."""
+    """Zeros with the same parts as `tensor`."""
     if tensor.packed is None:
         zeros = _new_zeros(func, _transpose(_aten.t.default, tensor), size[::-1], **options)
         return _transpose(_aten.t.default, zeros)
@@ -373,7 +373,7 @@ def _addmm(
 
 
 def _product(left: torch.Tensor, right: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Sparse where one side is packed along what is summed over, else dense."""
+    """A sparse product where one side is packed along the dimension that is summed over, else a dense one."""
     if isinstance(right, Sparse24Tensor) and right.packed_t is not None and right.meta_t is not None:
         return linear_24(_dense(left), right.packed_t, right.meta_t, bias)
     if isinstance(left, Sparse24Tensor) and left.packed is not None and left.meta is not None:
@@ -413,13 +413,13 @@ torch.serialization.add_safe_globals([Sparse24Tensor])  # a checkpoint may be re
 
 
 class _Sparse24Rule(WrapperRule):
-    """What aotdist is told of Sparse24Tensor: products send it dense gradients."""
+    """Products of a Sparse24Tensor give it dense gradients."""
 
     def owns(self, cls: type[torch.Tensor]) -> bool:
         return issubclass(cls, Sparse24Tensor)
 
     def tangent_recipe(self, recipe: Wrapper) -> Recipe:
-        """A dense matrix, laid out as the whole."""
+        """A dense matrix of the same size and strides."""
         (_, values), *_ = leaves(recipe)
         return Plain(recipe.size, recipe.stride, values.dtype)
 

@@ -1,10 +1,10 @@
-"""cuSPARSELt's form of 2:4 matrices, which is kept for those that are multiplied again.
+"""cuSPARSELt's form of 2:4 matrices, cached for those that are multiplied more than once.
 
-The layout is cuSPARSELt's own: a matrix is unpacked, and compressed for it, which reads and writes it twice.
-What is packed in each forward is multiplied once, and its form is let go: it would take 9/16 of the dense
-matrix once more until backward. A matrix that comes again as it was (a packed parameter, or the choice of a
-step that multiplies it several times) is compressed for the last time then; its form lives as long as it
-does, or until it is written to.
+The layout is opaque: a matrix has to be unpacked and compressed for it, which reads and writes it twice. A
+matrix that is packed in each forward is multiplied once, and its form is not cached: it would take another
+9/16 of the dense matrix until backward. When a matrix comes a second time unchanged (a packed parameter, or
+the choice of a step that multiplies it several times), its form is cached until the matrix is freed or
+written.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ class _Seen(NamedTuple):
     """A matrix at its latest compression.
 
     Args:
-        meta: its metadata.
-        moment: what says that it is as it was: the versions of both, where it lies; and the stream that
-            has compressed it, since another would have to wait.
-        form: of cuSPARSELt, at the second compression and later.
+        state: shows whether it has changed: versions of values and metadata, address of the values, and the
+            stream that compressed it, since another stream would have to wait.
+        form: cuSPARSELt's, from the second compression on.
     """
 
     meta: torch.Tensor
-    moment: tuple[int, int, int, int]
+    state: tuple[int, int, int, int]
     form: torch.Tensor | None
 
 
@@ -36,13 +35,13 @@ _seen = WeakTensorKeyDictionary()
 
 
 def compressed(packed: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
-    """What `_cslt_sparse_mm` takes. Shapes: (R, C / 2), (R, C / 8) uint8 -> opaque."""
-    if not _can_be_known_again(packed, meta):
+    """The argument for `_cslt_sparse_mm`. Shapes: (R, C / 2), (R, C / 8) uint8 -> opaque."""
+    if not _can_be_cached(packed, meta):
         return _compress(packed, meta)
-    moment = _moment(packed, meta)
+    state = _state(packed, meta)
     before: _Seen | None = _seen.get(packed)
-    if before is None or before.meta is not meta or before.moment != moment:
-        _seen[packed] = _Seen(meta, moment, None)
+    if before is None or before.meta is not meta or before.state != state:
+        _seen[packed] = _Seen(meta, state, None)
         return _compress(packed, meta)
     form = _compress(packed, meta) if before.form is None else before.form
     _seen[packed] = before._replace(form=form)
@@ -50,7 +49,7 @@ def compressed(packed: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
 
 
 def forget_forms() -> None:
-    """Packed matrices are written where version counters do not see it: beneath a wrapper, or by FSDP2."""
+    """Clear the cache, after a write that version counters do not show: inside a wrapper, or by FSDP2."""
     _seen.clear()
 
 
@@ -58,12 +57,12 @@ def _compress(packed: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
     return torch.ops.aten._cslt_compress(unpack(packed, meta))
 
 
-def _can_be_known_again(packed: torch.Tensor, meta: torch.Tensor) -> bool:
+def _can_be_cached(packed: torch.Tensor, meta: torch.Tensor) -> bool:
     """Tensors of inference mode have no version; a CUDA graph reads its inputs anew at every replay."""
     is_recorded = packed.is_cuda and torch.cuda.is_current_stream_capturing()
     return not (is_recorded or packed.is_inference() or meta.is_inference())
 
 
-def _moment(packed: torch.Tensor, meta: torch.Tensor) -> tuple[int, int, int, int]:
+def _state(packed: torch.Tensor, meta: torch.Tensor) -> tuple[int, int, int, int]:
     stream = torch.cuda.current_stream(packed.device).cuda_stream if packed.is_cuda else 0
     return packed._version, meta._version, packed.data_ptr(), stream

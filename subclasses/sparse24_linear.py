@@ -1,19 +1,17 @@
 """`sparsify_24`: linear layers that multiply by a 2:4 matrix, converted in place and back.
 
-A converted layer keeps its identity, its parameters and their names; only its class changes, and what it
-computes::
+A converted layer keeps its identity, its parameters and their names; its class changes, and its forward::
 
     operand="weight"   y = x @ sparse(weight).T + bias    chosen in each forward, or held, or packed for good
     operand="input"    y = sparse(x) @ weight.T + bias    for inputs that are mostly zero
 
-The weight stays dense and in high precision, except when packed: optimizers, FSDP2 and checkpoints see what
-they always saw. A held choice is a buffer, `weight_meta`, two bits a kept weight, so that it is resumed with
-a checkpoint.
+Unless it is packed, the weight stays dense and in high precision for optimizers, FSDP2 and checkpoints. A
+held choice is a buffer, `weight_meta`, of two bits for each kept weight, so it is part of a checkpoint.
 
 The squared-ReLU recipe (Haziza et al., "Accelerating Transformer Inference and Training with 2:4 Activation
-Sparsity", arXiv:2503.16672) is `operand="input"` for the layer that follows `relu(x) ** 2`. Of its two
-backward products, that for the weight takes the packed activation, whose groups run along a row, unpacked:
-the paper's split by features is left out.
+Sparsity", arXiv:2503.16672) is `operand="input"` for the layer that follows `relu(x) ** 2`. The backward
+product for the weight unpacks the activation, whose groups run along rows; the paper's split by features is
+left out.
 """
 
 from __future__ import annotations
@@ -22,14 +20,22 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Literal, NamedTuple, TypeAlias, get_args
+from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from aotdist.errors import BadSettings
-from aotdist.subclasses.conversion import Filter, in_words, left_out, refuse_what_is_no_module, sort_linears
+from aotdist.subclasses.conversion import (
+    ConvertedLayer,
+    Filter,
+    convert,
+    in_words,
+    refuse_what_is_no_module,
+    sort_linears,
+    undo_all,
+)
 from aotdist.subclasses.protocol import CONVERSION
 from aotdist.subclasses.sparse24_operators import choose_24
 from aotdist.subclasses.sparse24_packing import MaskKind, refusal
@@ -39,11 +45,11 @@ Operand: TypeAlias = Literal["weight", "input"]
 Select: TypeAlias = Literal["forward", "held", "packed"]
 
 HELD = "weight_meta"
-"""Buffer of a layer that holds its choice."""
+"""The buffer of a held choice."""
 
 
 class Scheme(NamedTuple):
-    """How a layer is sparse; a constant of the module, so that a compiled program is specialised on it."""
+    """How a layer is sparse; a constant, on which compiled programs are specialised."""
 
     operand: Operand = "weight"
     mask: MaskKind = "row"
@@ -52,10 +58,10 @@ class Scheme(NamedTuple):
     decay: float = 0.0
 
     def check(self) -> None:
-        """Raise for values that are unknown, or that contradict each other.
+        """Check the options.
 
         Raises:
-            BadSettings: names them.
+            BadSettings: one is unknown, or two contradict each other.
         """
         for name, values in (
             ("operand", Operand),
@@ -87,7 +93,7 @@ class Scheme(NamedTuple):
 
 
 class Sparse24Linear(nn.Linear):
-    """A linear layer with one 2:4 operand; `sparsify_24` makes them of `nn.Linear`s.
+    """A linear layer with one 2:4 operand, made from an `nn.Linear` by `sparsify_24`.
 
     Attributes:
         scheme: how it is sparse.
@@ -117,9 +123,9 @@ class Sparse24Linear(nn.Linear):
 
     @torch.no_grad()
     def choose(self) -> None:
-        """Choose anew what is held, by today's magnitudes."""
+        """Renew the held choice, by the present magnitudes."""
         held = self.weight_meta
-        # Tensor parallelism replicates what it does not shard; every rank has all of the choice.
+        # Tensor parallelism replicates buffers: every rank has the whole choice.
         held = held.to_local() if isinstance(held, DTensor) else held
         held.copy_(_choice(self.weight, self.scheme.mask))
 
@@ -134,59 +140,38 @@ class Sparsified:
 
     Args:
         converted: names of the layers that are 2:4 now.
-        skipped: names of the others, and why each was left dense.
-        dense_bytes: what the converted weights take dense; 0 if it is inputs that are sparse.
-        packed_bytes: what they take packed: what a product reads, and with select="packed" all that is
-            stored.
+        skipped: names of the other linear layers, and why each was left dense.
+        dense_bytes: of the converted weights as dense ones; 0 if inputs are sparse.
+        packed_bytes: of the converted weights packed, which products read.
     """
 
     converted: tuple[str, ...]
     skipped: Mapping[str, str]
     dense_bytes: int
     packed_bytes: int
-    _layers: tuple[tuple[Sparse24Linear, nn.Parameter], ...] = field(repr=False)
+    _layers: tuple[ConvertedLayer, ...] = field(repr=False)
 
     def undo(self) -> None:
-        """Make the layers what they were, with the very parameters that they had.
+        """Make the layers `nn.Linear`s again, with their original parameters.
 
-        A parameter that stayed dense has been trained meanwhile, and stays so; one that was packed comes back
-        as it was before.
+        A parameter that stayed dense keeps its present values; one that was packed has those from before.
 
         Raises:
             BadSettings: a layer is no longer what `sparsify_24` made it; nothing is changed then.
         """
-        self._require_unchanged()
-        for layer, weight in self._layers:
-            if layer.scheme.select == "packed":
-                layer.weight = weight
-            for name in ("scheme", CONVERSION, HELD):
-                if hasattr(layer, name):
-                    delattr(layer, name)
-            layer.__class__ = nn.Linear  # pyright: ignore[reportAttributeAccessIssue]
+        undo_all(self._layers, "sparsify_24")
 
     def choose(self) -> None:
-        """Choose anew what is held (`select="held"`), by today's magnitudes; a collective if it is sharded.
+        """Renew the held choices (`select="held"`), by the present magnitudes; a collective if sharded.
 
         Raises:
             BadSettings: nothing is held, or a layer is no longer what `sparsify_24` made it.
         """
-        if any(getattr(layer, HELD, None) is None for layer, _ in self._layers):
+        linears: list[Any] = [layer.linear for layer in self._layers]
+        if any(getattr(linear, HELD, None) is None for linear in linears):
             raise BadSettings("no choice is held that could be made anew", fix='convert with select="held"')
-        for layer, _ in self._layers:
-            layer.choose()
-
-    def _require_unchanged(self) -> None:
-        for name, (layer, _) in zip(self.converted, self._layers, strict=True):
-            if type(layer) is not Sparse24Linear:
-                raise BadSettings(
-                    f"`{name}` is a {type(layer).__name__} now, and cannot be made an nn.Linear again",
-                    fix="undo before the layer is wrapped or sharded, and only once",
-                )
-            if layer.scheme.select == "packed" and isinstance(layer.weight, DTensor):
-                raise BadSettings(
-                    f"the packed weight of `{name}` has been sharded, its dense one has not",
-                    fix="undo before the model is sharded",
-                )
+        for linear in linears:
+            linear.choose()
 
     def __str__(self) -> str:
         lines = [f"2:4 sparse: {len(self.converted)} layers: {', '.join(self.converted)}"]
@@ -216,14 +201,13 @@ def sparsify_24(
     Args:
         module: its `nn.Linear`s are converted, itself included.
         filter: which of them, by name and layer; None for all that can be.
-        operand: what is 2:4: the "weight", or the "input" (for what a squared ReLU leaves mostly zero).
+        operand: which one is 2:4: the "weight", or the "input" (of a layer behind a squared ReLU).
         mask: "row" keeps two of four neighbours in a row; "transposable" in a column too, so that the product
             for the input's gradient is sparse as well.
         select: "forward" chooses by magnitude in each forward; "held" chooses now and when `choose()` is
             called; "packed" stores the 2:4 weight alone, and frozen: for inference, or under adapters.
         gradient: "straight-through" hands the dense gradient to all weights; "masked" to the kept ones.
-        decay: draws weights that are not kept to zero, by this much of themselves a step (SR-STE; 2e-4
-            there).
+        decay: share of the dropped weights that is added to their gradient (SR-STE: 2e-4).
 
     Raises:
         BadSettings: an option is unknown or contradicts another, or no layer could be converted.
@@ -232,9 +216,7 @@ def sparsify_24(
     scheme.check()
     refuse_what_is_no_module(module)
     tied = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-    chosen, skipped = sort_linears(
-        module, lambda name, layer: left_out(filter, name, layer) or _reason_against(layer, scheme, tied)
-    )
+    chosen, skipped = sort_linears(module, filter, lambda layer: _reason_against(layer, scheme, tied))
     if not chosen:
         reasons = in_words(skipped) or "it has no nn.Linear"
         raise BadSettings(
@@ -247,15 +229,11 @@ def sparsify_24(
         MappingProxyType(skipped),
         sum(weight.numel() * weight.element_size() for weight in weights),
         sum(_packed_bytes(weight, mask) for weight in weights),
-        tuple(_convert(layer, scheme) for layer in chosen.values()),
+        tuple(_convert(path, layer, scheme) for path, layer in chosen.items()),
     )
 
 
 def _reason_against(layer: nn.Linear, scheme: Scheme, tied: Mapping[int, int]) -> str | None:
-    if isinstance(layer, Sparse24Linear):
-        return "is 2:4 already"
-    if type(layer) is not nn.Linear:
-        return f"is a {type(layer).__name__}, whose forward may be another"
     weight = layer.weight
     if type(weight) is not nn.Parameter:
         return f"has a {type(weight).__name__} for its weight: convert it before it is sharded or quantised"
@@ -268,24 +246,19 @@ def _reason_against(layer: nn.Linear, scheme: Scheme, tied: Mapping[int, int]) -
 
 
 def _packed_bytes(weight: torch.Tensor, mask: MaskKind) -> int:
-    """Half the values, and a byte for eight elements; both twice if the transposed matrix is packed too."""
+    """Half of the values and a byte for eight elements, for the matrix and a transposed packing."""
     once = weight.numel() // 2 * weight.element_size() + weight.numel() // 8
     return once if mask == "row" else 2 * once
 
 
 @torch.no_grad()
-def _convert(layer: nn.Linear, scheme: Scheme) -> tuple[Sparse24Linear, nn.Parameter]:
-    weight = layer.weight
-    assert isinstance(weight, nn.Parameter)
-    layer.__class__ = Sparse24Linear
-    assert isinstance(layer, Sparse24Linear)
-    layer.scheme = scheme
-    vars(layer)[CONVERSION] = str(scheme)
-    if scheme.select == "held":
-        layer.register_buffer(HELD, _choice(weight, scheme.mask))
+def _convert(path: str, layer: nn.Linear, scheme: Scheme) -> ConvertedLayer:
+    weight, packed = layer.weight, None
     if scheme.select == "packed":
-        layer.weight = nn.Parameter(sparsify(weight, scheme.mask), requires_grad=False)
-    return layer, weight
+        packed = nn.Parameter(sparsify(weight, scheme.mask), requires_grad=False)
+    buffers = {HELD: _choice(weight, scheme.mask)} if scheme.select == "held" else None
+    attributes = {"scheme": scheme, CONVERSION: str(scheme)}
+    return convert(path, layer, Sparse24Linear, attributes, buffers=buffers, weight=packed)
 
 
 def _choice(weight: torch.Tensor, mask: MaskKind) -> torch.Tensor:

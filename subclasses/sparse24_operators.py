@@ -1,11 +1,11 @@
-"""What 2:4 tensors are computed with, as operators that stay whole in a graph.
+"""Custom operators of 2:4 tensors.
 
-A graph then shows what is chosen, packed and multiplied, in one node each, where the pointwise operators of
-`sparse24_packing` would be a hundred for every layer.
+A graph has one node for choosing, packing and multiplying each, where the pointwise operators of
+`sparse24_packing` would be a hundred nodes for every layer.
 
 `mm_24` and `linear_24` choose their kernel when they run, by `choose_kernel`: the hardware's sparse product
 where there is one for the device, dtype and size, else a dense product of the unpacked operand, which is
-exact. The hardware takes the sparse operand on the left, its groups along the dimension that is summed over.
+exact. The hardware takes the sparse operand on the left, with groups along the dimension that is summed over.
 So `x @ W.T`, a linear layer's forward, is computed as `(W @ x.T).T`.
 
 Shapes: R rows and C columns of a 2:4 matrix; N rows of the dense operand, O outputs, K the dimension that is
@@ -41,7 +41,7 @@ _aten = torch.ops.aten
 def choose_kernel(
     capability: tuple[int, int] | None, dtype: torch.dtype, size: tuple[int, int], num_dense: int
 ) -> Kernel:
-    """What computes a product of a 2:4 matrix of `size` with `num_dense` dense rows or columns.
+    """The kernel for a product of a 2:4 matrix of `size` with `num_dense` dense rows or columns.
 
     PyTorch's CUTLASS product exists for compute capability 8.x alone, and reads metadata that CUTLASS's own
     shuffle makes of ours. cuSPARSELt runs from 8.0 on; its layout is its own, see `sparse24_compressed`. Both
@@ -90,7 +90,7 @@ def _run_linear(
             form = compressed(packed, meta)
             return _aten._cslt_sparse_mm(form, dense.t(), bias, transpose_result=True)
         case "dense":
-            # Of an unpacked matrix, this is what `linear` itself computes, bit for bit.
+            # Bit for bit what `linear` computes with the unpacked matrix.
             return torch.nn.functional.linear(dense, unpack(packed, meta), bias)
 
 
@@ -108,7 +108,7 @@ def _run_transpose(meta: torch.Tensor) -> torch.Tensor:
 
 
 def _run_compress(dense: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
-    return compress(dense.contiguous(), meta)  # so that kernels find whole rows of what comes out
+    return compress(dense.contiguous(), meta)  # the result has contiguous rows
 
 
 def _like_choose(dense: torch.Tensor, transposable: bool) -> torch.Tensor:
@@ -174,4 +174,4 @@ MADE_OF: Mapping[OpOverload, Callable[..., Any]] = {
     compress_24: _made_of_compression,
     unpack_24: unpack,
 }
-"""What operators are made of, for a compiler that fuses: then one kernel chooses and packs."""
+"""Decompositions for a compiler that fuses: one kernel then chooses and packs."""

@@ -28,7 +28,7 @@ from aotdist.torch_seam.tensors import cutlass_word_places
 MaskKind: TypeAlias = Literal["row", "transposable"]
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-"""What can be packed."""
+"""Dtypes that can be packed."""
 
 GROUP = 4
 COLUMNS_PER_BYTE = 8
@@ -80,12 +80,12 @@ def require_packable(dense: torch.Tensor, mask: MaskKind = "row") -> None:
 
 
 def magnitude_mask(dense: torch.Tensor, mask: MaskKind = "row") -> torch.Tensor:
-    """The 2:4 mask that keeps what is largest.
+    """The 2:4 mask that keeps the largest magnitudes.
 
-    `row` keeps the two largest magnitudes of every group; of equal ones the first, so zeros and -0.0 are
-    equal, and NaN is above infinity: what went wrong stays visible. `transposable` keeps, in every 4x4 tile,
-    two in each row and in each column, so that the transposed matrix is 2:4 too; of the 90 masks that do so,
-    the one with the largest sum of magnitudes.
+    `row` keeps the two largest magnitudes of every group, the first ones if they are equal. NaN counts as
+    larger than infinity, so that it stays visible. `transposable` keeps two in each row and in each column of
+    every 4x4 tile, so that the transposed matrix is 2:4 too: of the 90 such masks, the one with the largest
+    sum of magnitudes.
 
     Shapes: (R, C) -> (R, C) bool. With `transposable`, scoring takes 22.5 bytes an element meanwhile.
     Source of the exhaustive choice: Hu et al., "Accelerating Transformer Pre-training with 2:4 Sparsity",
@@ -101,7 +101,7 @@ def _row_mask(dense: torch.Tensor) -> torch.Tensor:
 def two_largest(
     a: torch.Tensor, b: torch.Tensor, c: torch.Tensor, d: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Whether each is one of the two largest, elementwise; of equal ones, the first are."""
+    """Whether each is one of the two largest, elementwise; of equal ones the first are."""
     ab, ac, ad, bc, bd, cd = a >= b, a >= c, a >= d, b >= c, b >= d, c >= d
     return (
         _two_of_three(ab, ac, ad),
@@ -112,7 +112,7 @@ def two_largest(
 
 
 def magnitude(dense: torch.Tensor) -> torch.Tensor:
-    """Integers in the order of the magnitudes: the bits of a float without its sign are."""
+    """Integers in the order of the magnitudes: the bits of the floats without the sign."""
     integers = bits(dense)
     return integers & torch.iinfo(integers.dtype).max
 
@@ -143,7 +143,7 @@ def _transposable_mask(dense: torch.Tensor) -> torch.Tensor:
 
 
 def _scores(dense: torch.Tensor) -> torch.Tensor:
-    """Magnitudes of which eight can be added without overflow; one NaN outweighs seven of anything else."""
+    """Magnitudes, clamped so that eight can be added without overflow; a NaN outweighs any other seven."""
     wide = torch.float64 if dense.dtype == torch.float64 else torch.float32
     largest = torch.finfo(wide).max / 8
     return dense.to(wide).abs().clamp(max=largest / 16).nan_to_num(nan=largest)
@@ -192,7 +192,7 @@ def _groups(tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _places(meta: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where in its group the first and the last kept stand. Shapes: (R, C / 8) uint8 -> twice (R, C / 4)."""
+    """The places of both kept elements in their group. Shapes: (R, C / 8) uint8 -> twice (R, C / 4)."""
     halves = torch.stack((meta & 0b1111, meta >> 4), -1).flatten(-2)
     return halves & 0b11, halves >> 2
 
@@ -218,15 +218,14 @@ def bytes_of_cutlass_words(words: torch.Tensor) -> torch.Tensor:
     return words.reshape(-1).gather(0, cutlass_word_places(words)).view_as(words).view(torch.uint8)
 
 
-# Choosing and packing 2:4 by slots, for compilers that fuse: one kernel reads a matrix and writes both.
+# Choosing and packing by slots, for compilers that fuse: one kernel reads a matrix and writes values and
+# metadata.
 #
-# A byte of metadata stands for eight elements, of which four are kept, in four *slots*. A slot's place in its
-# group takes two bits, so a byte is the sum of its slots' places, each times a power of four; and what a slot
-# holds follows from its place and its group. Here both are computed at the slots, bytes by a sum over four of
-# them, so that they fit into one kernel that reduces rows, as a softmax is one. By groups, as above,
-# there are fewer operations where each is run by itself. Both give the same bits.
-#
-# Values are moved as integers, since nothing is computed with them.
+# A byte of metadata stands for eight elements, of which four are kept, in four *slots*. The place of a slot's
+# element in its group takes two bits, so the byte is the sum of the four places, each times a power of four.
+# Here values and places are computed for each slot, and bytes are sums over four slots, so that all of it
+# fits into one kernel with a reduction over rows, as a softmax does. The functions above, by groups, are
+# fewer operations when each runs by itself. Both give the same bits. Values are moved as integers.
 #
 # Shapes: R rows, C columns of the matrix; B = C / 8 bytes of metadata in a row, of 2 groups of 2 slots.
 
@@ -254,7 +253,7 @@ def compress_by_slots(dense: torch.Tensor, meta: torch.Tensor) -> torch.Tensor:
 
 
 def _elements(dense: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Those of each slot's group, first to last. Shapes: (R, C) -> four times (R, B, 2, 2)."""
+    """The four elements of each slot's group. Shapes: (R, C) -> four times (R, B, 2, 2)."""
     groups = dense.unflatten(1, (-1, 2, 1, GROUP)).expand(-1, -1, -1, 2, -1)
     return groups.unbind(-1)
 

@@ -1,6 +1,6 @@
-"""From a dense matrix to its 2:4 part, in the middle of a training step: `sparsify` is differentiable.
+"""`sparsify`: from a dense matrix to its 2:4 part, differentiable, for use in each training step.
 
-Of a DTensor every rank packs its own shard, so shards must hold whole groups.
+Every rank packs its own shard of a DTensor, so shards must consist of whole groups.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ def sparsify(
     gradient: Gradient = "straight-through",
     decay: float = 0.0,
 ) -> torch.Tensor:
-    """The 2:4 part of a dense matrix, chosen by magnitude, now, as a `Sparse24Tensor`; differentiable.
+    """The 2:4 part of a dense matrix, chosen by magnitude, as a `Sparse24Tensor`; differentiable.
 
-    The gradient that reaches `dense` is that of the 2:4 matrix: all of it (`straight-through`: what was
-    dropped learns as if it had been kept, and may be chosen again), or the kept half (`masked`). `decay` adds
-    `decay * dense` to the gradient where nothing was kept, so that a choice settles.
+    The gradient of `dense` is that of the 2:4 matrix: all of it (`straight-through`: dropped elements learn
+    as if they had been kept, and may be chosen again), or the kept half (`masked`). `decay` adds `decay *
+    dense` to the gradient of dropped elements, so that a choice settles.
 
-    Of a DTensor it is one of the same placements, around the local parts' `Sparse24Tensor`s. No rank has to
-    know another's shard: groups, and the tiles of a transposable mask, are whole in each.
+    For a DTensor the result is a DTensor of the same placements, whose local part is a `Sparse24Tensor`.
+    There is no communication: groups, and the tiles of a transposable mask, lie within a shard.
 
     Args:
         dense: to choose from. Shapes: (R, C), C a multiple of 8; R too if `mask` is "transposable".
         mask: "row", or "transposable": then both `W` and `W.T` are 2:4, and packed.
-        meta: metadata of an earlier choice, to be kept to; None chooses. Shapes: (R, C / 8) uint8, of the
+        meta: metadata of an earlier choice to use; None makes a choice. Shapes: (R, C / 8) uint8, of the
             whole matrix on every rank.
         gradient: what the gradient is.
         decay: lambda of SR-STE.
@@ -61,10 +61,10 @@ def sparsify(
 
 
 def _require_whole_groups(dense: DTensor, mask: MaskKind) -> None:
-    """Raise unless every shard can be packed by itself; all ranks come to the same answer.
+    """Raise unless every shard can be packed by itself; all ranks raise or none.
 
     Raises:
-        UnsupportedProgram: names the placements and what would do.
+        UnsupportedProgram: names the placements and a size that would do.
     """
     if any(placement.is_partial() for placement in dense.placements):
         raise UnsupportedProgram(
@@ -84,7 +84,7 @@ def _require_whole_groups(dense: DTensor, mask: MaskKind) -> None:
 
 
 def _shard_like(meta: torch.Tensor, dense: DTensor) -> torch.Tensor:
-    """This rank's part of a whole matrix's metadata: eight columns are a byte, rows are rows."""
+    """This rank's part of the whole matrix's metadata, sharded as `dense` is."""
     whole = meta if isinstance(meta, DTensor) else _replicated(meta, dense)
     return whole.redistribute(placements=dense.placements).to_local()
 
@@ -104,7 +104,7 @@ class _Sparsify(torch.autograd.Function):
         decay: float,
     ) -> Sparse24Tensor:
         both = mask == "transposable"
-        # A copy of what is held: another choice may be written over it before this forward's backward.
+        # A copy, since the held choice may be renewed before the backward of this forward.
         kept = choose_24(dense, transposable=both) if meta is None else meta.clone()
         sparse = Sparse24Tensor.from_choice(dense, kept, both=both)
         ctx.gradient, ctx.decay = gradient, decay

@@ -1,8 +1,8 @@
-"""A sparse matrix in a trace: its indices and values, with a layout and a size that are constants.
+"""A sparse matrix in a trace: indices and values, with a constant layout and size.
 
-It is multiplied by dense matrices, and transposed, as the backward of a product does. A graph has one
-operator for each product, `sparse_addmm`, which makes the matrix of its parts and calls the kernel that eager
-calls: it has eager's bits. All else that is done with it is refused.
+It may be multiplied by dense matrices and transposed, as the backward of a product does; everything else is
+refused. A graph has one operator for each product, `sparse_addmm`, which rebuilds the sparse matrix and calls
+eager's kernel, so it has eager's bits.
 
 Shapes: R rows and C columns; N stored values; F columns of the dense matrix.
 """
@@ -25,17 +25,17 @@ from aotdist.torch_seam.trees import pytree
 _ATEN = torch.ops.aten
 
 Form: TypeAlias = tuple[torch.layout, torch.Size, bool | None]
-"""What is constant: layout, size, and whether COO indices are known to be in order; None if it is a mask."""
+"""The constants: layout, size, and whether COO indices are coalesced; None for a mask, see `_as_mask`."""
 
 FIX = (
     "multiply it by a dense matrix (`a @ x`, `torch.sparse.mm(a, x)`), or pass its indices and values: such "
     "a product is `zeros.index_add(0, row, values[:, None] * dense[column])`"
 )
-"""What to do about other sparse tensors, and where other things are done with one."""
+"""The fix for other sparse tensors and other operators."""
 
 
 def is_sparse(tensor: object) -> bool:
-    """Whether a tensor is real and sparse. Traces have `SparseMatrix`; sparse gradients in them are fakes."""
+    """Whether a tensor is sparse, and no stand-in of a trace (which has `SparseMatrix` for it)."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         return False
     return _is_laid_out(tensor.layout) and not stands_for_another(tensor)  # type: ignore[attr-defined,arg-type]
@@ -46,26 +46,26 @@ def _is_laid_out(layout: torch.layout) -> bool:
 
 
 OF_ROWS = ("_indices()[0]", "_values()")
-"""How the parts are read of a sparse tensor of whole rows."""
+"""Expressions for the parts of a sparse tensor of whole rows."""
 SPARSE_PARTS = frozenset({*OF_ROWS, "_indices()", "crow_indices()", "col_indices()", "values()"})
-"""How the parts of sparse tensors are read."""
+"""Expressions for the parts of sparse tensors."""
 
 
 def is_of_rows(tensor: Tensor) -> bool:
-    """Whether a real sparse tensor is one of whole rows, as gradients of embeddings are."""
+    """Whether a sparse tensor (no stand-in) consists of whole rows, as gradients of embeddings do."""
     with no_modes():
         return tensor.is_sparse and (tensor.sparse_dim(), tensor.dense_dim()) == (1, 1)
 
 
 def rows_of(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Which rows there are, and these."""
+    """Row numbers and rows."""
     return tensor._indices()[0], tensor._values()
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Mapping[str, Tensor], Form]:
-    """The plain tensors of a real sparse one, indices first, by how they are read; and its form.
+    """The plain tensors of a sparse one, indices first, by the expression for each; and its form.
 
-    Shapes: (2, N) indices of COO; (R + 1) and (N) of CSR; (N) values. Of rows (N) indices, (N, D) values.
+    Shapes: (2, N) indices of COO; (R + 1) and (N) of CSR; (N) values. For rows (N) indices, (N, D) values.
     """
     names = ("_indices", "_values") if tensor.is_sparse else ("crow_indices", "col_indices", "values")
     with no_modes(), torch.no_grad():
@@ -76,11 +76,11 @@ def sparse_parts(tensor: Tensor) -> tuple[Mapping[str, Tensor], Form]:
 
 
 FORM_SOURCE = "({0}.layout, {0}.shape, {0}.is_sparse and {0}.is_coalesced())"
-"""The form of a real sparse tensor, as Python."""
+"""Python expression for the form of a sparse tensor."""
 
 
 class SparseMatrix(Tensor):
-    """What a trace has for a sparse tensor; see the module.
+    """The stand-in for a sparse matrix in a trace.
 
     Shapes: (R, C).
     """
@@ -89,7 +89,7 @@ class SparseMatrix(Tensor):
     part_names: tuple[str, ...]
     called, remedy = "a matrix", FIX
     rules: Mapping[Any, Callable[..., Any]]
-    """What operators do; all others are refused."""
+    """Implementations of operators; others are refused."""
 
     def __new__(cls, parts: Mapping[str, Tensor], form: Form) -> Self:
         """Wrap parts; see `sparse_parts`."""
@@ -113,10 +113,10 @@ class SparseMatrix(Tensor):
     def __torch_dispatch__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        """Do what is done with a sparse matrix.
+        """Run an operator.
 
         Raises:
-            UnsupportedProgram: it is no product with a dense matrix.
+            UnsupportedProgram: there is no rule for it.
         """
         rule = cls.rules.get(func)
         found = NotImplemented if rule is None else rule(*args, **(kwargs or {}))
@@ -131,7 +131,7 @@ class SparseMatrix(Tensor):
         return found
 
     def parts(self) -> dict[str, Tensor]:
-        """Indices, and values."""
+        """Indices and values, by the expression for each."""
         return {name: vars(self)[name] for name in self.part_names}
 
     def stored(self) -> Tensor:
@@ -143,16 +143,16 @@ class SparseMatrix(Tensor):
         return type(self)(self.parts(), self.form)
 
     def layout_now(self) -> torch.layout:
-        """What `.layout` asks for."""
+        """The result of `.layout`."""
         return self.form[0]
 
     def is_in_order(self) -> bool:
-        """What `.is_coalesced()` asks for."""
+        """The result of `.is_coalesced()`."""
         return self.form[2] is not False
 
 
 def _transposed(matrix: SparseMatrix) -> SparseMatrix:
-    """Eager copies COO indices, and takes CSR ones for those of columns."""
+    """As in eager, COO indices are copied, and a CSR matrix becomes a CSC one."""
     (layout, size, _), parts = matrix.form, matrix.parts()
     if layout is torch.sparse_coo:
         return SparseMatrix(parts | {"_indices()": parts["_indices()"].flip(0)}, (layout, size[::-1], False))
@@ -175,14 +175,14 @@ def _mm(matrix: Any, dense: Any) -> Tensor:
 
 
 def _as_mask(matrix: SparseMatrix) -> SparseMatrix:
-    """What the backward of a product masks a dense gradient by, where eager sums equal indices up first."""
+    """`coalesce` in the backward of a product, which masks a dense gradient by the result; else refused."""
     layout, size, _ = matrix.form
     is_in_backward = matrix.requires_grad and not torch.is_grad_enabled()
     return SparseMatrix(matrix.parts(), (layout, size, None)) if is_in_backward else NotImplemented
 
 
 def _masked(dense: Tensor, matrix: SparseMatrix) -> SparseMatrix:
-    """What `dense` holds where the matrix has values: its gradient, which is one already to its values."""
+    """The values of `dense` at the matrix's indices: the gradient of the matrix."""
     parts = matrix.parts()
     if isinstance(dense, SparseMatrix):
         return dense if dense.parts()["_indices()"] is parts["_indices()"] else NotImplemented
@@ -214,7 +214,7 @@ SparseMatrix.rules = {
 
 
 def made_of(parts: Sequence[Tensor], form: Form) -> Tensor:
-    """A real sparse tensor of its parts."""
+    """A sparse tensor of these parts; the inverse of `sparse_parts`."""
     *indices, values = parts
     layout, size, is_coalesced = form
     like: Any = {"dtype": values.dtype, "layout": layout, "device": values.device}

@@ -1,11 +1,10 @@
-"""A sparse gradient in a trace: the rows of an embedding that have one, and which rows these are.
+"""A sparse gradient in a trace: row numbers, and the gradients of these rows.
 
-It is what `nn.Embedding(sparse=True)` gives: a COO tensor of whole rows. Optimizers coalesce it, look at
-state in its rows, and add such rows to dense tensors. How many distinct ones there are depends on data.
-Operators that order or add up rows are whole in a graph: they make the sparse tensor, and call the kernel
-that eager calls.
+`nn.Embedding(sparse=True)` gives such gradients: COO tensors of whole rows. Optimizers coalesce them, read
+state in their rows, and add them to dense tensors. The number of distinct rows depends on data. Operators
+that sort or add up rows are single nodes in a graph: they rebuild the sparse tensor and call eager's kernel.
 
-Shapes: V rows of D numbers in the dense tensor; N that are stored, some of them for one row.
+Shapes: V rows of D numbers in the dense tensor; N rows are stored, maybe several for one number.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ _ATEN = torch.ops.aten
 
 
 class SparseRows(SparseMatrix):
-    """What a trace has for a sparse gradient; see the module.
+    """The stand-in for a sparse gradient in a trace.
 
     Attributes:
-        is_given: whether the call brings it. How many rows there are is the sparse tensor's own affair, so no
-            graph writes one.
+        is_given: whether it is an input of the program. A graph cannot write one, since a write may change
+            the number of rows.
         num_writes: how often the program wrote it in place.
 
     Shapes: (V, D), of indices (N) and values (N, D).
@@ -55,7 +54,7 @@ class SparseRows(SparseMatrix):
     def of(
         cls, both: tuple[Tensor, Tensor], size: Sequence[int], *, is_coalesced: bool = False
     ) -> SparseRows:
-        """Such rows, of indices and values; single ones are in order, as eager has it.
+        """From indices and values; a single row is coalesced, as in eager.
 
         Shapes: (N), (N, D).
         """
@@ -64,7 +63,7 @@ class SparseRows(SparseMatrix):
 
     @classmethod
     def of_bags(cls, grad: Tensor, *given: Any) -> SparseRows:
-        """The gradient of an embedding bag; it takes what the operator in eager does."""
+        """The gradient of an embedding bag, with the arguments of eager's operator."""
         *_, num_weights, _, _, _, _, _ = given = (*given, _NO_PADDING)[:11]
         return cls.of(_rows_of_bags(grad, *given), (num_weights, grad.shape[-1]))
 
@@ -78,7 +77,7 @@ class SparseRows(SparseMatrix):
         return indices, values
 
     def indices_now(self) -> Tensor:
-        """What `._indices()` asks for."""
+        """The result of `._indices()`."""
         return self.both()[0][None]
 
     def with_values(self, values: Tensor) -> SparseRows:
@@ -98,12 +97,12 @@ def _masked(dense: Tensor, rows: Any) -> SparseRows:
 
 
 def _sum(one: Tensor, other: Any, *, alpha: Any = 1) -> Tensor:
-    """The sum of a dense tensor, or of rows, and of rows: a new tensor, with strides of its own."""
+    """A dense tensor or rows, plus rows; the result is a new contiguous tensor."""
     return _added_to(one if isinstance(one, SparseRows) else one.contiguous(), other, alpha=alpha)
 
 
 def _added_to(one: Tensor, other: Any, *, alpha: Any = 1) -> Tensor:
-    """The same, as it is computed where the first tensor lies."""
+    """A dense tensor or rows, plus rows; the result has the strides of the first."""
     if not isinstance(other, SparseRows) or (one.shape, one.dtype) != (other.shape, other.dtype):
         return NotImplemented
     *given, is_coalesced = (*other.both(), bool(other.form[2]))
@@ -125,7 +124,7 @@ def _subtracted_from(one: Tensor, other: Any, *, alpha: Any = 1) -> Tensor:
 
 
 def _num_known(values: Tensor) -> int | None:
-    """How many rows there are; None if that differs from call to call."""
+    """The number of rows; None if it is a symbol."""
     num: Any = values.shape[0]
     return num if isinstance(num, int) else None
 
@@ -160,7 +159,7 @@ def _norm(rows: SparseRows, p: Any = None, dim: Sequence[int] = (), keepdim: boo
 
 
 def _of_values(func: Any) -> Callable[..., Any]:
-    """A rule for what is done to each value."""
+    """A rule that applies an operator to the values."""
 
     def rule(rows: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(rows, SparseRows) or any(isinstance(one, Tensor) and one.dim() for one in args):
@@ -171,7 +170,7 @@ def _of_values(func: Any) -> Callable[..., Any]:
 
 
 def _in_place(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule for what writes its first argument."""
+    """A rule for the in-place variant of an operator."""
 
     def written(one: Any, *args: Any, **kwargs: Any) -> Any:
         new = rule(one, *args, **kwargs)
@@ -183,7 +182,7 @@ def _in_place(rule: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _each(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A rule for what is done to each tensor of a list, some of them such rows, and others dense."""
+    """A rule for a `foreach` operator on a list of rows and dense tensors."""
 
     def rule(items: Sequence[Tensor], *args: Any, **kwargs: Any) -> list[Tensor] | None:
         given = [[arg[at] if isinstance(arg, list) else arg for arg in args] for at in range(len(items))]
@@ -235,7 +234,7 @@ def sparse_made(
     is_coalesced: bool | None = None,
     **_options: Any,
 ) -> Tensor:
-    """A COO tensor that a backward makes, or a program of values with history; of others fakes will do."""
+    """The stand-in for a COO tensor that a backward makes, or that is made of values with history."""
     if in_backward() and (sparse_dim, dense_dim) == (1, 1):
         return SparseRows.of((indices[0], values), size, is_coalesced=bool(is_coalesced))
     has_history = torch.is_grad_enabled() and values.requires_grad
@@ -324,4 +323,4 @@ def _added(dense: Tensor, indices: Tensor, values: Tensor, _is_coalesced: bool, 
 
 
 ADDED_ROWS: Mapping[OpOverload, Callable[..., Any]] = {_add: _added}
-"""What adding rows to a dense tensor is made of, for compilers."""
+"""The decomposition of adding rows to a dense tensor, for compilers."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from aotdist.launch import recorder
+from aotdist.launch import loggers
 from aotdist.launch.commands.main import main
 from aotdist.launch.metrics import METRICS_FILE, read_metrics
 from tests.house.tree import ROOT
@@ -22,7 +22,7 @@ def test_the_second_command_goes_on_with_the_first(
     assert COMMANDS is not None
     first, second = (shlex.split(line)[1:] for line in COMMANDS[1].splitlines())
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(recorder, "draw_curve", lambda folder: None)
+    monkeypatch.setattr(loggers, "draw_curve", lambda folder: None)
     for number in range(40):
         Path(f"module_{number}.py").write_text("def function(x):\n    return x\n" * 20)
     small = [word for word in SMALL_MODEL if not word.startswith("--checkpoint")]

@@ -1,7 +1,7 @@
 """Which tensors share memory, and how views are made.
 
-Promises: sharing is decided to the byte; every view of a trace is known with the operation that made it, and
-every change of metadata in its order. Nothing here knows of programs or layers.
+Promises: whether tensors overlap is decided to the byte; for every view in a trace the operation that made it
+is known, and for in-place changes of metadata their order. Nothing here knows of programs or layers.
 
 Facts
 -----
@@ -9,14 +9,15 @@ Each input is `Untouched` or `DataWritten`, with the number of writes that its v
 to sizes, strides and history are recorded beside it, in order. Each output is `Fresh`, `IsInput`, or a view
 of an input, an intermediate or another output.
 
-How a view was made is known from `aliasing/view_log.py`, which a dispatch mode writes
-(`aliasing/view_mode.py`): on top of all others, below autograd, where it sees the operations on the tensors
-that the user handles, wrappers included, under `no_grad` too. The chain stops at a user's
-`autograd.Function`, whose backward would be lost if the operators inside it were replayed.
+The chain of operations that made a view is in the view log (`aliasing/view_log.py`). A dispatch mode writes
+it (`aliasing/view_mode.py`), the topmost one, directly below autograd: it sees the operations on the tensors
+that the user's code handles, wrappers included, also under `no_grad`. A chain stops at a tensor that a user's
+`autograd.Function` returned, as replaying the operators inside of that would lose its backward.
 
 After a write to its base, autograd rebuilds the history of a view: in eager from the memory layout of the
-two, in a trace from the operators that made the view. So a view whose base was reshaped in place since, or
-that was reshaped itself, is made again in the trace (`aliasing/metadata.py`). Steps that no operator shows,
-such as reading `x.a` of a wrapper or wrapping a tensor anew, are added to such a chain afterwards (`Inside`,
-`Around`): outside the graph, `x.a` is read once `x` has been written.
+two, in a trace from the operators that made the view. These no longer apply if the base or the view was
+reshaped in place since; so its history is then rebuilt here, from what the base is now
+(`aliasing/metadata.py`). Two kinds of views are made by no operator: a tensor inside of a wrapper (`x.a`),
+and a wrapper around a tensor. They are added to the chain when it is read (`Inside`, `Around`): outside of
+the graph, `x.a` is read after `x` has been written.
 """

@@ -1,8 +1,8 @@
 """Which tensors share memory: decided exactly, to the byte.
 
-Being on one storage says little: the rows of a buffer, or two column blocks of a matrix, never meet. Two
-strided tensors meet when a bounded linear equation has a solution, which is searched for dimension by
-dimension; strides that nest, as those of views do, leave one or two values to try in each.
+Tensors of one storage need not overlap: the rows of a buffer, or two column blocks of a matrix, do not. Two
+strided tensors overlap if a bounded linear equation has a solution, which is searched for dimension by
+dimension; nested strides, which views have, leave one or two values to try in each.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from aotdist.torch_seam.tensors import storage_id
 
 _Steps: TypeAlias = tuple[tuple[int, int], ...]
-"""Stride in bytes and highest index of each dimension, of the bytes of an element too."""
+"""Stride in bytes and highest index of each dimension; the bytes of an element are the last dimension."""
 
 
 def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -29,7 +29,7 @@ def share_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def covers(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether every byte of `b` is known to be one of `a`: `a` has no gaps, or they lie alike."""
+    """Whether `a` is known to cover every byte of `b`: `a` has no gaps, or both have the same layout."""
     if storage_id(a) != storage_id(b):
         return False
     if (
@@ -44,7 +44,7 @@ def covers(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def shows(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None) -> bool:
-    """Whether a tensor is known to show all that `as_strided` would: it has no gaps, or they lie alike."""
+    """Whether a tensor is known to cover what `as_strided` would show; see `covers`."""
     start = int(tensor.storage_offset())
     offset = start if offset is None else offset
     if 0 in size or (
@@ -56,7 +56,7 @@ def shows(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offs
 
 
 def may_repeat(tensor: torch.Tensor) -> bool:
-    """Whether two elements of a tensor may share memory: its strides do not nest."""
+    """Whether two elements of a tensor may share memory, as its strides are not nested."""
     last = 0
     for dim in reversed(by_stride(tensor.size(), tensor.stride())):
         if tensor.size(dim) > 1:
@@ -76,7 +76,7 @@ def _has_gaps(tensor: torch.Tensor) -> bool:
 
 
 def overlapping_groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Positions of the tensors that share memory, directly or through others; those alone are left out."""
+    """Positions of tensors that overlap, directly or through others, in groups of at least two."""
     by_storage: dict[int, list[int]] = {}
     for position, tensor in enumerate(tensors):
         by_storage.setdefault(storage_id(tensor), []).append(position)
@@ -96,9 +96,9 @@ def _connected(positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> lis
 
 
 def span(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
-    """First byte, and number of bytes from there, of the part of the storage that `tensors` lie in.
+    """First byte and number of bytes of the part of a storage that contains `tensors`.
 
-    They are on one storage, and not empty. Each starts a multiple of its own item size behind the first byte.
+    They are on one storage and not empty. Each starts at a multiple of its item size from the first byte.
     """
     starts = [start_of(tensor) for tensor in tensors]
     ends = [
@@ -138,7 +138,7 @@ def _steps(tensor: torch.Tensor) -> _Steps:
 
 @functools.lru_cache(maxsize=4096)
 def _meet(distance: int, a: _Steps, b: _Steps) -> bool:
-    """Whether a byte of `a` is one of `b`, which starts `distance` bytes later."""
+    """Whether `a` and `b`, which starts `distance` bytes later, have a byte in common."""
     # Counting b's indices from their ends turns the difference of two sums into one sum.
     target = distance + sum(stride * last for stride, last in b)
     merged: dict[int, int] = {}

@@ -1,7 +1,7 @@
-"""In-place changes that a traced program makes to a tensor's metadata, rather than to its data.
+"""In-place changes of a tensor's metadata in a traced program.
 
-To its sizes and strides (`t_`, `resize_`), to its storage (`set_`, `.data =`), or to its history (`detach_`,
-`requires_grad_`).
+They change sizes and strides (`t_`, `resize_`), the storage (`set_`, `.data =`), or the autograd history
+(`detach_`, `requires_grad_`).
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ INVERSES: Mapping[OpOverload, Callable[[torch.Tensor, Change], torch.Tensor]] = 
     _ATEN.squeeze_.dim: lambda tensor, change: tensor.view(change.size),
     _ATEN.squeeze_.dims: lambda tensor, change: tensor.view(change.size),
 }
-"""Operators that show the same elements in another way, and how to see them as before."""
+"""Operators that reshape a tensor in place, and the view that undoes each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One such change: `op(tensor, *args, **kwargs)`.
+    """One in-place change: `op(tensor, *args, **kwargs)`.
 
     Args:
         tensor: the tensor that was changed.
-        serial: its place in the order of the program's views and changes.
-        size: its sizes before.
+        serial: its position in the order of the program's views and changes.
+        size: the sizes of the tensor before.
         op: the operator, or a function that does the same to a real tensor.
         args: its other positional arguments; tensors among them are sources of a storage.
         kwargs: its keyword arguments as pairs.
         grad: whether grad mode was on.
-        bumps: by how much the version counter goes up.
-        former: another name for the memory that the tensor had, in the sizes that it had; None where the
-            operator has an inverse.
-        grown: another name for the memory that it has now, if that has grown.
+        bumps: by how much the version counter increases.
+        former: a second tensor with the memory and the sizes of before; None where the operator has an
+            inverse.
+        grown: a second tensor with the memory of after, if that has grown.
     """
 
     tensor: torch.Tensor
@@ -67,32 +67,32 @@ class Change:
     grown: torch.Tensor | None = None
 
     def moves(self) -> bool:
-        """Whether the tensor may lie in another storage now, or elsewhere in its own."""
+        """Whether the tensor may have other memory now."""
         return self.op not in INVERSES and self.op not in _OF_HISTORY
 
     def reshapes(self) -> bool:
-        """Whether it shows other sizes and strides now."""
+        """Whether the tensor has other sizes and strides now."""
         return self.op not in _OF_HISTORY
 
     def is_unseen(self, size: torch.Size) -> bool:
-        """Whether autograd accepts a gradient of the changed tensor, of this size, for the former one.
+        """Whether a gradient of the changed tensor, of this size, fits the tensor of before.
 
-        So it is where the change ran under `no_grad` and kept the size: autograd was told nothing of it.
+        It does if the change ran under `no_grad`, where autograd records nothing, and kept the size.
         """
         return not self.grad and self.op in INVERSES and size == self.size
 
     def before(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor`, which is as the change left it, as it was before."""
+        """`tensor`, as the change left it, in the form that it had before."""
         inverse = INVERSES.get(self.op)  # pyright: ignore[reportArgumentType]
         if inverse is not None:
             return inverse(tensor, self)
         return tensor if self.former is None else self.former
 
     def before_to_autograd(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same, with the history that it had: of a change under `no_grad`, autograd was not told.
+        """The same, with the history that it had: autograd did not record a change under `no_grad`.
 
-        Gradients arrive in the sizes of after the change; where they do not fit, eager raises, too. The
-        history of a view is made again.
+        Gradients arrive in the sizes of after the change; where they do not fit, eager raises, too. For a
+        view, autograd rebuilds the history.
         """
         if not tensor.requires_grad or tensor._is_view() or not self.is_unseen(tensor.size()):
             return self.before(tensor)
@@ -105,21 +105,21 @@ def assign_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def release_history(tensor: torch.Tensor, reason: str) -> None:
-    """Let `tensor` have a history whose backward raises, and says `reason`."""
+    """Give `tensor` a history whose backward raises an error with `reason`."""
     put(tensor, failing_in_backward(tensor, reason), 0)
 
 
 def make_again(view: torch.Tensor, changed: torch.Tensor, steps: Sequence[ViewStep]) -> None:
-    """Give a view the history of one that is made of its base as that is after a change.
+    """Replace the history of a view by one that starts from its base as it is after a change.
 
-    After a write to its base, autograd makes the history of a view again when it is asked for it. In eager it
-    goes by the places of the two in memory, whatever sizes the base has by then. Tensors of a trace have no
-    memory: there, autograd calls the operators that made the view once more, on the base as it is now.
+    After a write to the base, autograd rebuilds the history of a view when it is read. In eager it does so
+    from the memory layout of both, whatever sizes the base has by then. Tensors of a trace have no memory:
+    there, autograd calls the operators that made the view again, on the base as it is now.
 
     Args:
-        view: the view; all else of it stays.
-        changed: a view of the base as it is now, that shows it as it was.
-        steps: how the view was made of the base as it was.
+        view: the view; only its history changes.
+        changed: a view of the changed base that has the sizes of before.
+        steps: the operations that made the view of the base before the change.
     """
     creation, again = creation_meta(view), changed
     for step in steps:
@@ -130,9 +130,9 @@ def make_again(view: torch.Tensor, changed: torch.Tensor, steps: Sequence[ViewSt
 
 
 def lies_elsewhere(base: torch.Tensor, changes: Iterable[Change]) -> bool:
-    """Whether some of these changes moved a tensor in its storage, or gave it other sizes or strides.
+    """Whether some of these changes gave a tensor another offset, size or stride than it has now.
 
-    Eager makes the history of a view again from places in the storage.
+    Eager rebuilds the histories of its views from their memory layout.
     """
     formers = [change.former for change in changes if change.moves() and change.former is not None]
     return any(_place(former) != _place(base) for former in formers)
@@ -145,11 +145,11 @@ def _place(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
 _OF_HISTORY = frozenset[Any]({torch.Tensor.detach_, torch.Tensor.requires_grad_})
 
 
-# Other names for a tensor: tensors in the same memory, which autograd does not take for views.
+# Second tensors of the same memory that are no views to autograd.
 
 
 class _Named(torch.autograd.Function):
-    """The identity, whose result is a second tensor of the same values, and to autograd no view."""
+    """The identity; its result is a second tensor of the same memory, and to autograd no view."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, second: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -172,16 +172,16 @@ def with_history_of(tensor: torch.Tensor, second: Callable[[], torch.Tensor]) ->
 
 
 def named_history(name: torch.Tensor) -> Any | None:
-    """The history of the tensor that `name` is another name of."""
+    """The history of the tensor that `name` was made of by `another_name`."""
     node = history_of(name)
     return None if node is None else node.next_functions[0][0]
 
 
 def another_name(tensor: torch.Tensor) -> torch.Tensor:
-    """Another tensor of the same memory, with the same history."""
+    """A second tensor of the same memory, with the same history; to autograd it is no view."""
 
     def second() -> torch.Tensor:
-        # A wrapper's own `detach` may fail once it is resized.
+        # Not the wrapper's own `detach`, which may fail after it was resized.
         names = [torch.ops.aten.detach.default(plain) for plain in plain_tensors(tensor)]
         return rebuild(recipe_of(tensor), names)
 

@@ -1,9 +1,8 @@
-"""Overwriting a tensor outside of the autograd node, so that it gets the history that eager would give it.
+"""Overwriting a caller's tensor outside of the autograd node, with the history that eager would give it.
 
-`copy_` would do, except that it sends zeros to the old value, plain ones for a wrapper, too; the gradient of
-that comes from the region.
-
-By version counters autograd notices that a tensor which it saved was written.
+`copy_` would send a gradient of zeros to the old value, which gets its gradient from the node; and plain
+zeros if it is a wrapper. The version counters are set here, too: by these autograd notices that a saved
+tensor was written.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from aotdist.torch_seam.tensors import preserved_version, set_versions
 class _Put(torch.autograd.Function):
     """Overwrites a tensor; its old value gets no gradient from this node.
 
-    Of a view autograd assembles the gradient of its base, and wants to be told that it is zero there.
+    Except for a view: autograd assembles the gradient of its base, and needs zeros for the overwritten part.
     """
 
     @staticmethod
@@ -42,7 +41,7 @@ class _Put(torch.autograd.Function):
 
 
 def base_behind(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The tensor that `tensor` is a view of, if a write of one gives the other a history; else None."""
+    """The base of `tensor`, if a write to one of the two gives the other a new history; else None."""
     base = tensor._base
     if base is None or tensor.requires_grad != base.requires_grad or tensor.numel() == 0:
         return None
@@ -50,21 +49,24 @@ def base_behind(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def is_made_again(view: torch.Tensor) -> bool:
-    """Whether a tensor is a wrapper that autograd makes again as a view of its base once that is written.
+    """Whether a tensor is a wrapper whose history autograd rebuilds once its base was written.
 
-    It may have been reshaped in place since; only the trace can see that.
+    It may have been reshaped in place since it was made, which only the trace sees.
     """
     base = base_behind(view)
     return base is not None and base.requires_grad and is_wrapper(view)
 
 
 def kind_of(tensor: torch.Tensor) -> tuple[torch.dtype, bool, bool]:
-    """The dtype of a tensor, and whether it is conjugated or negated."""
+    """The dtype of a tensor, and whether its conjugate and negative bits are set."""
     return tensor.dtype, tensor.is_conj(), tensor.is_neg()
 
 
 def are_written_alone(written: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
-    """Whether `put` can write each of `written`, the only view of its base; else the trace sees the base."""
+    """Whether `put` can write each of `written`, as no two inputs are views of one base.
+
+    Otherwise the program has to be traced with the base as an input.
+    """
     bases = [base_behind(tensor) for tensor in written]
     if not any(base is not None for base in bases):
         return True
@@ -74,7 +76,7 @@ def are_written_alone(written: Sequence[torch.Tensor], others: Sequence[torch.Te
 
 
 def refuse_forbidden(*targets: torch.Tensor) -> None:
-    """Let autograd raise, before anything is done, for views that it forbids to write.
+    """Let autograd raise for views that it forbids to write, before anything is written.
 
     Raises:
         RuntimeError: one is of several that an operator returned, made by an autograd function, or the like.
@@ -93,7 +95,7 @@ def put(target: torch.Tensor, value: torch.Tensor, bumps: int) -> None:
 
 
 def uncounted(target: torch.Tensor) -> AbstractContextManager[None]:
-    """Let writes of `target` inside of the context leave its version counter alone."""
+    """A context in which writes to `target` do not count in its version counter."""
     return nullcontext() if target.is_inference() else preserved_version(target)
 
 
@@ -109,7 +111,7 @@ def bump(target: torch.Tensor, count: int) -> None:
 
 
 def rewind(target: torch.Tensor, count: int) -> None:
-    """Decrease the version counter of `target` by `count`: that many writes are about to be repeated."""
+    """Decrease the version counter of `target` by `count`, for as many writes that will be repeated."""
     if not target.is_inference():
         set_versions((target,), (target._version - count,))
 
@@ -120,7 +122,7 @@ def count_as(tensors: Sequence[torch.Tensor], versions: Mapping[Any, int]) -> No
 
 
 def written_uncounted(args: Sequence[Any]) -> list[torch.Tensor]:
-    """What an operator on lists may write, if there are wrappers in them: eager counts no such write."""
+    """The tensors that an operator on lists with wrappers may write: eager does not count these writes."""
     lists = [arg for arg in args if isinstance(arg, (list, tuple))]
     if not any(isinstance(item, torch.Tensor) and is_wrapper(item) for items in lists for item in items):
         return []

@@ -1,6 +1,6 @@
-"""The chains of views of a traced program, and its in-place changes of metadata, in order.
+"""The log of a traced program's views, and of its in-place changes of metadata, in order.
 
-`aotdist.aliasing.view_mode` writes the log while the program runs.
+`aotdist.aliasing.view_mode` writes it while the program is traced.
 """
 
 from __future__ import annotations
@@ -12,13 +12,17 @@ from typing import Any
 import torch
 
 from aotdist.aliasing.metadata import Change, another_name, lies_elsewhere
-from aotdist.aliasing.view_refusals import (
+from aotdist.aliasing.views import (
+    Opened,
+    Root,
+    ViewEntry,
+    Views,
     detached_since,
-    grows_as_a_view,
     outgrown,
     reshaped_since,
+    share_memory,
+    view_refusal,
 )
-from aotdist.aliasing.views import Opened, Root, ViewEntry, Views, share_memory
 from aotdist.facts import Around, Inside, ViewStep
 from aotdist.subclasses.protocol import around_one, is_wrapper, plain_tensors
 from aotdist.torch_seam.autograd import history_of
@@ -28,7 +32,7 @@ _RESIZE = torch.ops.aten.resize_.default
 
 
 class ViewLog:
-    """The chains of views, and in-place changes; `root` follows a chain."""
+    """How each view was made, and the in-place changes of metadata."""
 
     def __init__(self) -> None:
         self.views = Views()
@@ -36,18 +40,18 @@ class ViewLog:
         self._outgrown: dict[int, torch.Tensor] = {}
         self._moved: dict[int, torch.Tensor] = {}
         self._parted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Views whose entries were moved to the base of their base, with their base to autograd."""
+        """Views whose log entries were changed by `rebase_views_of`, each with its base to autograd."""
         self._as_made: dict[int, torch.Tensor] = {}
 
     def root(self, tensor: torch.Tensor, known: Container[int], *, through_node: bool = False) -> Root:
-        """What `tensor` is a view of in the end, and how.
+        """The tensor at the start of the chain of views that leads to `tensor`, and the steps from there.
 
         Args:
             tensor: the view.
-            known: the chain stops at a tensor whose id this holds: `y.detach()[0]` has `y.detach()` for its
-                `_base`, and the caller may hold both.
-            through_node: whether gradients of its base arrive at the node, which expects them laid out like
-                the base: then redistributed views count as having a history of their own.
+            known: ids of tensors at which the chain stops: `y.detach()[0]` has `y.detach()` for its `_base`,
+                and the caller may have both.
+            through_node: whether gradients of the base arrive at the autograd node, which expects them with
+                the base's placements: then a redistributed view counts as having a history of its own.
         """
         found = Root(tensor)
         entry = self.views.get(tensor)
@@ -68,7 +72,7 @@ class ViewLog:
         return [change for change in self.changes if change.tensor is tensor]
 
     def as_made(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor as it was before all its in-place changes; the same object at every call."""
+        """A tensor in the form that it had before all its in-place changes; the same object at every call."""
         known = self._as_made.get(id(tensor))
         if known is None:
             known = tensor
@@ -79,13 +83,13 @@ class ViewLog:
         return known
 
     def move(self, tensor: torch.Tensor, op: Callable[..., Any], do: Callable[[], None], *args: Any) -> None:
-        """Call `do()`, which does `op(tensor, *args)`, and note that the tensor was moved to other memory."""
+        """Call `do()`, which does `op(tensor, *args)`, and note that the tensor has other memory now."""
         size, former = tensor.size(), self._name(tensor)
         do()
         self.note_change(tensor, size, op, args, {}, bumps=0, former=former)
 
     def changes_history(self, tensor: torch.Tensor, op: Callable[..., Any], *args: Any) -> None:
-        """Call `op(tensor, *args)`, which changes its history, and note it."""
+        """Call `op(tensor, *args)`, which changes the tensor's history, and note it."""
         before = tensor.requires_grad, history_of(tensor) is None
         former = self._name(tensor) if history_of(tensor) is not None else None
         op(tensor, *args)
@@ -117,35 +121,35 @@ class ViewLog:
             former=former,
             grown=grown,
         )
-        self._note(change)
+        self.changes.append(change)
+        if change.moves() and tensor in self.views:
+            self._moved[id(tensor)] = tensor
         stays = grown is not None and former is not None and share_memory(former, tensor)
         if grown is not None and size.numel() and tensor in self.views and not stays:
-            raise grows_as_a_view()
+            raise view_refusal(
+                "a tensor is resized in place, and grows, while another shares its memory",
+                "clone it first, or make a tensor of the size that you need",
+            )
         if grown is not None and not stays:
             views = (entry.view for entry in self.views)
             self._outgrown |= {id(view): view for view in views if self.views.is_view_of(view, tensor)}
         return change
 
-    def _note(self, change: Change) -> None:
-        self.changes.append(change)
-        if change.moves() and change.tensor in self.views:
-            self._moved[id(change.tensor)] = change.tensor
-
     def _name(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Another name for a tensor of the program's, of which the log knows nothing."""
+        """`another_name` of a tensor, without an entry in the log."""
         name = another_name(tensor)
         self.views.forget(name)
         return name
 
     def rebase_views_of(self, entry: ViewEntry) -> None:
-        """Let the views of a view that is reshaped be views of its base."""
+        """Log views of a view that is being reshaped as views of its base."""
         for other in [other for other in self.views if other.base is entry.view]:
             if other.view._base is entry.view:
                 self._parted[id(other.view)] = other.view, entry.view
             self.views.put(replace(other, base=entry.base, steps=(*entry.steps, *other.steps)))
 
     def refuse_lost(self, values: Sequence[Any], written: Sequence[torch.Tensor]) -> None:
-        """Refuse views whose memory or history the log does not know."""
+        """Refuse uses of views whose memory or history is not known any more."""
         if is_recorded(values):
             for view in written:
                 base = view._base
@@ -174,25 +178,25 @@ class ViewLog:
 
 
 def is_recorded(values: Sequence[Any]) -> bool:
-    """Whether autograd records what is done with values."""
+    """Whether autograd records an operation on `values`."""
     if not torch.is_grad_enabled():
         return False
     flat = (one for value in values for one in (value if isinstance(value, (list, tuple)) else [value]))
     return any(isinstance(one, torch.Tensor) and one.requires_grad for one in flat)
 
 
-# Views that no operator makes: the tensors inside of a wrapper, and a wrapper around a tensor.
+# Views that no operator makes: a tensor inside of a wrapper, and a wrapper around a tensor.
 
 
 def look_inside(log: ViewLog, tensors: Iterable[Any], inputs: Sequence[Opened]) -> None:
-    """Treat as views, from now on, the tensors inside of inputs that are wrappers, and wrappers of inputs.
+    """Log as views tensors from inside of wrapper inputs, and wrappers around inputs.
 
-    In eager they share the inputs' memory, which is written when the region has run. Tensors inside of views
-    of inputs, and wrappers of those, count too.
+    In eager they share the inputs' memory, which here is written only after the region has run. Tensors
+    inside of views of inputs, and wrappers around these, count, too.
 
     Args:
         log: where the views are noted.
-        tensors: those that may be views, over several steps, of such tensors.
+        tensors: results that may be such views, or views of such views.
         inputs: the inputs of the program.
     """
     memory = {memory_of(plain) for given in inputs for plain in given.plains()}
@@ -204,7 +208,7 @@ def look_inside(log: ViewLog, tensors: Iterable[Any], inputs: Sequence[Opened]) 
 
 
 def _unseen(log: ViewLog, tensor: Any, inputs: Sequence[Opened], memory: Container[int]) -> ViewEntry | None:
-    """How the base of a tensor comes out of a wrapper, or wraps another tensor: no mode sees that happen."""
+    """The entry for the base of a tensor, if that is from inside of a wrapper, or a wrapper of a tensor."""
     if not isinstance(tensor, torch.Tensor):
         return None
     base = log.root(tensor, ()).base

@@ -1,8 +1,8 @@
-"""Records, while a program is traced, by which operation each view was made of which tensor.
+"""Logs, while a program is traced, which operation made each view, and of which tensor.
 
-This dispatch mode is on top of all others and below autograd, so it sees every operation on the tensors that
-the user handles, wrappers included. So one log serves plain tensors and subclasses, also under `no_grad` and
-`detach`, where autograd itself forgets what a view was made of.
+This dispatch mode is above all others and directly below autograd, so it sees every operation on the tensors
+of the user's code, wrappers included. So one log serves plain tensors and subclasses; and it has the views
+made under `no_grad` and by `detach`, of which autograd does not keep the base.
 """
 
 from __future__ import annotations
@@ -18,13 +18,7 @@ from torch.overrides import enable_reentrant_dispatch
 from aotdist.aliasing.metadata import INVERSES, Change, another_name, make_again
 from aotdist.aliasing.overwrite import all_uncounted, bump, rewind, written_uncounted
 from aotdist.aliasing.view_log import ViewLog, is_recorded
-from aotdist.aliasing.view_refusals import (
-    from_storage,
-    refuse_overlapping_write,
-    strided_in_place,
-    uncounted_with_history,
-)
-from aotdist.aliasing.views import Opened, ViewEntry, lies_in
+from aotdist.aliasing.views import Opened, ViewEntry, lies_in, refuse_overlapping_write, view_refusal
 from aotdist.facts import DETACH, ViewStep, data_of
 from aotdist.subclasses.protocol import is_wrapper
 from aotdist.torch_seam.functional import FunctionalTensor
@@ -47,7 +41,7 @@ _LIKE_ANOTHER = {
     torch.ops.aten.reshape_as.default: torch.ops.aten.reshape.default,
     torch.ops.aten.expand_as.default: torch.ops.aten.broadcast_to.default,
 }
-"""The same views without a second tensor; these operators get here undecomposed in inference mode only."""
+"""Operators that make the same views from a size; those with a tensor arrive here in inference mode only."""
 _DETACH_ = torch.ops.aten.detach_.default
 _SET = torch.ops.aten.set_.source_Tensor
 _FROM_STORAGES = frozenset(
@@ -59,7 +53,7 @@ _RESIZES = frozenset({_RESIZE, torch.ops.aten.resize_as_.default})
 _AS_STRIDED_ = torch.ops.aten.as_strided_.default
 _VIEW_AS_DTYPE = torch.ops.aten.view.dtype
 _LIFT = torch.ops.aten.lift_fresh.default
-"""What `torch.tensor` calls on its data; to the program the result is not a view."""
+"""`torch.tensor` calls it on its data; for the program the result is no view."""
 
 
 class ViewMode(OutOfDynamo, TorchDispatchMode):
@@ -108,17 +102,21 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         if whole or (getattr(func, "is_view", False) and func is not _LIFT):
             with nullcontext() if whole else _as_what_is_viewed(func, args):
                 result = func(*args, **kwargs)
-            # `reshape`, `to`, `dropout` make views where they can; autograd conjugates numbers, too.
+            # `reshape`, `to`, `dropout` return a view only if they can; autograd conjugates numbers, too.
             is_view = func is not MAKES_JAGGED and (not whole or lies_in(args[0], result))
             if is_view and isinstance(args[0], torch.Tensor):
                 self._log(func, args, kwargs, result)
             return result
-        # `detach_` gets here in inference mode only, where nothing has a history.
+        # `detach_` arrives here in inference mode only, where nothing has a history.
         if torch.Tag.inplace_view in getattr(func, "tags", ()) and func is not _DETACH_:
             return self._log_in_place(func, args, kwargs)
         uncounted = written_uncounted(args)
         if uncounted and targets and is_recorded((*args, *kwargs.values())):
-            raise uncounted_with_history(func)
+            raise view_refusal(
+                f"`{func}` writes a list with wrappers while autograd records: in eager, views from before "
+                "keep the gradients that they had",
+                "write each by itself (`x.mul_(2)` for `torch._foreach_mul_([x], 2)`), or under `no_grad`",
+            )
         with all_uncounted(uncounted):
             return func(*args, **kwargs)
 
@@ -137,7 +135,7 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
                 self.log.views.put(ViewEntry(view, base, (step,), made, version, Opened.of(view).inside))
 
     def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor.data`, which this mode would otherwise log as `detach`."""
+        """`tensor.data`, logged as such; this mode sees a `detach`."""
         view = tensor.data
         entry = self.log.views.get(view)
         if entry is not None and entry.steps[-1].op is DETACH:
@@ -146,12 +144,18 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         return view
 
     def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Log `view.t_()`: the view is one step further from its base then, and views of it are not."""
+        """Log an operator like `view.t_()`: it adds a step to the view's chain, not to those of its views."""
         op: Any = func
         if func is _AS_STRIDED_:
-            raise strided_in_place()
+            raise view_refusal(
+                "`as_strided_` lets a tensor show other elements in place",
+                "let it be another tensor: `x = x.as_strided(size, stride)`",
+            )
         if func in _FROM_STORAGES:
-            raise from_storage()
+            raise view_refusal(
+                "a tensor is set to a storage, which has no memory while it is captured",
+                "set it to a tensor: `x.set_(y)`",
+            )
         changed, *rest = args
         size, stride = changed.size(), changed.stride()
         former = None if func in INVERSES else another_name_from_below(changed)
@@ -178,14 +182,14 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         return result
 
     def _as_steps(self, step: ViewStep, changed: torch.Tensor, change: Change) -> tuple[ViewStep, ...]:
-        """The steps from what a view was before it was reshaped in place to what it is now."""
+        """The steps from a tensor as it was before it was reshaped in place to what it is now."""
         if changed._is_view():
             return (step,)
-        # `x.detach().t_()` is no view to autograd, `x.detach().t()` is one.
+        # To autograd `x.detach().t_()` is no view, and `x.detach().t()` is one.
         return (step, ViewStep(DETACH, (), (), None, change.grad, self.log.views.next_serial()))
 
     def settle(self) -> None:
-        """Make views that the last call reshaped in place again, so that autograd knows them as they are."""
+        """Rebuild the histories of views that the last call reshaped in place."""
         views = self.log.views
         while self._reshaped:
             view, last = self._reshaped.pop()
@@ -193,14 +197,14 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
             if base is not None:
                 known = views.first_steps(view)
                 steps = (*known, last) if known else views.steps_from(base, view)
-                rewind(base, 1)  # so that autograd takes the view for outdated, and rebuilds its history
+                rewind(base, 1)  # so that autograd finds the view outdated, and rebuilds its history
                 self._make_again(view, base, steps)
                 bump(base, 1)
 
     def _make_views_again(self, base: torch.Tensor) -> None:
-        """Make the views of `base`, which was reshaped in place, again from what it is now.
+        """Rebuild the histories of the views of `base`, which was reshaped in place.
 
-        Autograd rebuilds their history by the operators that made them, which fit what the base was before.
+        Autograd would call the operators that made them, which only fit the base as it was before.
         """
         views = self.log.views
         for view in views.of(base):
@@ -209,13 +213,13 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
 
     def _make_again(self, view: torch.Tensor, base: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
         if not isinstance(view, FunctionalTensor) or view.is_inference():
-            return  # the history of a wrapper follows from its layout
+            return  # autograd rebuilds the history of a wrapper from its layout
         self.log.views.keep_first_steps(view, steps)
         with replaced(self, "_is_off", True):
             make_again(view, self._as_at(base, steps[0].serial), steps)
 
     def _as_at(self, base: torch.Tensor, serial: int) -> torch.Tensor:
-        """A tensor as it was at a point of the trace, made by views of what it is now."""
+        """A view of a changed tensor in the form that it had at a point of the trace."""
         for change in reversed(self.log.changes_of(base)):
             base = change.before(base) if change.serial > serial else base
         return base
@@ -240,9 +244,9 @@ def _format_of(tensor: torch.Tensor) -> Mapping[str, Any]:
 
 
 def _as_what_is_viewed(func: OpOverload, args: Sequence[Any]) -> AbstractContextManager[Any]:
-    """The mode to make a view in: of a normal tensor it is a normal tensor, in inference mode too.
+    """The mode in which to make a view: in inference mode, a view of a normal tensor is a normal tensor.
 
-    Except for `view(dtype)`, which makes an inference tensor there.
+    The exception is `view(dtype)`, which makes an inference tensor.
     """
     is_view = getattr(func, "is_view", False) and func is not _VIEW_AS_DTYPE
     if torch.is_inference_mode_enabled() and is_view and not args[0].is_inference():
@@ -254,9 +258,10 @@ def _as_what_is_viewed(func: OpOverload, args: Sequence[Any]) -> AbstractContext
 
 
 def _runs_no_users_code(func: Any, types: Sequence[type]) -> bool:
-    """Whether an operator of PyTorch's is called on plain tensors, beneath all wrappers.
+    """Whether an operator of PyTorch's is called on plain tensors.
 
-    Torch-function modes, which the backward leaves on, would hear of each attribute that is read, in 5 us.
+    Then torch-function modes, which are on in the backward, are switched off: they take 5 us for each
+    attribute that is read.
     """
     is_of_torch = is_operator(func) and func.namespace in ("aten", "prim")
     return is_of_torch and all(issubclass(cls, FunctionalTensor) for cls in types)

@@ -1,4 +1,4 @@
-"""The chains of views of a traced program: by which operation each view was made of which tensor."""
+"""Which operation made each view of a traced program, and of which tensor; uses of views that are refused."""
 
 from __future__ import annotations
 
@@ -9,22 +9,26 @@ from typing import Any
 
 import torch
 
+from aotdist.aliasing.memory import may_repeat
+from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Around, Inside, ViewStep
+from aotdist.origins import Origins
 from aotdist.subclasses.protocol import inner_tensors, is_wrapper, plain_tensors, recipe_of, wrapper_rule
 from aotdist.torch_seam.autograd import has_history_of_its_own, history_of
 from aotdist.torch_seam.functional import memory_of
+from aotdist.torch_seam.operators import OpOverload
 
 
 @dataclass(frozen=True, slots=True)
 class ViewEntry:
-    """One operation by which a view was made, or several.
+    """How a view was made.
 
     Args:
-        view: what was made; held, so that its id stays its own.
-        base: what it was made of.
+        view: the view; kept alive so that no other tensor gets its id.
+        base: the tensor that it was made of.
         steps: the operations that made it.
-        made: when it was made, as a number that grows.
-        version: the base's version counter then; None where there is none.
+        made: a serial number of when it was made.
+        version: the base's version counter then; None where it has none.
         inside: the tensors inside of the view then, by path, if it is a wrapper.
     """
 
@@ -42,10 +46,10 @@ class ViewEntry:
 
 @dataclass(frozen=True, slots=True)
 class Made:
-    """A tensor on the way from a base to a view, with a history that replaying views would lose.
+    """A tensor between a base and a view, with a history that replaying views would lose.
 
     Args:
-        tensor: the tensor; for example, a user's `autograd.Function` made it.
+        tensor: the tensor, for example the result of a user's `autograd.Function`.
         after: the steps from there to the next such tensor, or to the view.
     """
 
@@ -55,13 +59,13 @@ class Made:
 
 @dataclass(frozen=True, slots=True)
 class Root:
-    """Where a view comes from.
+    """The chain of operations that leads to a view.
 
     Args:
-        base: the tensor that it is a view of in the end.
+        base: the tensor at its start.
         steps: the steps from there to the first of `made`, or to the view itself.
-        made: the tensors on the way with histories of their own: all that autograd does not take for views,
-            which may be the base of others, and the last one that it does.
+        made: the tensors in between with histories of their own: all that are no views to autograd, which
+            may be the base of others, and the last one that is a view.
     """
 
     base: torch.Tensor
@@ -73,10 +77,10 @@ class Root:
         return (*self.steps, *(step for made in self.made for step in made.after))
 
     def passing(self, before: torch.Tensor | None) -> Root:
-        """The same with `base` moved to `made`, if it has a history that matters.
+        """The same with `base` added to `made`, if replaying views would lose its history.
 
         Args:
-            before: what `base` is a view of; if gradients are laid out otherwise there, its history matters.
+            before: what `base` is a view of; a redistribution between the two has a history, too.
         """
         matters = has_history_of_its_own(self.base) and not (self.made and self.base._is_view())
         matters = matters or (before is not None and _is_redistributed(self.base, before))
@@ -85,7 +89,7 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A tensor and the tensors inside of it, by path, as they were; the program may replace these."""
+    """A tensor and the tensors inside of it, by path, before the program could replace these."""
 
     tensor: torch.Tensor
     inside: tuple[tuple[str, torch.Tensor], ...]
@@ -96,12 +100,12 @@ class Opened:
         return cls(tensor, tuple(inner_tensors(tensor)))
 
     def plains(self) -> list[torch.Tensor]:
-        """The plain tensors: those inside, or the tensor itself."""
+        """The plain tensors inside of it, or the tensor itself."""
         return [inner for _, inner in self.inside if not is_wrapper(inner)] or [self.tensor]
 
 
 class Views:
-    """Which tensor was made of which, and how; iterates over the entries."""
+    """The entries of all views, by view; iterates over the entries."""
 
     def __init__(self) -> None:
         self._entries: dict[int, ViewEntry] = {}
@@ -121,7 +125,7 @@ class Views:
         return self._entries.get(id(tensor))
 
     def put(self, entry: ViewEntry) -> None:
-        """Note how a view was made, whatever was known of it."""
+        """Note how a view was made, in the place of an earlier entry."""
         self._entries[id(entry.view)] = entry
 
     def forget(self, tensor: torch.Tensor) -> None:
@@ -129,7 +133,7 @@ class Views:
         self._entries.pop(id(tensor), None)
 
     def note_given(self, view: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Note how an input is made of another that it is a view of to autograd."""
+        """Note how an input is made of another one, of which it is a view to autograd."""
         self._given[id(view)] = view
         self.keep_first_steps(view, (ViewStep(make, (), serial=-1),))
 
@@ -143,23 +147,23 @@ class Views:
         return [view for view in known if view._base is base]
 
     def next_serial(self) -> int:
-        """A serial number for what happens now, greater than all before."""
+        """A serial number greater than all before."""
         return next(self._serials)
 
     def made(self, tensor: torch.Tensor) -> int:
-        """The serial number of when a view was made; -1 for what is no view."""
+        """The serial number of when a view was made; -1 for a tensor that is no view."""
         entry = self.get(tensor)
         return -1 if entry is None else entry.made
 
     def bases(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """What `tensor` is a view of, what that is a view of, and so on."""
+        """The tensor that `tensor` is a view of, the one that this is a view of, and so on."""
         entry = self.get(tensor)
         while entry is not None:
             yield entry.base
             entry = self.get(entry.base)
 
     def bases_by_operators(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """As `bases`, up to a step into a wrapper or out of one, which autograd does not know."""
+        """As `bases`, up to a step into a wrapper or out of one, which autograd does not record."""
         entry = self.get(tensor)
         while entry is not None and not isinstance(entry.steps[-1].op, (Inside, Around)):
             yield entry.base
@@ -172,9 +176,9 @@ class Views:
         return any(now is not before for (_, now), (_, before) in pairs)
 
     def is_outdated(self, tensor: torch.Tensor) -> bool:
-        """Whether a view, or one on the way to it, was made before a write of what it is a view of.
+        """Whether the base of a view, or of one between that and the view, was written since.
 
-        Autograd makes its history again then, from the base that it knows, whatever was between.
+        Autograd then rebuilds the history of the view, from the base that it knows.
         """
         entry = self.get(tensor)
         while entry is not None:
@@ -189,7 +193,7 @@ class Views:
         return any(v.requires_grad and self.is_view_of(v, base) and self.is_outdated(v) for v in views)
 
     def steps_from(self, base: torch.Tensor, view: torch.Tensor) -> tuple[ViewStep, ...]:
-        """The steps from `base` to a view; if an input is on the way, from what that is a view of."""
+        """The steps from `base` to a view; if an input is in between, from what that is a view of."""
         steps: tuple[ViewStep, ...] = ()
         while view is not base and view in self:
             entry = self._entries[id(view)]
@@ -204,11 +208,11 @@ class Views:
         return any(passed is base for passed in self.bases(view))
 
     def first_steps(self, view: torch.Tensor) -> tuple[ViewStep, ...] | None:
-        """The steps from a view's base to it before the base was reshaped, if that is known."""
+        """The steps from a view's base, before that was reshaped, to the view; None if not known."""
         return self._from_base.get(id(view))
 
     def keep_first_steps(self, view: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
-        """Remember what `first_steps` returns."""
+        """Set what `first_steps` returns."""
         self._from_base[id(view)] = steps
 
 
@@ -218,13 +222,13 @@ def share_memory(base: torch.Tensor, result: Any) -> bool:
 
 
 def lies_in(base: torch.Tensor, result: Any) -> bool:
-    """Whether all of it does: two jagged tensors may have nothing but their offsets in common."""
+    """Whether all plain tensors of a result do: two jagged tensors may share nothing but their offsets."""
     found = _are_in(base, result)
     return bool(found) and all(found)
 
 
 def is_another_name(name: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether two tensors show the same elements of the same memory, in the same way."""
+    """Whether two tensors have the same elements of the same memory and the same layout."""
     parts = [plain_tensors(one) for one in (name, tensor)]
     places = [[(memory_of(p), p.storage_offset(), p.is_conj(), p.is_neg()) for p in plain] for plain in parts]
     return places[0] == places[1] and recipe_of(name) == recipe_of(tensor)
@@ -239,10 +243,68 @@ def _are_in(base: torch.Tensor, result: Any) -> list[bool]:
 
 
 def _is_redistributed(view: torch.Tensor, base: torch.Tensor) -> bool:
-    """Whether gradients of `view` are laid out otherwise than those of `base`."""
+    """Whether gradients of `view` have other placements than those of `base`."""
     is_same_kind = is_wrapper(view) and type(view) is type(base)
     return (
         is_same_kind
         and history_of(view) is not None
         and wrapper_rule(type(view)).is_redistributed(view, base)
     )
+
+
+# Errors for views, and for writes through them, that are refused.
+
+_STRIDED = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.unfold.default})
+
+
+def refuse_overlapping_write(views: Views, func: OpOverload, target: torch.Tensor) -> None:
+    """Raise for a write to a tensor whose own elements share memory, or to a view of such a tensor.
+
+    Eager refuses most such writes itself; in the others, functionalisation would add up repeated elements.
+    """
+    shown: torch.Tensor | None = target
+    while shown is not None:
+        entry = views.get(shown)
+        strided = entry is not None and entry.steps[-1].op in _STRIDED
+        expanded = any(
+            stride == 0 and size > 1 for size, stride in zip(shown.size(), shown.stride(), strict=True)
+        )
+        if expanded or (strided and may_repeat(shown)):
+            made = "an expanded" if expanded else "a strided"
+            raise view_refusal(
+                f"`{func}` writes through {made} tensor of size {list(shown.size())}, "
+                "whose elements share memory",
+                "write the tensor before it is expanded, or `clone` the expanded one first",
+            )
+        shown = None if entry is None else entry.base
+
+
+def detached_since(where: str | None = None) -> UnsupportedProgram:
+    """An error for a view whose history has to be rebuilt from that of its base, which has none now."""
+    return view_refusal(
+        "a view is used whose base was detached in place (`detach_`), and then written, after it was made",
+        "make the view afterwards, or detach a tensor of its own (`x = x.detach()`)",
+        where,
+    )
+
+
+def reshaped_since(how: str = "", where: str | None = None) -> UnsupportedProgram:
+    """An error for a view whose base was reshaped since, and has a history now; `how` gives details."""
+    return view_refusal(
+        f"a view is used whose base was reshaped in place after it was made{how and f' ({how})'}",
+        "make the view afterwards, or reshape without writing (`t` for `t_`)",
+        where,
+    )
+
+
+def outgrown() -> UnsupportedProgram:
+    """An error for a view whose base has other memory since."""
+    return view_refusal(
+        "a view is used whose base grew in place, or was given another storage, after it was made",
+        "make the view afterwards, or resize the tensor before the compiled function",
+    )
+
+
+def view_refusal(what: str, fix: str, where: str | None = None) -> UnsupportedProgram:
+    """An error that names a line of the user's; without `where`, the one that is being traced."""
+    return UnsupportedProgram(what, where=where or Origins().current() or None, stage="joint", fix=fix)

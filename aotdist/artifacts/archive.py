@@ -1,7 +1,11 @@
-"""The file of an artifact: a zip of JSON and of binaries of kernels, with a manifest that knows them all.
+"""The file of an artifact: a zip of JSON records and kernel binaries, with a manifest of all members.
 
-The manifest tells what the artifact was built with and for, and the SHA-256 of each member. Everything is
+The manifest has what the artifact was built with and for, and the SHA-256 of each member. Everything is
 checked before anything is used. Checksums find damage, not malice: load what you would run.
+
+Ranks that differ only in sizes, offsets and coordinates have records of the same form, which are stored as
+one (a *variant*) with a table of the differences by rank. Ranks whose graphs differ otherwise (a shard that
+has to be padded) have variants of their own.
 """
 
 from __future__ import annotations
@@ -12,19 +16,19 @@ import io
 import json
 import zipfile
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, cast
 
-from aotdist.artifacts.ranks import Variant
-from aotdist.artifacts.typed import made
+from aotdist.artifacts.typed import ERRORS_OF_READING, made
+from aotdist.artifacts.values import Json
 from aotdist.errors import AotdistError, BadArtifact
 from aotdist.files import AS_USUAL, write_whole
 
 FORMAT = 16
-"""Goes up with every change of what is written; an artifact of another format is built again."""
+"""Increased with every change of what is written; artifacts of other formats have to be built again."""
 
 Kind: TypeAlias = Literal["compiled", "exported"]
 """What a file holds: programs that were compiled, or a graph that was exported."""
@@ -33,14 +37,12 @@ _MADE_BY: Mapping[Kind, str] = {"compiled": "build", "exported": "save"}
 _READ_BY: Mapping[Kind, str] = {"compiled": "`aotdist.load`", "exported": "`aotdist.export.load`"}
 
 _MANIFEST = "manifest.json"
-_UNREADABLE = (
-    *(OSError, LookupError, TypeError, ValueError, RuntimeError, EOFError, MemoryError),
-    *(zlib.error, zipfile.BadZipFile),
-)
+_UNREADABLE = (*ERRORS_OF_READING, OSError, EOFError, zlib.error, zipfile.BadZipFile)
 """What `zipfile` and `json` raise for a file that is damaged."""
 
 _ALWAYS_BYTES, _MAX_RATIO = 64 * 2**20, 100
-"""How many bytes a file may have unpacked: so many, or so many times its own. Ours have 9 to 15 times."""
+"""Limits on the bytes of an unpacked file: the larger of this size and this multiple of the file's (ours have
+9 to 15 times)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,14 +75,40 @@ class Manifest:
         return "cpu" if self.target == "cpu" else "cuda"
 
 
+_Path: TypeAlias = Sequence["str | int"]
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One record for several ranks.
+
+    Args:
+        record: that of the first of them.
+        ranks: the ranks.
+        tables: the differences: each a path of keys and positions, and the value of each rank there.
+    """
+
+    record: Json
+    ranks: Sequence[int]
+    tables: Sequence[tuple[_Path, Sequence[Json]]]
+
+    def of(self, rank: int) -> Json:
+        """The record of one rank."""
+        position, record = self.ranks.index(rank), self.record
+        if position:  # `record` is the one of the first
+            for path, table in self.tables:
+                record = _changed(record, path, table[position])
+        return record
+
+
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """An artifact as it is in a file.
+    """The contents of a file.
 
     Args:
         manifest: what it was built with and for.
         variants: records of the ranks.
-        binaries: of kernels, by name.
+        binaries: machine code of kernels, by name.
     """
 
     manifest: Manifest
@@ -93,7 +121,7 @@ class Archive:
 
 
 def version_of(package: str) -> str:
-    """The version of an installed package, without what it was built for (`+cpu`); empty if there is none."""
+    """The version of an installed package, without its local part (`+cpu`); empty if it is not installed."""
     try:
         return metadata.version(package).partition("+")[0]
     except metadata.PackageNotFoundError:
@@ -103,7 +131,7 @@ def version_of(package: str) -> str:
 def save(
     path: Path, described: Manifest, variants: tuple[Variant, ...], binaries: Mapping[str, bytes]
 ) -> Manifest:
-    """Write an artifact; a file that is there is replaced when all is written.
+    """Write an artifact; an existing file is replaced once everything is written.
 
     Args:
         path: of the file.
@@ -175,12 +203,13 @@ def open_archive(path: Path, kind: Kind = "compiled") -> Archive:
 
 
 def _contents(path: Path) -> dict[str, bytes]:
-    """The members of a file by name, if they are as large as those of such a file may be.
+    """The unpacked members of a file by name.
 
-    Sizes are those that the file tells of its members: no more of one is ever unpacked.
+    `zipfile` unpacks no more of a member than the size that the file states for it, so the stated sizes are
+    what is limited.
 
     Raises:
-        BadArtifact: they are larger.
+        BadArtifact: together they are larger than such a file may be.
     """
     limit = max(_ALWAYS_BYTES, _MAX_RATIO * path.stat().st_size)
     with zipfile.ZipFile(path) as file:
@@ -191,7 +220,7 @@ def _contents(path: Path) -> dict[str, bytes]:
 
 
 def check_versions(path: Path, manifest: Manifest) -> None:
-    """See that an artifact was made by the versions that are here.
+    """Check that an artifact was made by the installed versions.
 
     Raises:
         BadArtifact: it was not.
@@ -220,3 +249,44 @@ def _check_members(path: Path, manifest: Manifest, contents: Mapping[str, bytes]
 
 def _corrupt(path: Path, what: str) -> BadArtifact:
     return BadArtifact(f"{path} is no whole artifact: {what}", stage="store", fix="build or copy it again")
+
+
+def merged(records: Sequence[Json]) -> tuple[Variant, ...]:
+    """The fewest variants for these records, one for each rank."""
+    ranks_of: dict[str, list[int]] = {}
+    for rank, record in enumerate(records):
+        ranks_of.setdefault(repr(_form(record)), []).append(rank)
+    return tuple(
+        Variant(records[ranks[0]], ranks, list(_tables([records[rank] for rank in ranks], ())))
+        for ranks in ranks_of.values()
+    )
+
+
+def _form(json: Json) -> Any:
+    """The form of a record: `json` without its numbers and texts, except those that name a kind."""
+    if isinstance(json, dict):
+        fields = cast("dict[str, Json]", json)
+        return {key: part if key == "is" else _form(part) for key, part in fields.items()}
+    return [_form(part) for part in cast("list[Json]", json)] if isinstance(json, list) else None
+
+
+def _tables(records: Sequence[Json], path: _Path) -> Iterator[tuple[_Path, Sequence[Json]]]:
+    """The differences between records of one form, see `Variant.tables`."""
+    first = records[0]
+    if isinstance(first, dict):
+        for key in cast("dict[str, Json]", first):
+            yield from _tables([record[key] for record in records], (*path, key))
+    elif isinstance(first, list):
+        for position, parts in enumerate(zip(*records, strict=True)):
+            yield from _tables(parts, (*path, position))
+    elif any(type(record) is not type(first) or record != first for record in records):
+        yield path, records
+
+
+def _changed(json: Json, path: _Path, value: Json) -> Json:
+    """A copy of `json` with `value` at a path."""
+    if not path:
+        return value
+    copy, (key, *rest) = json.copy(), path
+    copy[key] = _changed(json[key], rest, value)
+    return copy

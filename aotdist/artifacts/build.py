@@ -1,4 +1,4 @@
-"""`aotdist.build`: compile calls for other processes, and other machines, and write them to a file."""
+"""`aotdist.build`: compiles calls for other processes and machines, and writes them to a file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 import torch
 from torch import nn
 
-from aotdist.artifacts.archive import FORMAT, Manifest, save, version_of
-from aotdist.artifacts.ranks import merged
+from aotdist.artifacts.archive import FORMAT, Manifest, merged, save, version_of
 from aotdist.artifacts.record import written
 from aotdist.artifacts.values import Json
 from aotdist.capture.captured import UserCall
@@ -46,12 +45,12 @@ KNOWN_TARGETS = ("cpu", *TARGETS)
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """What was written.
+    """What `build` wrote.
 
     Args:
         path: of the file.
         manifest: what it was built with and for.
-        variants: how many records there are, and for which ranks each.
+        variants: the ranks of each record.
         num_bytes: of the file.
     """
 
@@ -72,7 +71,7 @@ class Built:
 
 
 Made: TypeAlias = "Example | Generator[Example]"
-"""What is to be built: one call, or several, each in the modes that are on when it is handed over."""
+"""One call to build, or several, each under the modes that are on when it is yielded."""
 
 
 def build(
@@ -86,25 +85,26 @@ def build(
 ) -> Built:
     """Compile a call, or several, ahead of time and write them to a file, for `aotdist.load`.
 
-    Calls are traced on the CPU, once for each rank, in a process group without other ranks; what the graphs
-    say of devices is put in terms of the target.
+    Calls are traced on the CPU, once for each rank, in a process group without other ranks; devices in the
+    graphs are replaced by the target's.
 
     Args:
-        make: makes, on the CPU, what to compile and what to call it with; a generator yields several such.
-            It is called once for each rank, and may ask `torch.distributed` for its rank.
+        make: returns, on the CPU, what to compile and what to call it with; a generator yields several. It is
+            called once for each rank, and may ask `torch.distributed` for its rank.
         path: of the file.
-        target: what it is to run on: `cpu`, or GPUs of a generation: `sm_80`, `sm_90`, `sm_100`, `gfx942`.
-        world_size: how many ranks will run it.
-        backend: `fx` for CPUs, `triton` for GPUs; None, or `auto`, for the one of the target.
+        target: what it is to run on: `cpu`, or a generation of GPUs: `sm_80`, `sm_90`, `sm_100`, `gfx942`.
+        world_size: number of ranks that will run it.
+        backend: `fx` for CPUs, `triton` for GPUs; None or `auto` for the one of the target.
         settings: as for `aotdist.compile`.
 
     Returns:
-        what was written; `print` it.
+        what was written, to be printed.
 
     Raises:
-        BadSettings: the target or a setting is unknown, a file cannot hold what the backend makes, the file
+        BadSettings: the target or a setting is unknown, no file holds the code of this backend, the file
             cannot be written, `make` needs arguments, or this process is in a process group already.
-        UnsupportedProgram: the program cannot be compiled ahead of time, or holds what a file cannot.
+        UnsupportedProgram: the program cannot be compiled ahead of time, or has something that cannot be
+            written to a file.
     """
     file, binaries = path_of(path), dict[str, bytes]()
     refuse_unwritable(file)
@@ -140,13 +140,13 @@ def compiled_ahead(
     backend: str | None = None,
     settings: Settings | Mapping[str, Any] | None = None,
 ) -> list[list[Artifact]]:
-    """What `build` writes for each rank, loaded in this process: to be looked at, not to be called.
+    """The artifacts that `build` would write for each rank, for reports; they cannot be called here.
 
     Args:
-        make: see `build`, as for the others.
+        make: as for `build`, like the other arguments.
         target: what it is to run on.
-        world_size: how many ranks will run it.
-        backend: for CPUs, any that `aotdist.compile` knows by name, besides what `build` takes.
+        world_size: number of ranks.
+        backend: as for `build`, and for CPUs any that `aotdist.compile` knows by name.
         settings: how to compile.
 
     Raises:
@@ -167,10 +167,10 @@ def compiled_ahead(
 
 
 def refuse_maker(make: Callable[..., Any]) -> None:
-    """Refuse a maker that cannot be called as makers are.
+    """Refuse a `make` that is no function, or needs arguments.
 
     Raises:
-        BadSettings: it is no function, or needs arguments.
+        BadSettings: it is such.
     """
     if not callable(make) or isinstance(make, nn.Module):
         raise _nothing(f"`make` is a {type(make).__name__}, and not what makes it")
@@ -185,7 +185,7 @@ def _on_each_rank(
     settings: Settings | Mapping[str, Any] | None,
     then: Callable[[Any, Compilation], T],
 ) -> list[list[T]]:
-    """What becomes of each call on each rank: `then` of the target and its compilation, as that rank."""
+    """Compile each call as each rank; returns `then(target, compilation)` of each, by rank."""
     if torch.distributed.is_initialized():
         raise BadSettings(
             "this process is in a process group already",
@@ -230,7 +230,7 @@ def _require_storable(asked: str | None, stored: Backend, target: str) -> None:
 
 
 def _compiled(example: Any, backend: Backend, settings: Settings) -> tuple[Any, Compilation]:
-    """What an example calls, and the call compiled."""
+    """The target of an example, and the compilation of its call."""
     target, args, kwargs = called_by(example)
     run = target
     if isinstance(target, nn.Module):
@@ -252,7 +252,7 @@ def _compiled(example: Any, backend: Backend, settings: Settings) -> tuple[Any, 
 
 
 def called_by(made: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
-    """What an example calls, and the arguments, positional and by name.
+    """The target of an example, and its positional and keyword arguments.
 
     Raises:
         BadSettings: it is no example.
@@ -275,14 +275,14 @@ def _nothing(what: str) -> BadSettings:
 
 
 _FOR_CPUS = re.compile(r"mkldnn|onednn|_for_cpu|quantized|fbgemm")
-"""Occurs in the names of operators that only CPUs have."""
+"""Matches names of operators that only CPUs have."""
 
 
 def _refuse_on_gpus(compilation: Compilation) -> None:
-    """Refuse what a trace on the CPU does not tell of a GPU.
+    """Refuse programs whose trace on the CPU is not that on a GPU: autocast, operators that only CPUs have.
 
     Raises:
-        UnsupportedProgram: the program does such a thing.
+        UnsupportedProgram: the program is such.
     """
     if compilation.captured.ambient.autocast:
         _refuse_autocast()

@@ -1,4 +1,4 @@
-"""Graphs as JSON: node by node, with what is known of each."""
+"""Graphs as JSON: node by node, with the metadata of each."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ META: Mapping[str, Any] = {
     **dict.fromkeys(("grad", "overwritten", "strides_asked"), bool),
     "policy": Literal["must_save", "must_recompute"],
 }
-"""What nodes carry beside their values, see `aotdist.program.Graph`, and of which type."""
+"""The keys of `node.meta` that are written, besides `val` (see `aotdist.program.Graph`), with their types."""
 
 
 class Graphs:
     """Writes the graphs of one program as JSON, and reads them.
 
-    What graphs say of tensors is written once for all that are alike, and so it is read.
+    The metadata of equal tensors is written once, as a `Shape`, and read as one fake tensor.
 
     Args:
-        values: writes and reads what stands in graphs.
-        fake_mode: makes what they say of tensors.
-        shapes: what was written of tensors so far, or was read.
-        to_compile: whether the graphs go to a compiler of this machine. Process groups then stay what PyTorch
-            calls them, and each node has a fake tensor of its own: compilers look which values share memory.
+        values: writes and reads the constants in graphs.
+        fake_mode: the mode of the fake tensors that are made.
+        shapes: the shapes that were read.
+        to_compile: whether the graphs go to a compiler of this machine. Process groups then keep PyTorch's
+            names, and each node gets a fake tensor of its own, since compilers look which values share
+            memory.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Graphs:
         self._fakes = [] if to_compile else [self._fake(shape) for shape in shapes]
 
     def shapes(self) -> tuple[Shape, ...]:
-        """What was written of tensors; without it, no graph can be read."""
+        """The shapes of all tensors written so far, which reading the graphs takes."""
         return tuple(self._positions)
 
     def written(self, graph: Graph) -> Json:
@@ -104,7 +105,7 @@ class Graphs:
         return json | {"val": self._val(node.meta.get("val"), where)}
 
     def _val(self, val: Any, where: str) -> Json:
-        """What a node says of its value: the position of a shape, or several in a list."""
+        """The `val` of a node: the position of a shape, or a list of several."""
         if isinstance(val, (tuple, list)):
             return [self._val(part, where) for part in val]
         if isinstance(val, torch.Tensor):
@@ -114,13 +115,13 @@ class Graphs:
                     stage="store",
                     fix="write it with numbers for sizes: without `dynamic_shapes`, or `dynamic=True`",
                 )
-            # What is left of symbols are numbers, though not all of them are of that type.
+            # Sizes that were symbols may be numbers of SymPy's types.
             shape = Shape(tuple(map(int, val.shape)), tuple(map(int, val.stride())), val.dtype, val.device)
             return self._positions.setdefault(shape, len(self._positions))
         return None if val is None else {"other": self._values.written(val, where)}
 
     def _name_group(self, node: Node, json: dict[str, Json]) -> None:
-        """A process group stands in a graph by what PyTorch calls it in this process."""
+        """Replace the name of a process group, which is this process's own, by a `GroupName`."""
         names = argument_names(node.target) if isinstance(node.target, OpOverload) else []
         if self._to_compile or "group_name" not in names or names.index("group_name") >= len(node.args):
             return
@@ -138,7 +139,7 @@ class Graphs:
         """The graph that was written as `json`.
 
         Raises:
-            BadArtifact: it was not written like that.
+            BadArtifact: `json` is no graph.
         """
         ins, outs = (
             require(self._values.read(json[key]), tuple[Slot, ...], "what a graph takes or returns")
@@ -180,7 +181,7 @@ class Graphs:
         return node
 
     def _argument(self, json: Json) -> Any:
-        """What a node is given: other nodes, numbers and texts, and what PyTorch names."""
+        """The arguments of a node: other nodes, numbers, texts, and names of PyTorch's."""
         value = self._values.read(json)
         if not _is_argument(value):
             raise damaged("a node is given what no graph of ours holds")
@@ -219,7 +220,7 @@ def _is_argument(value: Any) -> bool:
 
 
 def _read_meta(json: Json) -> dict[str, Any]:
-    """What a node carries: numbers and texts, of the names that are known."""
+    """The `meta` of a node: numbers and texts under the keys in `META`."""
     meta = require(json, dict, "what a node carries")
     for key, value in meta.items():
         if key not in META:
@@ -229,7 +230,7 @@ def _read_meta(json: Json) -> dict[str, Any]:
 
 
 def without_folder(source: str) -> str:
-    """A line of source (`file:line   code`) without the folder that its package, or the program, lies in."""
+    """A line of source (`file:line   code`), its file relative to the package's or program's folder."""
     path, line, code = source.partition(":")
     if not os.path.isabs(path):
         return source

@@ -1,4 +1,4 @@
-"""The kinds of data and the functions that an artifact may hold: this list, and nothing else."""
+"""The classes and functions that an artifact may contain; nothing else is written or read."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class NodeAt:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What a graph says of a tensor that one of its nodes computes."""
+    """The metadata of a tensor that a node computes."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -57,10 +57,10 @@ _OURS: tuple[type[Any], ...] = (
 )
 
 CLASSES: Mapping[str, type[Any]] = {str(cls.__name__): cls for cls in _OURS}
-"""Frozen data of ours, by name; written field by field."""
+"""Dataclasses of ours by name, which are written field by field."""
 
 NOT_WRITTEN = ("cache_folder", "cache_bytes")
-"""Fields of `Settings` that are of the machine: whoever loads a file says where to keep what."""
+"""Fields of `Settings` that belong to the machine, and are taken from the process that loads a file."""
 
 FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "getitem": operator.getitem,
@@ -74,10 +74,10 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_")},
     **{name: getattr(torch, name) for name in ("sym_max", "sym_min", "sym_float", "sym_int", "sym_not")},
 }
-"""What graphs, views and writes of metadata call that is no operator; the last three rows are of sizes."""
+"""Functions that graphs, views and metadata writes call besides operators; the last rows are for sizes."""
 
 HIGHER_ORDER = frozenset({"cond"})
-"""Operators of PyTorch's that call graphs, which graphs of ours have."""
+"""Higher-order operators that graphs may call."""
 
 NAMES_OF_FUNCTIONS: Mapping[int, str] = {id(function): name for name, function in FUNCTIONS.items()}
-"""Their names, by identity."""
+"""The names of `FUNCTIONS`, by identity."""

@@ -1,6 +1,6 @@
-"""What lives in a process and is told by name: meshes, process groups, classes, dictionaries of modules.
+"""Objects that an artifact refers to by name: meshes, process groups, classes, places in modules.
 
-An artifact names them; the call that it is loaded for has them.
+They are looked up in the call that the artifact is loaded for.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _DICTIONARIES = ("", "_parameters", "_buffers")
 
 
 _BUILT_IN = (bool, dict, float, int, list, set, str, tuple)
-"""What dictionaries have for their defaults."""
+"""Built-in classes that an artifact may name: default factories of dictionaries."""
 
 
 @dataclass(frozen=True, slots=True)
 class MeshName:
-    """A mesh of devices, by its axes and ranks; each rank may have another, where it is part of a mesh."""
+    """A device mesh, by its axes and ranks. As part of a larger mesh, it may be another on each rank."""
 
     axes: tuple[str, ...] | None
     ranks: tuple[Any, ...]
@@ -66,12 +66,12 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Live:
-    """What can be told by name.
+    """The objects of a call that an artifact can name.
 
     Args:
-        device_type: of the tensors of a program, in the artifact and where it is loaded.
-        meshes: of the tensors of the call, and their parts.
-        groups: process groups, by what PyTorch calls them in this process.
+        device_type: of the program's tensors, in the artifact and where it is loaded.
+        meshes: those of the call's tensors, and their submeshes.
+        groups: process groups, by their names in this process.
         modules: by qualified name.
     """
 
@@ -82,7 +82,7 @@ class Live:
 
     @classmethod
     def of(cls, captured: Captured, device_type: str) -> Live:
-        """What a call has.
+        """The objects of a call.
 
         Args:
             captured: the call.
@@ -114,7 +114,7 @@ class Live:
         return found
 
     def group(self, name: GroupName) -> str:
-        """What PyTorch calls a process group in this process.
+        """PyTorch's name of a process group in this process.
 
         Raises:
             SignatureMismatch: there is none.
@@ -127,7 +127,7 @@ class Live:
         return found
 
     def place_of(self, source: Source) -> Place | None:
-        """A place by its name; None for one that is not in a dictionary of a module."""
+        """The name of a place; None if it is not in a dictionary of a module."""
         step = source.steps[0] if len(source.steps) == 1 else None
         if isinstance(step, Item) and isinstance(step.key, str):
             for name, module in self.modules.items():
@@ -148,7 +148,7 @@ class Live:
         return Source(place.path, owner).item(place.key, place.path)
 
     def device_in_artifact(self, device: torch.device) -> torch.device:
-        """`device` as an artifact names it: traced on the CPU, for GPUs of whatever number."""
+        """`device` as an artifact names it: of the target's type, without an index."""
         return torch.device(self.device_type) if device.type in ("cpu", self.device_type) else device
 
     def device_here(self, device: torch.device) -> torch.device:
@@ -159,16 +159,16 @@ class Live:
 
 
 NOTHING_LIVE = Live("cpu", {}, {}, {})
-"""Names nothing: for what is read or written without a call."""
+"""For what is read or written without a call."""
 
 
 def class_named(module: str, name: str) -> type[Any]:
-    """A class that this process has imported, of a kind that results are made of: tensors, named tuples.
+    """A class that this process has imported: of tensors, a named tuple, or built-in.
 
     Raises:
         SignatureMismatch: there is none.
     """
-    try:  # not by `getattr`, which lets lazy modules import
+    try:  # not by `getattr`, with which lazy modules import
         found: Any = sys.modules[module]
         for part in name.split("."):
             found = vars(found)[part]

@@ -1,4 +1,4 @@
-"""`aotdist.load`: what was built, in the process that runs it; nothing is traced or compiled here."""
+"""`aotdist.load`: runs what `aotdist.build` wrote; nothing is traced or compiled."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from aotdist.torch_seam.modes import class_functions_off
 
 
 def loading(path: str | Path) -> Callable[[UserCall, Artifacts], Artifact]:
-    """What loads the artifact in a file for a call.
+    """A function that loads the artifact in a file for a call.
 
-    It is given the call, and what was loaded for other calls. It raises `SignatureMismatch` for a call that
-    nothing was built for, with what differs; `BadArtifact` if the file holds what this aotdist does not know;
-    `RankDivergence` and `RankLost` where other ranks loaded other sequences of collectives, or failed to.
+    It takes the call, and the artifacts of earlier calls. It raises `SignatureMismatch` for a call that
+    nothing was built for, with what differs; `BadArtifact` if the file contains something unknown;
+    `RankDivergence` and `RankLost` where other ranks load other sequences of collectives, or fail.
 
     Raises:
         BadArtifact: the file is damaged, or was built by other versions, for another target, or for another
@@ -46,7 +46,7 @@ def loading(path: str | Path) -> Callable[[UserCall, Artifacts], Artifact]:
 
 
 def _fitting(archive: Archive, built: Sequence[Json], call: UserCall) -> Artifact:
-    """What was built for this call, among all."""
+    """The artifact for a call, from the first record that fits it."""
     device_type, binaries = archive.manifest.device_type, dict(archive.binaries)
     mismatches: list[SignatureMismatch] = []
     for record in built:
@@ -65,7 +65,7 @@ def _fitting(archive: Archive, built: Sequence[Json], call: UserCall) -> Artifac
 
 
 def gpu_here() -> str | None:
-    """The generation of the current GPU as targets name them: `sm_90`, `gfx942`; None where there is none."""
+    """The current GPU's generation, as targets are named: `sm_90`, `gfx942`; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     if torch.version.hip:
@@ -75,10 +75,10 @@ def gpu_here() -> str | None:
 
 
 def _check_process(path: Path, archive: Archive) -> None:
-    """See that what an artifact was built with and for is here.
+    """Check that versions, GPU and number of ranks are those that an artifact was built for.
 
     Raises:
-        BadArtifact: it is not.
+        BadArtifact: they are not.
     """
     manifest = archive.manifest
     check_versions(path, manifest)

@@ -1,8 +1,8 @@
-"""A compilation as JSON, and as a compilation again: for a call that it fits, and in another process.
+"""Writes a compilation as JSON, and reads it in another process, for a call that it fits.
 
-What is written is what cannot be found out again without a trace: the graphs as they were cut, and the facts.
-Plans follow from the facts; and the call for which it is read is captured as ever, so that tensors, modules
-and modes are watched just as if it had been compiled for that call.
+Only what a trace finds out is written: the partitioned graphs, and the facts. Plans are derived from the
+facts. The call for which a record is read is captured as usual, so tensors, modules and modes are guarded
+as if it had been compiled for that call.
 """
 
 from __future__ import annotations
@@ -52,16 +52,16 @@ _LOADED = "the program was loaded from an artifact, which holds no such backward
 def written(
     target: Any, compilation: Compilation, device_type: str, binaries: MutableMapping[str, bytes]
 ) -> Json:
-    """A compilation, with the tensors of its call, as JSON.
+    """A compilation as JSON.
 
     Args:
         target: the module or function.
-        compilation: of one call.
-        device_type: that of what it is for: `cuda`, `cpu`.
-        binaries: machine code of kernels, by its SHA-256; more is added.
+        compilation: of one call, with the call's tensors.
+        device_type: that of the target: `cuda`, `cpu`.
+        binaries: machine code of kernels, by its SHA-256; that of this compilation is added.
 
     Raises:
-        UnsupportedProgram: it holds something that cannot be written.
+        UnsupportedProgram: it contains something that cannot be written.
     """
     captured, traced = compilation.captured, compilation.traced
     _refuse_symbols(compilation)
@@ -121,10 +121,10 @@ def _refuse_symbols(compilation: Compilation) -> None:
 
 
 def _closed_over(compilation: Compilation) -> list[str]:
-    """The tensors that the trace met besides the program's inputs, by name."""
+    """The names of closed-over tensors that became inputs during the trace."""
     captured, program = compilation.captured, compilation.traced.program
     found: list[str] = []
-    for idx in compilation.met():
+    for idx in compilation.lifted_inputs():
         if id(program.examples[idx]) not in captured.closed_over:
             raise UnsupportedProgram(
                 "the program uses a tensor that nothing leads to, which an artifact cannot name",
@@ -155,7 +155,7 @@ def _region(region: Training | Inference, values: Values, graphs: Graphs) -> Jso
 
 
 def settings_of(json: Json) -> Settings:
-    """How what was written as `json` was compiled; where and how much to keep is this process's own."""
+    """The settings of a record, with this process's own cache settings."""
     settings: Settings = require(Values(NOTHING_LIVE, {}).read(json["settings"]), Settings, "the settings")
     own = Settings.from_environment()
     return replace(settings, cache_folder=own.cache_folder, cache_bytes=own.cache_bytes)
@@ -171,15 +171,15 @@ def read(
     """The compilation that was written as `json`, for a call.
 
     Args:
-        json: what was written.
-        call: what is called, and with what.
+        json: the record.
+        call: the call.
         settings: how it was compiled.
-        device_type: as it was written with.
+        device_type: as in `written`.
         binaries: machine code of kernels, by its SHA-256.
 
     Raises:
         SignatureMismatch: it is for other calls.
-        BadArtifact: it is not what was written.
+        BadArtifact: it is no record.
     """
     started = time.perf_counter()
     with ExitStack() as scope:
@@ -205,7 +205,7 @@ def read(
 def _with_closed_over(
     program: Program[DistinctIdx], captured: Captured, paths: list[str]
 ) -> Program[DistinctIdx]:
-    """`program` with the tensors that the trace met besides its inputs."""
+    """`program` with the closed-over tensors that became inputs during the trace."""
     found = {steady_path(source.path): source for source in captured.all_closed_over().values()}
     for path in paths:
         if path not in found:
@@ -221,16 +221,16 @@ def _with_closed_over(
 
 @dataclass(frozen=True, slots=True)
 class _Reading:
-    """Puts a compilation together for a call.
+    """Reads the compiled part of a record, for a call.
 
     Args:
         captured: the call.
         deduped: which tensors of the call are the same.
         bases: which tensors of the call share memory.
-        program: with the tensors that it takes.
+        program: the program, with the call's tensors.
         facts: what the trace showed.
         settings: how it was compiled.
-        values: reads what was written.
+        values: reads JSON.
     """
 
     captured: Captured
@@ -242,7 +242,7 @@ class _Reading:
     values: Values
 
     def compilation(self, json: Json) -> Compilation:
-        """The compilation that was written as `json`: graphs are read, plans and the runtime made anew."""
+        """The compilation: graphs are read, and plans derived from the facts."""
         fake_mode, region = FakeTensorMode(), json["region"]
         shapes = require(self.values.read(json["shapes"]), tuple[Shape, ...], "the shapes")
         graphs = Graphs(self.values, fake_mode, shapes)
@@ -277,7 +277,7 @@ class _Reading:
         )
 
     def _emitted(self, name: str, json: Json, graphs: Graphs, traced: Graph) -> Emitted:
-        """A graph with kernels in it, which were compiled for the GPU that is here."""
+        """A graph that calls kernels compiled for this machine's GPU."""
         fusion = require(self.values.read(json["fusion"]), Fusion, "what was fused")
         ahead = Ahead(graphs.read(json["graph"]), fusion)
         device = self.values.live.device_here(torch.device(self.values.live.device_type))
@@ -325,7 +325,7 @@ class _Reading:
 
 
 def _halves(whole: Graph, emitted: Mapping[str, Emitted]) -> EmittedHalves:
-    """Both halves, whose kernels take tangents as they were recorded."""
+    """The compiled halves, whose kernels take tangents with the strides that were recorded."""
     tangents = {
         slot: tuple(node.meta["val"].stride())
         for slot, node in whole.named_placeholders().items()

@@ -1,4 +1,4 @@
-"""What a call has to be for an artifact to fit, part by part, in words that two processes can compare."""
+"""The signature of a call, part by part, in words that two processes can compare."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from aotdist.runtime.guards import place_in_storage
 from aotdist.subclasses.protocol import Wrapper, plain_tensors, recipe_of
 
 Signature: TypeAlias = Mapping[str, str]
-"""What each part of a call is, by its name."""
+"""The description of each part of a call, by the part's name."""
 
 _HOOK = re.compile(r"(\b_\w*hooks)\[\d+\]")
 _DEVICE = re.compile(r"device\(type='(?:cpu|cuda)'(?:, index=\d+)?\)")
@@ -35,14 +35,14 @@ _MAX_SHOWN = 4  # differences in one error
 def signature_of(
     target: Any, captured: Captured, deduped: DedupePlan, program: Program[PrimalIdx], values: Values
 ) -> Signature:
-    """What a call is.
+    """The signature of a call.
 
     Args:
         target: the module or function.
         captured: the call.
         deduped: which of its tensors are the same.
-        program: with the tensors that it takes.
-        values: writes what is no text.
+        program: the program, with the call's tensors.
+        values: writes values that are no text.
     """
     parts = {mode: str(value) for mode, value in captured.ambient._asdict().items()}
     del parts["kernels"]  # the builder chooses them for the machine that the artifact is for
@@ -53,30 +53,30 @@ def signature_of(
     parts["same tensors"] = str(list(deduped.source))
     for slot, example in zip(program.ins, program.examples, strict=True):
         parts[f"`{slot.path}`"] = _described(example, values)
-    for name, text in _surroundings(target, captured, values):
+    for name, text in _environment(target, captured, values):
         steady = steady_path(name)
         parts[steady] = f"{parts[steady]}, {text}" if steady in parts else text
     return {name: _for_target(text, values.live.device_type) for name, text in parts.items()}
 
 
 def steady_path(path: str) -> str:
-    """`path` without what differs from process to process: PyTorch numbers the hooks of all modules."""
+    """`path` without the numbers of hooks, which PyTorch counts over all modules of a process."""
     return _HOOK.sub(r"\1[]", path)
 
 
-def _surroundings(target: Any, captured: Captured, values: Values) -> Iterator[tuple[str, str]]:
-    """What a function reaches besides tensors."""
+def _environment(target: Any, captured: Captured, values: Values) -> Iterator[tuple[str, str]]:
+    """The parts of a signature that are no tensors: modules, constants, functions, code."""
     environment = captured.environment
     yield from ModuleGuard(environment.modules, environment.state).described().items()
     for source, _ in environment.reached.constants:
-        if not source.path.endswith("_hash"):  # Python hashes texts otherwise in each process
+        if not source.path.endswith("_hash"):  # each process hashes texts with a seed of its own
             yield f"`{source.path}`", repr(source.read())
     for source, value in environment.reached.identities:
         yield (
             f"`{source.path}`",
             f"{type(value).__name__} {getattr(value, '__qualname__', '')} {_code(value)}",
         )
-    for source, first in environment.reached.again:
+    for source, first in environment.reached.ties:
         yield f"what `{source.path}` is", f"`{first.path}`"
     for claim in environment.rules:
         flags = _with_group_names(claim.flags, values)
@@ -103,7 +103,7 @@ def _described(tensor: torch.Tensor, values: Values) -> str:
 
 
 def storages_of(storages: tuple[tuple[PrimalIdx, int], ...], program: Program[PrimalIdx]) -> Signature:
-    """Where tensors lie in their storages, of which that matters."""
+    """Storage offset and bytes of the plain tensors for which the program depends on them."""
     return {
         f"storage of `{program.ins[idx].path}`": str(
             place_in_storage(plain_tensors(program.examples[idx])[leaf])
@@ -120,7 +120,7 @@ def _with_group_names(flags: Any, values: Values) -> Any:
 
 
 def _code(value: Any) -> str:
-    """A fingerprint of the user's code in a function, or in a class of the user's; empty for other code."""
+    """A fingerprint of a function or class of the user's; empty for other code."""
     function = inspect.unwrap(value) if callable(value) else value
     code: types.CodeType | None = getattr(function, "__code__", None)
     known = is_users_class(function) if isinstance(function, type) else code and is_users_code(code)
@@ -137,15 +137,15 @@ def _code(value: Any) -> str:
 
 
 def _for_target(text: str, device_type: str) -> str:
-    """`text` with devices as they are where an artifact is loaded, of whatever number."""
+    """`text` with every device replaced by the target's type, without an index."""
     return _DEVICE.sub(f"device(type={device_type!r})", text)
 
 
 def check_same(name: str, built: Signature, called: Signature) -> None:
-    """See that a call is what an artifact was built for.
+    """Check that a call has the signature that an artifact was built for.
 
     Raises:
-        SignatureMismatch: it is not; with the parts that differ.
+        SignatureMismatch: it has not; the parts that differ are named.
     """
     names = [part for part in {**built, **called} if built.get(part) != called.get(part)]
     if not names:

@@ -1,7 +1,7 @@
-"""What a file may say: values against the types of our own data, and texts against the place that they have.
+"""Checks what is read from a file: values by the types of our data, texts by where they are used.
 
-Whatever is read from a file passes here before anything is made of it or printed into a program: an index is
-a number and a name is a name. What prints and runs it afterwards may trust it as it trusts what was traced.
+Everything that is read passes here before it is used or printed into a program: an index is a number, and a
+name is a Python name. The printers may then trust it as they trust what was traced.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ Test: TypeAlias = Callable[[Any], bool]
 MAX_INT = 2**63 - 1
 """Of PyTorch's numbers; a file has no others."""
 
-NOT_OURS = (
+ERRORS_OF_READING = (
     *(LookupError, TypeError, ValueError, AttributeError, RuntimeError, AssertionError),
     *(ArithmeticError, NameError, SyntaxError, MemoryError, StopIteration),
 )
-"""What reading data raises that nothing of ours wrote; `RecursionError` is a `RuntimeError`."""
+"""Errors that reading a damaged file may raise; `RecursionError` is a `RuntimeError`."""
 
 _MAX_SHOWN = 60
 
 
 @contextmanager
 def only_ours() -> Generator[None]:
-    """Inside, what a file says is put to use; an error of Python's or PyTorch's then shows that it is wrong.
+    """A block that uses what was read from a file: errors of Python's or PyTorch's in it are the file's.
 
     Raises:
         BadArtifact: there was such an error.
@@ -64,27 +64,27 @@ def only_ours() -> Generator[None]:
         raise damaged(f"the artifact contradicts itself: {error.what}") from error
     except AotdistError:
         raise
-    except NOT_OURS as error:
+    except ERRORS_OF_READING as error:
         what = f"the artifact contradicts itself ({type(error).__name__}: {error})"
-        # Of a `StopIteration` contextlib would raise the cause, and not what it is the cause of.
+        # contextlib re-raises a `StopIteration` that is the cause of an error, instead of the error.
         raise damaged(what) from None
 
 
 def damaged(what: str) -> BadArtifact:
-    """An error for a file that holds what no version of ours writes."""
+    """The error for a file with contents that aotdist never writes."""
     return BadArtifact(what, stage="store", fix="make the artifact again, or copy it again")
 
 
 def require(value: Any, hint: Any, where: str) -> Any:
-    """`value`, if it is what a type says.
+    """`value`, if it is of a type.
 
     Args:
         value: what was read.
-        hint: a type, as annotations have it; `Any` is for data without code, see `is_data`.
+        hint: the type, as in annotations; `Any` is for data without code, see `is_data`.
         where: what it belongs to, for the error.
 
     Raises:
-        BadArtifact: it is something else.
+        BadArtifact: it is of another type.
     """
     if not test_of(hint)(value):
         raise damaged(f"{where} is {_shown(value)}, and not {_name(hint)}")
@@ -104,10 +104,10 @@ def _name(hint: Any) -> str:
 
 
 def made(cls: type[Any], fields: Mapping[str, Any]) -> Any:
-    """Our own data of these fields.
+    """An object of one of our dataclasses with these fields.
 
     Raises:
-        BadArtifact: a field is missing, unknown or of another type, or holds a text that cannot stand there.
+        BadArtifact: a field is missing, unknown, of another type, or a text that is not allowed there.
     """
     hints = _hints(cls)
     for name in fields:
@@ -129,7 +129,7 @@ def _hints(cls: type[Any]) -> Mapping[str, Any]:
 
 @functools.cache
 def test_of(hint: Any) -> Test:
-    """Tells whether a value is what a type says; of our own data (tested when made) its class alone."""
+    """The test whether a value is of a type; our dataclasses are checked when made, so here by class only."""
     if isinstance(hint, NewType):
         return lambda value: type(value) is int and 0 <= value <= MAX_INT
     if hint in _SIMPLE:
@@ -177,12 +177,12 @@ def _is_float(value: Any) -> bool:
 
 
 def is_line(value: Any) -> bool:
-    """Whether it is a text of one line, as comments of a program and names of slots are."""
+    """Whether it is a text of one line, as in comments and names of slots."""
     return type(value) is str and not any(end in value for end in "\n\r\0")
 
 
 def is_name(value: Any) -> bool:
-    """Whether it is a name that a program can have."""
+    """Whether it is a Python identifier, and no keyword."""
     return type(value) is str and value.isidentifier() and not keyword.iskeyword(value)
 
 
@@ -191,13 +191,13 @@ def _is_attribute(value: Any) -> bool:
 
 
 def is_attribute_path(value: Any) -> bool:
-    """Whether it leads from a wrapper to a tensor inside: `._local_tensor._data`."""
+    """Whether it is a path from a wrapper to a tensor inside: `._local_tensor._data`."""
     parts = value[1:].split(".") if type(value) is str and value.startswith(".") else [""]
     return all(_is_attribute(part) or part in SPARSE_PARTS for part in parts)
 
 
 def _is_function(value: Any) -> bool:
-    """Whether it is one of those that the reader looks up, or data of ours that can be called."""
+    """Whether it is an operator, one of `FUNCTIONS`, or a callable dataclass of ours."""
     return isinstance(value, (OpOverload, facts.Inside, facts.Around)) or id(value) in NAMES_OF_FUNCTIONS
 
 
@@ -207,12 +207,12 @@ _OBJECTS = (DeviceMesh, CreationMeta, TreeSpec, Returned, TensorResult, type)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a number, a text, or something that PyTorch names."""
+    """Whether it is a number, a text, or a dtype, device, layout or the like."""
     return type(value) in _LEAVES or isinstance(value, _OF_TORCH)
 
 
 def is_data(value: Any) -> bool:
-    """Whether it is data: numbers, texts, classes, meshes, in containers; no code and no tensor."""
+    """Whether it is data (numbers, texts, classes, meshes, in containers), and neither code nor a tensor."""
     if is_plain(value) or isinstance(value, _OBJECTS) or value is ...:
         return True
     if isinstance(value, (tuple, list, frozenset)):
@@ -252,13 +252,13 @@ _POINTER = re.compile(r"\*[a-z0-9]+")
 
 
 def _is_of_triton(metadata: str) -> bool:
-    """Whether it names a kernel: the name becomes that of a file, and of a function."""
-    said = json.loads(metadata)
-    return isinstance(said, dict) and is_name(said.get("name"))
+    """Whether the kernel's name in its metadata is an identifier: files and functions are named after it."""
+    fields = json.loads(metadata)
+    return isinstance(fields, dict) and is_name(fields.get("name"))
 
 
 _ASKED = ("is_leaf", "_version", "grad", "grad_fn")
-"""What printed calls ask of inputs, see `Facts.asked`."""
+"""Attributes of inputs that printed calls may read, see `Facts.asked`."""
 _PATH = "a path that is no path of attributes"
 _NAMES = "a name that is none"
 
@@ -294,4 +294,4 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
         ("what Triton does not say of a kernel", lambda it: _is_of_triton(it.metadata)),
     ),
 }
-"""What holds of our own data besides the types of its fields, in words for when it does not."""
+"""Conditions on our dataclasses besides the types of their fields, with the words for an error."""

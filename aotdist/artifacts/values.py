@@ -1,7 +1,7 @@
 """Values as JSON, and back: of the kinds that are listed in `kinds.py` and here, and no others.
 
-Reading makes data, and looks up what has a name: operators, functions of the list, and what lives in the
-process (`live.py`). It imports nothing of the user's, and runs no text.
+Reading makes data, and looks up names: of operators, of functions in the list, and of objects of the call
+(`live.py`). It imports no code of the user's, and executes no text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from aotdist.artifacts.kinds import CLASSES, FUNCTIONS, HIGHER_ORDER, NAMES_OF_FUNCTIONS, NOT_WRITTEN
 from aotdist.artifacts.live import GroupName, Live, MeshName, Place, class_named
-from aotdist.artifacts.typed import NOT_OURS, damaged, made, require
+from aotdist.artifacts.typed import ERRORS_OF_READING, damaged, made, require
 from aotdist.capture.source import Source
 from aotdist.codegen.triton import Packed
 from aotdist.errors import AotdistError, BadArtifact, UnsupportedProgram
@@ -42,12 +42,12 @@ _NAMED_BY_TORCH = torch.dtype | torch.layout | torch.memory_format
 class Values:
     """Writes values as JSON, and reads them.
 
-    A number, a text, None and a tuple are themselves (a tuple as a list); all else is an object with a key
-    `is` that tells its kind.
+    Numbers, texts and None are themselves, and a tuple is a list; everything else is an object whose key `is`
+    names its kind.
 
     Args:
-        live: what is told by name.
-        binaries: machine code of kernels by its SHA-256, which stands beside the JSON; writing adds to it.
+        live: objects of the call that are written by name.
+        binaries: machine code of kernels by its SHA-256, stored beside the JSON; writing adds to it.
     """
 
     def __init__(self, live: Live, binaries: MutableMapping[str, bytes]) -> None:
@@ -80,7 +80,7 @@ class Values:
             where: what it belongs to, for the error.
 
         Raises:
-            UnsupportedProgram: it is, or holds, something that cannot be written.
+            UnsupportedProgram: it is, or contains, something that cannot be written.
         """
         if value is None or type(value) in (bool, int, str):
             return value
@@ -102,7 +102,7 @@ class Values:
         return [self.written(part, where) for part in parts]
 
     def _container(self, value: Any, where: str) -> Json:
-        """Lists, dictionaries and their like, or None."""
+        """Containers, slices, complex numbers and `...` as JSON; None for other values."""
         match value:
             case torch.Size():
                 return {"is": "size", "of": list(value)}
@@ -122,7 +122,7 @@ class Values:
                 return {"is": "ellipsis"} if value is ... else None
 
     def _of_torch(self, value: Any, where: str) -> Json:
-        """What is PyTorch's, or None."""
+        """Objects of PyTorch's as JSON; None for other values."""
         match value:
             case torch.device():
                 return {"is": "device", "name": str(self.live.device_in_artifact(value))}
@@ -166,7 +166,7 @@ class Values:
         return {"is": "tree", "class": cls, "context": self.written(spec.context, where), "of": children}
 
     def _of_ours(self, value: Any, where: str) -> Json:
-        """Our own data, functions and classes, or None."""
+        """Functions of the list, places, classes, and dataclasses of ours as JSON; None for other values."""
         if id(value) in NAMES_OF_FUNCTIONS:
             return {"is": "function", "name": NAMES_OF_FUNCTIONS[id(value)]}
         if isinstance(value, Source):
@@ -194,8 +194,8 @@ class Values:
         """The value that was written as `json`.
 
         Raises:
-            BadArtifact: nothing is written like that.
-            SignatureMismatch: something that it names is not there.
+            BadArtifact: `json` is no value.
+            SignatureMismatch: it names an object that the call does not have.
         """
         if type(json) is list:
             return tuple(self._all_read(json))
@@ -209,7 +209,7 @@ class Values:
             return reader(json)
         except AotdistError:
             raise
-        except NOT_OURS as error:
+        except ERRORS_OF_READING as error:
             what = f"a {kind} is written in another way than ours ({type(error).__name__}: {error})"
             raise damaged(what) from error
 
@@ -283,4 +283,4 @@ _NAMED: Mapping[str, Callable[[_Fields], Any]] = {
     "higher_order": lambda json: _higher_order(json["name"]),
     "function": lambda json: FUNCTIONS[json["name"]],
 }
-"""What reads the kinds that hold no others."""
+"""Readers of kinds that contain no other values."""

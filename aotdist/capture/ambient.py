@@ -33,7 +33,7 @@ _WORDS = {
     "device": "`torch.set_default_device`",
     "kernels": "which kernels operators may choose from",
 }
-"""What the user calls to switch each mode."""
+"""What the user calls to switch each mode, for errors."""
 
 
 class Ambient(NamedTuple):
@@ -43,12 +43,11 @@ class Ambient(NamedTuple):
         grad: whether grad mode is on.
         inference: whether inference mode is.
         autocast: each device type for which autocast is on, with its dtype.
-        casting: whether autocast casts a parameter once only, and the dtypes that it takes where a program
-            switches it on without naming one.
+        casting: whether autocast caches casts of parameters, and its default dtype for each device type.
         deterministic: whether deterministic algorithms are used.
         default_dtype: the dtype of new floating-point tensors.
-        dtensor: how contexts such as `loss_parallel` change operators on DTensors.
-        device: where new tensors are made, if a context says so (`with torch.device(...)`).
+        dtensor: the operators on DTensors that contexts such as `loss_parallel` replace.
+        device: of new tensors, if a context sets it (`with torch.device(...)`).
         kernels: which kernels operators and attention layers may choose from (`sdpa_kernel`).
     """
 
@@ -69,7 +68,7 @@ def _casting() -> tuple[bool, tuple[torch.dtype, ...]]:
 
 
 def ambient() -> Ambient:
-    """The modes that are on now; about 3 us."""
+    """The modes of this thread now; takes about 3 us."""
     return Ambient(
         torch.is_grad_enabled(),
         torch.is_inference_mode_enabled(),
@@ -84,11 +83,11 @@ def ambient() -> Ambient:
 
 
 def ambient_guard(at_capture: Ambient) -> Callable[[], bool]:
-    """What tells whether the modes are those of the capture.
+    """A guard that returns whether the modes are those of the capture.
 
-    It costs 1.1 us once it has held: PyTorch's snapshot of most modes is compared in C++, and what that
-    lacks is asked for in one go. The snapshot also has what no artifact depends on (the number of threads),
-    so where it differs, everything is compared, and a new one is taken.
+    It takes 1.1 us after it has held once: PyTorch compares a snapshot of most modes in C++, and `_OTHERS`
+    has the rest. The snapshot also contains what no artifact depends on (the number of threads), so if it
+    differs, all modes are compared, and a new one is taken.
     """
     held: tuple[GlobalStateGuard, tuple[Any, ...]] | None = None
 
@@ -112,15 +111,15 @@ _OTHERS: tuple[Callable[[], Any], ...] = (
     device_of_context,
     *KERNEL_CHOICES,
 )
-"""What tells the modes that are not in PyTorch's snapshot."""
+"""Functions that read the modes that are not in PyTorch's snapshot."""
 
 
 @contextmanager
 def modes_left_alone() -> Generator[None]:
-    """Refuse what leaves a mode switched when the context ends; the modes of before are restored in any case.
+    """Refuse a program that leaves a mode switched; the modes of before are restored in any case.
 
     Raises:
-        UnsupportedProgram: a mode is another than before.
+        UnsupportedProgram: a mode differs when the context ends.
     """
     before, level, casting = ambient(), torch.get_deterministic_debug_mode(), autocast_state()
     try:

@@ -1,6 +1,6 @@
-"""Lists, dictionaries and objects among the arguments, which a program may change at every call.
+"""Changes that a program makes to lists, dictionaries and objects among its arguments.
 
-A trace is given copies made of stand-ins; their changes are repeated on the caller's at every call. Objects
+The trace gets copies that hold stand-ins. What it changes in them, each call repeats on the caller's. Objects
 that the program makes and puts into them are made anew at every call (`aotdist.capture.instances`).
 """
 
@@ -23,13 +23,14 @@ from aotdist.torch_seam.trees import pytree
 
 
 class MutatedArguments:
-    """The containers and objects that a trace is given, and what was in them.
+    """The containers and objects among the arguments of a trace, and what was in them.
 
     Args:
         args: positional arguments of the trace.
         kwargs: the others, by name.
         objects: the objects in these, with their paths.
-        apart: whether no container of the caller's is in two places; the trace has a copy in each.
+        distinct: whether each container of the caller's is in one place; the trace has a copy for each
+            place.
     """
 
     def __init__(
@@ -38,9 +39,9 @@ class MutatedArguments:
         kwargs: Mapping[str, Any],
         objects: Sequence[tuple[str, Any]],
         *,
-        apart: bool,
+        distinct: bool,
     ) -> None:
-        self._apart = apart
+        self._distinct = distinct
         self.positions = {id(each): position for position, (_, each) in enumerate(objects)}
         found = [each for position, value in enumerate(args) for each in _watched(_place(position), value)]
         found += [each for name, value in kwargs.items() for each in _watched(_place(name), value)]
@@ -55,13 +56,13 @@ class MutatedArguments:
         """Places whose value changed, and the new values.
 
         Args:
-            made: numbers of the objects of the program's own that were taken apart so far, by identity.
+            made: numbers of the objects made by the program that were taken apart so far, by identity.
 
         Raises:
-            UnsupportedProgram: a list lost items, or was given what no call can repeat; or a container is
+            UnsupportedProgram: a list lost items, or got one that no call can make; or a container was
                 changed while one is in two places.
         """
-        if not self._apart:
+        if not self._distinct:
             self._refuse_changes()
         found: list[tuple[Source, Any]] = []
         for watched in self._watched:
@@ -120,7 +121,7 @@ def _refuse_other_length(watched: Watched, place: Source) -> None:
         )
 
 
-def are_apart(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def are_distinct(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether no list or dictionary is in two places of a call's arguments."""
     seen = set[int]()
     pending: list[Any] = [*args, *kwargs.values()]

@@ -1,4 +1,4 @@
-"""Where the tensors of a call's arguments are: any pytree of tensors, constants, objects and code."""
+"""The structure of a call's arguments: any pytree of tensors, constants, objects and code."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class ConstantLeaf:
 
 @dataclass(frozen=True, slots=True)
 class NumberLeaf:
-    """A number that the program changes, and that a symbol stands for; `position` among these of the call."""
+    """A number that is a symbol in the trace; `position` among these of the call."""
 
     path: str
     position: int
@@ -51,7 +51,7 @@ class NumberLeaf:
 
 @dataclass(frozen=True, slots=True)
 class CodeLeaf:
-    """A module, a function, a method, a class: a call is specialised on which one it is."""
+    """A module, a function, a method or a class: calls are specialised on its identity."""
 
     path: str
     value: Any
@@ -59,7 +59,7 @@ class CodeLeaf:
 
 @dataclass(frozen=True, slots=True)
 class ObjectLeaf:
-    """An object that is taken apart: `position` among those of the call."""
+    """An object that is flattened; `position` among those of the call."""
 
     path: str
     position: int
@@ -67,7 +67,7 @@ class ObjectLeaf:
 
 @dataclass(frozen=True, slots=True)
 class UnreadLeaf:
-    """An attribute of an object that is none of these: a program that reads it is refused."""
+    """A value in an object that is none of these: a program that reads it is refused."""
 
     path: str
     cls: type
@@ -77,7 +77,7 @@ Leaf: TypeAlias = TensorLeaf | ConstantLeaf | NumberLeaf | CodeLeaf | ObjectLeaf
 
 
 class Numbers(list[Any]):
-    """The numbers of a call that its program changes; symbols while it is traced."""
+    """The numbers of a call for which symbols stand; while it is traced, the symbols."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +101,9 @@ class Arguments:
 
     Args:
         spec: pytree structure of `(args, kwargs)`.
-        leaves: what stands at each leaf, in pytree order; then at each leaf of the instances.
+        leaves: the leaves in pytree order, then those of the instances.
         instances: the objects among them, each once; objects inside of others come after these.
-        numbers: the numbers among them that the program changes.
+        numbers: the numbers among them for which symbols stand.
     """
 
     spec: pytree.TreeSpec
@@ -140,12 +140,12 @@ class Arguments:
         return [leaf.path for leaf in self.leaves if isinstance(leaf, TensorLeaf)]
 
     def counts(self) -> list[Source]:
-        """The places of the numbers that the program changes."""
+        """The places of the numbers for which symbols stand."""
         leaves = [leaf for leaf in self.leaves if isinstance(leaf, NumberLeaf)]
         return [Source(leaf.path, self.numbers).item(leaf.position, leaf.path) for leaf in leaves]
 
     def code(self) -> Iterator[tuple[str, Any]]:
-        """Paths of modules, functions and classes, and these; the classes of objects are among them."""
+        """Modules, functions and classes with their paths, the classes of objects included."""
         yield from ((leaf.path, leaf.value) for leaf in self.leaves if isinstance(leaf, CodeLeaf))
         yield from ((cls.__name__, cls) for cls in dict.fromkeys(each.cls for each in self.instances))
 
@@ -169,25 +169,25 @@ class Arguments:
     def match_all(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[list[torch.Tensor], list[Any], list[int | float]] | None:
-        """The same tensors, the objects, and the numbers that the program changes; or None."""
+        """As `match`, with the objects, and the numbers for which symbols stand."""
         values, spec = pytree.tree_flatten((args, self._in_order(kwargs)), is_leaf=is_leaf)
         if spec != self.spec:
             return None
-        met = _Met()
+        found = _Found()
         leaves = iter(self.leaves)
-        if not all(_fits(next(leaves), value, met) for value in values):
+        if not all(_fits(next(leaves), value, found) for value in values):
             return None
         for position, instance in enumerate(self.instances):
-            held = met.objects[position]
+            held = found.objects[position]
             values, spec = pytree.tree_flatten(state_of(held), is_leaf=is_leaf)
             if type(held) is not instance.cls or spec != instance.spec:
                 return None
-            if not all(_fits(next(leaves), value, met) for value in values):
+            if not all(_fits(next(leaves), value, found) for value in values):
                 return None
-        return met.tensors, met.objects, met.numbers
+        return found.tensors, found.objects, found.numbers
 
     def _in_order(self, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """`kwargs` in the order of the first call, since the order of keyword arguments does not matter."""
+        """`kwargs` in the order of the first call: the order of keyword arguments does not matter."""
         names = tree_children(self.spec)[1].context
         return {name: kwargs[name] for name in names} if set(kwargs) == set(names) else dict(kwargs)
 
@@ -205,8 +205,8 @@ class Arguments:
                 return OpaqueArgument(path, cls.__name__)
 
 
-class _Met:
-    """What is met in one call, in order; an object once."""
+class _Found:
+    """The tensors, objects and numbers of one call, in order; each object once."""
 
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
@@ -226,23 +226,23 @@ def _rebuilt(spec: pytree.TreeSpec, values: Iterator[Any]) -> Any:
     return pytree.tree_unflatten(list(itertools.islice(values, spec.num_leaves)), spec)
 
 
-def _fits(leaf: Leaf, value: Any, met: _Met) -> bool:
-    """Whether `value` fits a leaf; if so, it is noted in `met`."""
+def _fits(leaf: Leaf, value: Any, found: _Found) -> bool:
+    """Whether `value` fits a leaf; if so, it is added to `found`."""
     match leaf:
         case TensorLeaf():
             if not isinstance(value, torch.Tensor):
                 return False
-            met.tensors.append(value)
+            found.tensors.append(value)
             return True
         case NumberLeaf(kind=kind):
-            met.numbers.append(value)
+            found.numbers.append(value)
             return type(value) is kind
         case ConstantLeaf(value=constant):
             return same_constant(constant, value)
         case CodeLeaf(value=code):
             return is_same_code(code, value)
         case ObjectLeaf(position=position):
-            return is_instance(value) and met.position(value) == position
+            return is_instance(value) and found.position(value) == position
         case UnreadLeaf(cls=cls):
             return type(value) is cls
 
@@ -255,17 +255,17 @@ def read_arguments(
     Args:
         args: positional arguments.
         kwargs: the others.
-        counted: paths of numbers that symbols stand for.
+        counted: paths of numbers for which symbols stand.
 
     Raises:
         UnsupportedProgram: a leaf is none of tensor, constant, object and code.
     """
-    met, paths = _Met(), list[str]()
+    found, paths = _Found(), list[str]()
     leaves: list[Leaf] = []
 
     def read(pairs: Sequence[tuple[str, Any]], *, of_instance: bool) -> None:
         for path, value in pairs:
-            leaf = _leaf(path, value, met, counted, of_instance=of_instance)
+            leaf = _leaf(path, value, found, counted, of_instance=of_instance)
             leaves.append(leaf)
             if isinstance(leaf, ObjectLeaf) and leaf.position == len(paths):
                 paths.append(path)
@@ -273,28 +273,28 @@ def read_arguments(
     pairs, spec = _named_leaves((args, dict(kwargs)), _path)
     read(pairs, of_instance=False)
     instances: list[Instance] = []
-    while len(instances) < len(met.objects):
-        held, path = met.objects[len(instances)], paths[len(instances)]
+    while len(instances) < len(found.objects):
+        held, path = found.objects[len(instances)], paths[len(instances)]
         pairs, state = _named_leaves(state_of(held), functools.partial(_path_in, path))
         read(pairs, of_instance=True)
         instances.append(Instance(path, type(held), state))
-    arguments = Arguments(spec, tuple(leaves), tuple(instances), met.numbers)
-    return arguments, met.tensors, met.objects
+    arguments = Arguments(spec, tuple(leaves), tuple(instances), found.numbers)
+    return arguments, found.tensors, found.objects
 
 
-def _leaf(path: str, value: Any, met: _Met, counted: Container[str], *, of_instance: bool) -> Leaf:
+def _leaf(path: str, value: Any, found: _Found, counted: Container[str], *, of_instance: bool) -> Leaf:
     if isinstance(value, torch.Tensor):
-        met.tensors.append(value)
+        found.tensors.append(value)
         return TensorLeaf(path)
     if path in counted and is_number(value):
-        met.numbers.append(value)
-        return NumberLeaf(path, len(met.numbers) - 1, type(value))
+        found.numbers.append(value)
+        return NumberLeaf(path, len(found.numbers) - 1, type(value))
     if is_constant(value):
         return ConstantLeaf(path, value)
     if is_code(value):
         return CodeLeaf(path, value)
     if is_instance(value):
-        return ObjectLeaf(path, met.position(value))
+        return ObjectLeaf(path, found.position(value))
     if of_instance:
         return UnreadLeaf(path, type(value))
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
@@ -313,7 +313,7 @@ def _named_leaves(
 ) -> tuple[list[tuple[str, Any]], pytree.TreeSpec]:
     try:
         pairs, spec = pytree.tree_flatten_with_path(given, is_leaf=is_leaf)
-    except ValueError:  # a class was registered without names for what is in it
+    except ValueError:  # a class was registered without keys
         values, spec = pytree.tree_flatten(given, is_leaf=is_leaf)
         return [(f"leaf {position} of the arguments", value) for position, value in enumerate(values)], spec
     return [(path(keys), value) for keys, value in pairs], spec
@@ -329,7 +329,7 @@ def _path(key_path: Sequence[Any]) -> str:
 
 
 def _path_in(owner: str, key_path: Sequence[Any]) -> str:
-    """The path of what lies in the attributes, or in the items, of the object at `owner`."""
+    """The path of an attribute, or an item, of the object at `owner`."""
     group, *rest = key_path
     if group.idx == 0 and rest:
         name, *rest = rest
@@ -342,8 +342,8 @@ class UserFakes:
     """The fake tensors of a call.
 
     Args:
-        mode: to trace in; None where there is none.
-        identities: of fake tensors that the program is given, or may close over.
+        mode: theirs, in which to trace; None if there are none.
+        identities: of fake tensors among the arguments, or that the program may close over.
     """
 
     mode: FakeTensorMode | None
@@ -362,9 +362,9 @@ def fakes_of(
     """The fake tensors of a call.
 
     Args:
-        named: the tensors that the call is given, with their names.
-        closed_over: gives identities of tensors that it may close over.
-        around: the mode to take if no fake tensor is among them.
+        named: the tensors among the arguments, with their names.
+        closed_over: returns identities of tensors that the program may close over.
+        around: the mode to take if no argument is a fake tensor.
 
     Raises:
         UnsupportedProgram: they are of several modes.

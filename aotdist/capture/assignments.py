@@ -1,8 +1,8 @@
-"""What the program assigns to attributes, variables and items: `self.n = self.n + 1`.
+"""Assignments of the program to attributes, variables and items: `self.n = self.n + 1`.
 
-The assignment runs at capture, on stand-ins. It is undone, and the runtime repeats it at every call. Tensors
-that were assigned become outputs of the program; constants are those of the capture, since an artifact only
-fits calls that find what this one found.
+The assignment runs at capture, on stand-ins. It is undone, and every call repeats it. Assigned tensors become
+outputs of the program. Assigned constants are those of the capture: an artifact is only for calls that find
+what the captured call found.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aotdist.capture.instances import ArgumentObject
 from aotdist.capture.leaked_tensors import hides_traced, is_text_of_traced, is_traced, refusal, shows_traced
 from aotdist.capture.module_attributes import OF_EVERY_MODULE
 from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source, keeper_of, kept_by
-from aotdist.capture.watched import Watched, assign, fill, put_back
+from aotdist.capture.watched import Watched, assign, fill
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import numbers_of_data
 from aotdist.torch_seam.own_attributes import own, shared, with_shared
@@ -30,16 +30,16 @@ from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
 
 _Place: TypeAlias = tuple[Source, list[Any] | dict[Any, Any]]
-"""A container, and where to find it."""
+"""A container and its place."""
 
 
 class Assignments:
-    """Snapshots all that the program may assign to, and finds what a traced call assigned.
+    """A snapshot of all that the program may assign to; finds what a trace assigned.
 
     Args:
         modules: modules by qualified name; their parameters, buffers, children and attributes are watched.
         reached: closures, globals, objects and containers.
-        ruled: modules whose parameters a module rule replaces while they are traced; these are not watched.
+        ruled: modules whose parameters a module rule replaces during the trace; those are not watched.
     """
 
     def __init__(
@@ -60,34 +60,34 @@ class Assignments:
         self.existing = frozenset(map(id, self._existing))
         """Identities of the objects that were there before the trace."""
 
-    def collect(self, given: Mapping[int, int]) -> list[tuple[Source, Any]]:
-        """Places that were assigned traced tensors, or containers of some; each is put back as it was.
+    def collect(self, positions: Mapping[int, int]) -> list[tuple[Source, Any]]:
+        """Places that were assigned traced tensors, or containers of some; their old values are restored.
 
-        An attribute of an argument is among them whatever it was assigned: the next call has other arguments.
+        Attributes of arguments are among them, whatever they were assigned: the next call has others.
 
         Args:
-            given: positions of the objects that the call is given, by identity: these are the caller's.
+            positions: of the objects among the arguments, by identity.
 
         Raises:
-            UnsupportedProgram: what was assigned hides tensors, or a tensor was deleted.
+            UnsupportedProgram: an object that hides tensors was assigned, or a tensor was deleted.
         """
         found: list[tuple[Source, Any]] = []
         for whole in self._wholes:
             _refuse_kept(whole)
         for place, before, value in self._changed():
             _refuse_deletion(place, before, value)
-            shown = _with_given(value, given)
+            shown = _with_references(value, positions)
             self._refuse_hidden(place.path, shown)
             repeats = is_plain(shown) if place.is_whole_list else self._shows_tensors(shown)
             if repeats or shown is not value or (place.is_of_argument and value is not ABSENT):
                 found.append((place, shown))
-                put_back(place, before)
+                place.write(before)
         return found
 
     def collect_constants(self) -> tuple[list[tuple[Source, Any]], list[Source]]:
         """Places that were assigned constants or containers of constants, and places that were deleted.
 
-        Each is put back as it was.
+        Their old values are restored.
         """
         assigned: list[tuple[Source, Any]] = []
         deleted: list[Source] = []
@@ -97,11 +97,11 @@ class Assignments:
                 deleted.append(place)
             elif not is_same(value, before):
                 assigned.append((place, value))
-            put_back(place, before)
+            place.write(before)
         return assigned, deleted
 
     def changed_data(self, *, tensors: bool = False) -> Iterator[tuple[Source, Any, Any]]:
-        """Place, value before and value now of what was assigned constants, or was deleted.
+        """Place, old value and new value where constants were assigned, or something was deleted.
 
         Args:
             tensors: whether tensors of the trace count as constants.
@@ -111,20 +111,20 @@ class Assignments:
                 yield place, before, value
 
     def _changed(self) -> Iterator[tuple[Source, Any, Any]]:
-        """Place, value before and value now of all that was assigned, or deleted; see `Watched.changed`."""
+        """Place, old value and new value of all changes; see `Watched.changed`."""
         return (change for watched in (*self._watched, *self._filled()) for change in watched.changed())
 
     def _filled(self) -> Iterator[Watched]:
-        """Those of the containers that were empty, as half of them are in a deep model, and are not."""
+        """Containers that were empty before; half of those of a deep model are, and are not watched."""
         return (_watched(*place, was_empty=True) for place in self._empty if own(place[1]))
 
     def side_effects(self) -> list[str]:
-        """Places that were given an object which no call makes anew: an effect of the capture only."""
+        """Places that were assigned an object at capture, which calls will not assign again."""
         wholes = (change for whole in self._wholes for change in whole.changed())
         return [place.path for place, _, _ in (*self._changed(), *wholes) if not place.is_of_argument]
 
     def _is_data(self, value: Any, *, tensors: bool = False) -> bool:
-        """Whether it is a constant, or a container of constants that the program made."""
+        """Whether a value is a constant, or a container of constants that the program made."""
         if is_constant(value) or isinstance(value, SYMBOLIC) or (tensors and is_traced(value)):
             return True
         if type(value) not in (list, dict, tuple) or id(value) in self.existing:
@@ -133,7 +133,7 @@ class Assignments:
         return all(self._is_data(part, tensors=tensors) for part in parts)
 
     def _shows_tensors(self, value: Any) -> bool:
-        """Whether it is a tensor, or a container of some that the program made."""
+        """Whether a value is a tensor, or a container of tensors that the program made."""
         if not isinstance(value, torch.Tensor) and id(value) in self.existing:
             return False
         has_tensors = any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
@@ -145,7 +145,7 @@ class Assignments:
             yield from before.values() if isinstance(before, dict) else before
 
     def left(self) -> Callable[[], None] | None:
-        """A function that restores, after `roll_back`, what the program left; None if it left nothing."""
+        """A function that repeats the assignments after `roll_back`; None if there are none."""
         values = [(place, value) for place, _, value in self._changed()]
         wholes = [(whole.held, items) for whole in self._wholes for _, _, items in whole.changed()]
 
@@ -157,18 +157,18 @@ class Assignments:
         return bring_back if values or wholes else None
 
     def moves(self) -> bool:
-        """Whether a place was given a module, object or container of another: each call moves it on."""
+        """Whether a place was assigned a module, object or container that was found elsewhere."""
         parts = (part for _, _, value in self._changed() for part in (value, *pytree.tree_leaves(value)))
         return any(id(part) in self._entered for part in parts)
 
     def roll_back(self) -> None:
-        """Put back everything that was assigned, for the program to run once more."""
+        """Restore everything, so that the program can run once more."""
         for watched in (*self._wholes, *self._watched, *self._filled()):
             watched.undo()
 
     @contextmanager
     def undone_on_failure(self) -> Generator[None]:
-        """Put everything back if an exception is raised inside."""
+        """Restore everything if an exception is raised inside."""
         try:
             yield
         except BaseException:
@@ -176,7 +176,7 @@ class Assignments:
             raise
 
     def hidden(self) -> Iterator[tuple[str, Any]]:
-        """Paths and values of places that hold tensors of the trace in an object that no call makes anew."""
+        """Paths and values of places that were assigned an object that hides tensors of the trace."""
         for place, _, value in self._changed():
             shown = shows_traced(value) and not self._is_data(value, tensors=True)
             if shown or self._hiding(value):
@@ -191,26 +191,26 @@ class Assignments:
             )
 
     def _hiding(self, value: Any) -> list[Any]:
-        """What hides traced tensors, or numbers: leaves of `value`, or all of it if it shows none."""
+        """Objects that hide traced tensors or numbers: leaves of `value`, or `value` if that shows none."""
         if self._is_data(value, tensors=True):
             return []
         parts = pytree.tree_leaves(value) if shows_traced(value) else [value]
         return [p for p in parts if not isinstance(p, type) and hides_traced(p, self.existing)]
 
 
-def _with_given(value: Any, given: Mapping[int, int]) -> Any:
-    """`value` with an `ArgumentObject` for each of those in it; itself if there is none."""
-    if not given or not any(id(leaf) in given for leaf in pytree.tree_leaves(value)):
+def _with_references(value: Any, positions: Mapping[int, int]) -> Any:
+    """`value` with an `ArgumentObject` in the place of each object among the arguments."""
+    if not positions or not any(id(leaf) in positions for leaf in pytree.tree_leaves(value)):
         return value
 
-    def known(leaf: Any) -> Any:
-        return ArgumentObject(given[id(leaf)]) if id(leaf) in given else leaf
+    def reference(leaf: Any) -> Any:
+        return ArgumentObject(positions[id(leaf)]) if id(leaf) in positions else leaf
 
-    return pytree.tree_map(known, value)
+    return pytree.tree_map(reference, value)
 
 
 def is_plain(value: Any) -> bool:
-    """Whether there is nothing in a container but tensors, of the program or not, and constants."""
+    """Whether a container holds only tensors, traced or not, and constants."""
     return all(isinstance(leaf, torch.Tensor) or is_constant(leaf) for leaf in pytree.tree_leaves(value))
 
 
@@ -271,8 +271,8 @@ def _variables(reached: Reached) -> Iterator[Watched]:
     for source, _ in (*reached.tensors, *reached.constants):
         if not source.steps or isinstance(source.steps[-1], Applied):
             continue
-        # What hangs on tensors (which stand-ins replace while the program runs), lists, dictionaries, objects
-        # and deques is watched there. What a tuple holds changes with the tuple.
+        # Attributes of tensors (which stand-ins replace in the trace) and of objects, and items of lists,
+        # dictionaries and deques, are watched with their owner. Those of a tuple change with the tuple.
         owner = source.owner().read_or(ABSENT)
         if not isinstance(owner, (torch.Tensor, tuple, deque)) and id(owner) not in watched:
             yield _variable(source)
@@ -280,8 +280,8 @@ def _variables(reached: Reached) -> Iterator[Watched]:
 
 
 def changed_outside_of_modules(reached: Reached) -> Callable[[], bool]:
-    """Says whether closures, globals, objects or containers were changed since."""
-    # The attributes of most tensors, thousands in a deep model: 0.01 us each instead of 5, for each block.
+    """A function that returns whether closures, globals, objects or containers were changed since."""
+    # Most tensors have no attributes; a deep model has thousands: 0.01 us each instead of 5, for each block.
     places = list(_containers(reached))
     empty = [own(held) for _, held in places if _is_empty(held)]
     others = [*(_watched(*place) for place in places if not _is_empty(place[1])), *_variables(reached)]
@@ -296,12 +296,12 @@ _ITS_ATTRIBUTES = (Attribute("__dict__"),)
 
 
 def _is_empty(container: list[Any] | dict[Any, Any]) -> bool:
-    """Whether there is nothing in a container; one of another class might run code of the user's."""
+    """Whether a list or dictionary of Python's is empty; `len` of a subclass may be the user's code."""
     return type(container) in (list, dict) and not own(container)
 
 
 def _watched(source: Source, container: list[Any] | dict[Any, Any], *, was_empty: bool = False) -> Watched:
-    """`container`, at a place from which each call reaches its own; what it held before, unless nothing."""
+    """Watches a container, at a place where each call finds its own one."""
     held = shared(container)
     if source.is_of_argument or not source.steps:
         place = source
@@ -321,6 +321,6 @@ def _item(place: Source, cls: type[Any] | None, position: int, key: Any) -> Sour
 
 
 def _kept(dictionary: dict[Any, Any]) -> dict[Any, Any]:
-    """What a dictionary holds for this thread; those of a module's state are what all threads share."""
+    """The items of a dictionary for this thread; for dictionaries of a module's state, the shared ones."""
     held = own(dictionary)
     return with_shared(kept_by(held)) if held else {}

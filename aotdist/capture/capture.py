@@ -1,9 +1,9 @@
-"""One call of the user's function or module, as a `Program` of flat tensors with names.
+"""Captures one call of the user's function or module as a `Program` of flat, named tensors.
 
-The tensors of a program are those of the arguments, then the parameters and buffers of every module
-that the function is, or reaches. Tensors that it merely closes over are met while it is traced, and
-named here. What the function returns travels as its flat outputs, followed by the tensors that it
-assigned to attributes and one constant, a `Returned`, that says how to put both back.
+Its inputs are the tensors among the arguments, then the parameters and buffers of every module that the
+function is or reaches. Tensors that it closes over become inputs when the trace first uses them. Its outputs
+are the leaves of the result, then tensors that were assigned to attributes, and last a `Returned`, a constant
+that tells how to rebuild the result and repeat the assignments.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from aotdist.capture.ambient import ambient, modes_left_alone
-from aotdist.capture.argument_mutation import MutatedArguments, are_apart
+from aotdist.capture.argument_mutation import MutatedArguments, are_distinct
 from aotdist.capture.arguments import Arguments, read_arguments
 from aotdist.capture.assignments import Assignments, changed_outside_of_modules
 from aotdist.capture.captured import Captured, Environment, Returned, UserCall, environment_of
@@ -66,20 +66,20 @@ def capture(
     Args:
         call: the call.
         settings: how to compile.
-        counted: paths of numbers among its arguments that symbols stand for.
-        scope: from when the program runs until this closes, stand-ins hang in the modules, as this thread
-            sees them, and their hooks are replaced. It must outlast the backward, whose hooks may run a
-            forward again.
+        counted: paths of numbers among its arguments for which symbols stand.
+        scope: keeps stand-ins in the modules, as this thread sees them, and hooks replaced, from when the
+            program runs until it is closed. It must outlast the backward, whose hooks may run a forward
+            again.
 
     Raises:
-        UnsupportedProgram: an argument cannot be lifted, or a module rule refuses.
+        UnsupportedProgram: an argument cannot be an input, or a module rule refuses.
     """
     arguments, tensors, objects = read_arguments(call.args, call.kwargs, counted)
     num_args = len(tensors)
-    environment = environment_of(call.target, _places(arguments, tensors), arguments.code(), call.apart)
+    environment = environment_of(call.target, _places(arguments, tensors), arguments.code(), call.excluded)
     _refuse_reached(arguments, objects, environment.reached)
     in_backward = InBackward(environment)
-    apart = are_apart(call.args, call.kwargs)
+    distinct = are_distinct(call.args, call.kwargs)
 
     def fn(*flat: torch.Tensor) -> list[Any]:
         inner_args, inner_kwargs, inner_objects = arguments.unflatten(flat[:num_args])
@@ -90,7 +90,7 @@ def capture(
         scope.enter_context(intercept_checks((checks := Checks()).note))
         run = functools.partial(call.run, *inner_args, **inner_kwargs)
         in_backward.watch_given = functools.partial(
-            MutatedArguments, inner_args, inner_kwargs, inner_objects, apart=apart
+            MutatedArguments, inner_args, inner_kwargs, inner_objects, distinct=distinct
         )
         trace = _Trace(call, environment, in_backward, in_backward.watch_given(), checks, flat, examples)
         return trace.outputs(run, reports_side_effects=settings.report_side_effects)
@@ -120,7 +120,7 @@ def capture(
 
 
 def _refuse_reached(arguments: Arguments, objects: Sequence[Any], reached: Reached) -> None:
-    """Refuse an argument object that the program also finds elsewhere: a trace is given another instance."""
+    """Refuse an argument object that the program also finds elsewhere: the trace gets a copy of it."""
     owners = {id(owner): source for source, owner in reached.assignable.owners}
     for instance, value in zip(arguments.instances, objects, strict=True):
         if (source := owners.get(id(value))) is not None:
@@ -141,14 +141,14 @@ def _places(arguments: Arguments, tensors: Sequence[torch.Tensor]) -> list[tuple
 
 
 def _sparse_gradients(places: Iterable[tuple[Source, torch.Tensor]]) -> list[torch.Tensor]:
-    """The gradients with as many rows as the batch before had words."""
+    """Sparse gradients, whose number of rows differs from batch to batch."""
     return [one.grad for _, one in places if one.is_leaf and one.grad is not None and one.grad.is_sparse]
 
 
 def _dynamic_dims(
     given: Sequence[torch.Tensor], met: Sequence[torch.Tensor], settings: Settings
 ) -> Mapping[int, frozenset[int]]:
-    """The marked and ragged dimensions of what is met, and all of what is given, if the settings say so."""
+    """Dynamic dimensions by tensor: marked ones, ragged ones, and all of arguments with `dynamic=True`."""
     dims = {id(tensor): found for tensor in met if (found := marked_dims(tensor))}
     if settings.dynamic is not False:
         ragged = ((id(one), rule_of(one).ragged_dims(one)) for one in met if is_wrapper(one))
@@ -178,11 +178,11 @@ class _Trace:
     Args:
         call: the call.
         environment: what it reaches.
-        in_backward: is told what the forward assigned.
-        given: changes of containers and objects among the arguments.
-        checks: checks of data.
+        in_backward: watches the backward, and gets what the forward assigned.
+        given: the containers and objects among the arguments.
+        checks: the checks of data that the code makes.
         inputs: the stand-ins.
-        examples: what they stand for.
+        examples: the tensors for which they stand.
     """
 
     call: UserCall
@@ -194,7 +194,7 @@ class _Trace:
     examples: Sequence[torch.Tensor]
 
     def outputs(self, run: Callable[[], Any], *, reports_side_effects: bool) -> list[Any]:
-        """Run the user's code: its flat results, what it assigned, and how to put them back."""
+        """Run the user's code; returns the program's outputs."""
         assignments, reached = self.environment.assignments(), self.environment.reached
         with (
             no_python_random(reached.python_generators),
@@ -219,25 +219,25 @@ class _Trace:
         return [*outs, replace(how, shown=tuple(shown), shares=shares)]
 
     def _run(self, run: Callable[[], Any], assignments: Assignments) -> tuple[list[Any], Returned]:
-        """Its outputs, but for attributes of these, and how to put them back.
+        """The outputs without their attributes, and how to rebuild the result.
 
-        The places that it assigned, which `assignments` has as they were, hold again what they held before.
+        What the code has assigned is undone by means of `assignments`.
         """
         given, checks, in_backward = self.given, self.checks, self.in_backward
         inside, prints = inside_wrappers(self.inputs), Prints(assignments.existing)
         in_backward.watch_forward = functools.partial(changed_outside_of_modules, self.environment.reached)
         in_backward.num_effects = lambda: (len(checks.made), len(prints.noted()))
         try:
-            hearing = prints.heard() if self.call.prints else contextlib.nullcontext()
-            with class_functions_on(), modes_left_alone(), hearing:
+            noting = prints.noting() if self.call.prints else contextlib.nullcontext()
+            with class_functions_on(), modes_left_alone(), noting:
                 result = run()
             checks.close()
             hand_over_attributes(self.inputs, self.examples)
-            apart = taken_apart(result, assignments.existing, made := dict[int, int](), given.positions)
-            leaves, spec = pytree.tree_flatten(apart, is_leaf=is_leaf)
+            parts = taken_apart(result, assignments.existing, made := dict[int, int](), given.positions)
+            leaves, spec = pytree.tree_flatten(parts, is_leaf=is_leaf)
             assigned = assignments.collect(given.positions)
             constants, gone = assignments.collect_constants()
-            # Numbers of a step that are kept are read off tensors, while it is traced.
+            # Traced numbers of a step are symbols that are read off tensors.
             constants = [(place, Tree.of(value).map(_as_symbol).value()) for place, value in constants]
             in_backward.forward_left([*assigned, *constants, *((place, ABSENT) for place in gone)])
             replaced = replaced_inside(self.inputs, inside)
@@ -267,14 +267,14 @@ def _log(
     printed: Iterable[Print],
     effects: Iterable[Effect],
 ) -> EffectLog:
-    """What a program does in Python; the results in it become outputs.
+    """The log of what a program does in Python; the tensors in it become outputs.
 
     Args:
-        outs: the outputs, to which these are added.
-        assigned: places that were assigned results, or containers of results, and these.
+        outs: the outputs; more are added.
+        assigned: places that were assigned tensors, or containers of tensors, and these.
         more: other outputs, between those that are assigned and those that are printed.
-        printed: what it printed.
-        effects: in which no results are.
+        printed: what the program printed.
+        effects: effects without tensors.
     """
 
     def output(leaf: Any) -> TensorResult:
@@ -292,7 +292,7 @@ def _as_symbol(leaf: Any) -> Any:
 
 
 def _without_history(value: Any, inputs: Sequence[torch.Tensor]) -> Any:
-    """What was assigned, detached; a tensor that was there before the call is returned as it is."""
+    """A value that was assigned, detached; a tensor from before the call is returned as it is."""
     if not isinstance(value, torch.Tensor) or value.grad_fn is None or is_real(value):
         return value
     return value if any(value is one for one in inputs) else value.detach()

@@ -45,13 +45,13 @@ class UserCall:
         run: what to call for it (a module's call without our own hook on it).
         args: positional arguments, pytrees of tensors and constants.
         kwargs: keyword arguments, likewise.
-        dims: dimensions whose size may differ from call to call, by the identity of the tensor; others may be
-            marked, or named by settings.
+        dims: dimensions whose size may differ from call to call, by the identity of the tensor; others are
+            marked by the user, or set by `Settings(dynamic=True)`.
+        guessed: dimensions that have differed so far; they are dynamic if the program is the same then.
+        varying: numbers that have differed so far: paths of those among the arguments, and places of others.
         differentiates: whether the call runs its own backward: then what it assigns has no history.
-        guessed: more of them, that nobody asked for: they are opened where the program stays the same.
-        varying: numbers, likewise: paths of those among the arguments, and places of others.
-        apart: containers whose items the program is given as arguments: an optimizer's state.
-        prints: whether every call is to print what the program prints; else the capture prints it.
+        excluded: containers whose items the program gets as arguments: an optimizer's state.
+        prints: whether calls print what the program prints; otherwise only the capture does.
         number: how many modules like this one were compiled before it, for ranks to tell them apart.
     """
 
@@ -63,27 +63,27 @@ class UserCall:
     guessed: Mapping[int, frozenset[int]] = field(default_factory=dict)
     varying: Sequence[str | Source] = ()
     differentiates: bool = False
-    apart: Sequence[Any] = ()
+    excluded: Sequence[Any] = ()
     prints: bool = True
     number: int = 0
 
     @property
     def name(self) -> str:
-        """A word for the function or module."""
+        """The name of the function, or of the module's class."""
         return getattr(self.target, "__name__", type(self.target).__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Returned:
-    """How to put back what the function returned and assigned.
+    """How to rebuild what the function returned, and to repeat what it assigned, from the outputs.
 
     Args:
         spec: pytree structure of the returned value; its leaves are the first outputs.
-        log: what the program does in Python; results in it are outputs, those in assignments the next ones.
+        log: what the program does in Python; the tensors that it assigns are the next outputs.
         replaced: attributes of wrappers that are assigned the next outputs: position of the wrapper among the
             program's inputs, and path.
-        shown: classes and attributes of outputs; the last outputs are what these attributes hold.
-        checks: what to raise if one of the outputs between `replaced` and `shown` is false.
+        shown: classes and attributes of outputs; the values of the attributes are the last outputs.
+        checks: errors to raise if one of the outputs between `replaced` and `shown` is false.
         shares: whether an object that the program makes is in several places.
         counted: paths of numbers among the arguments that the program changes to others of their type.
     """
@@ -135,7 +135,7 @@ class Returned:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A module rule, the module that it claims, and that module's flags at capture."""
+    """A module rule, the module that it applies to, and that module's flags at capture."""
 
     rule: ModuleRule
     root: nn.Module
@@ -163,12 +163,12 @@ class Environment:
     rules: tuple[Claim, ...]
 
     def assignments(self) -> Assignments:
-        """What may be assigned to, as it is now."""
+        """A snapshot of all that the program may assign to."""
         ruled = {module for claim in self.rules for module in claim.root.modules()}
         return Assignments(self.modules, self.reached, ruled)
 
     def may_read(self, place: Source) -> bool:
-        """Whether the program may read a place; of a whole list, whether it does more than append to it."""
+        """Whether the program may read a place; for a list, whether it does more than append to it."""
         if place.is_whole_list:
             held = place.owner().read()
             wholes = (source.container() for source, _ in self.reached.constants)
@@ -193,16 +193,16 @@ class Captured:
         arguments: structure of the call; its tensors come first among the program's inputs.
         environment: what else it reads; its state comes after them.
         ambient: the modes that were on.
-        closed_over: tensors outside of arguments and modules, by identity, with where to read them; gradients
-            are among them as soon as the trace meets one.
-        places: tensors whose gradients it may meet, with where to read them.
-        name: a word for the function or module.
+        closed_over: places of tensors outside of arguments and modules, by identity; gradients are added when
+            the trace uses one.
+        places: tensors whose gradients the program may use, with their places.
+        name: the name of the function, or of the module's class.
         dims: dimensions whose size may differ from call to call, by the identity of the tensor.
         in_backward: watches what the backward changes in Python.
-        leaves: puts back the objects that the program left in Python, if it is another program once they are
-            there: the artifact is for this call alone then.
+        leaves: assigns again the objects that the program has assigned, if these would change it: then the
+            artifact is for this call alone.
         number: see `UserCall`.
-        set_up: spots of flags that were found as the next call finds them.
+        set_up: spots of setup flags that had the value of the next call in this trace.
     """
 
     program: Program[ArgIdx]
@@ -219,7 +219,7 @@ class Captured:
     set_up: frozenset[Any] = frozenset()
 
     def static_slots(self) -> frozenset[Slot]:
-        """Plain tensors that keep their address from call to call: parameters and buffers."""
+        """Slots of plain tensors whose address stays from call to call: parameters and buffers."""
         return frozenset(
             Slot("primal", tensor.path, inner)
             for tensor in self.environment.state
@@ -227,35 +227,35 @@ class Captured:
         )
 
     def name_closed_over(self, real: torch.Tensor) -> Slot:
-        """The slot of a tensor that the trace met."""
+        """The slot of a closed-over tensor that the trace uses."""
         return Slot("primal", self.source_of(real).path)
 
     def sources(self, tensors: Row[I, torch.Tensor]) -> dict[I, Source]:
-        """Where to read those of `tensors` that are neither arguments nor reached from one."""
+        """The places of those of `tensors` that are neither arguments nor reached from one."""
         known = {id(tensor.value): tensor.source() for tensor in self.environment.state}
         known.update(self.closed_over)
         found = {idx: known[id(tensor)] for idx, tensor in tensors.enumerate() if id(tensor) in known}
         return {idx: source for idx, source in found.items() if not source.is_of_argument}
 
     def source_of(self, real: torch.Tensor) -> Source:
-        """Where to read a tensor that the trace met; one without a known place is kept as it is."""
+        """The place of a tensor that the trace uses; one that the walk has not found is kept by identity."""
         if id(real) not in self.closed_over:
             self.closed_over.update(self._gradients())
         known = self.closed_over.get(id(real))
         if known is None:
             known = Source(f"{UNNAMED}{id(real):x}", (real,)).item(0, f"{UNNAMED}{id(real):x}")
-            self.places.append((known, real))  # its gradient may be met next: an optimizer's parameter
+            self.places.append((known, real))  # its gradient may be used next: an optimizer's parameter
         return known
 
     def all_closed_over(self) -> dict[int, Source]:
-        """`closed_over`, all gradients included."""
+        """`closed_over` and all gradients."""
         return {**self.closed_over, **self._gradients()}
 
     def _gradients(self) -> dict[int, Source]:
-        """The gradients that leaves have, by identity, with where to read them: what an optimizer does.
+        """Places of the gradients that leaves have now, by identity; optimizers read these.
 
-        PyTorch crashes where one thread reads `.grad` while the backward of another writes it. So they are
-        looked at only for a program that meets a tensor of which nothing else is known.
+        PyTorch crashes where one thread reads `.grad` while the backward of another writes it. So gradients
+        are read only if the program uses a tensor that was found nowhere else.
         """
         with torch_functions_off():
             leaves = [(source, tensor.grad) for source, tensor in self.places if tensor.is_leaf]
@@ -266,14 +266,14 @@ def environment_of(
     target: Any,
     arguments: Sequence[tuple[Source, torch.Tensor]],
     code: Iterable[tuple[str, Any]],
-    apart: Iterable[Any] = (),
+    excluded: Iterable[Any] = (),
 ) -> Environment:
     """What `target`, a module or any callable, reaches besides its arguments; see `reach`.
 
     Raises:
         UnsupportedProgram: a module in it uses a feature that cannot be captured.
     """
-    reached = reach(target, arguments, code, apart)
+    reached = reach(target, arguments, code, excluded)
     roots = [(source.path, module) for source, module in reached.modules]
     modules = named_modules(roots)
     claims: list[Claim] = []

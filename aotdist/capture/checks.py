@@ -1,8 +1,8 @@
-"""Checks of data in a program: whether all elements are true is known when the program has run.
+"""Checks that all elements of a tensor are true, made when the program has run.
 
-`torch._check_tensor_all` makes them, and so does the validation of parameters and values in
-`torch.distributions`. Each is one more output, a single boolean, which the compiled call reads before it
-returns. By then the program's writes are done, where eager raises at the check.
+`torch._check_tensor_all` makes such checks, and so does the validation of parameters and values in
+`torch.distributions`. Each becomes one more output, a single boolean, which the compiled call reads before it
+returns. By then the program's writes are done; eager raises at the check.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from aotdist.torch_seam.modes import under_transform
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What is raised if an output is false.
+    """The error to raise if an output is false.
 
     Args:
-        error: the exception's name; it is one of Python's own.
+        error: the name of the exception, a built-in one.
         message: its text; None for PyTorch's.
     """
 
@@ -35,7 +35,7 @@ class Checks:
     """The checks that a program makes, in order.
 
     Attributes:
-        made: what they raise.
+        made: the checks.
         outs: for each a tensor of a single boolean.
     """
 
@@ -48,8 +48,8 @@ class Checks:
         self, error: type[Exception], condition: torch.Tensor, message: Callable[[], object] | None
     ) -> bool:
         """Note a check; False if it cannot be made after the program has run."""
-        knows = getattr(builtins, error.__name__, None) is error
-        if not knows or under_transform() or is_wrapper(condition) or is_real(condition):
+        is_built_in = getattr(builtins, error.__name__, None) is error
+        if not is_built_in or under_transform() or is_wrapper(condition) or is_real(condition):
             return False
         check = Check(error.__name__, None if message is None else str(message()))
         if self._has_returned:
@@ -59,11 +59,11 @@ class Checks:
         return True
 
     def close(self) -> None:
-        """The program has returned."""
+        """Note that the program has returned."""
         self._has_returned = True
 
 
 def require(holds: torch.Tensor, check: Check) -> None:
-    """Raise what the check says unless it holds."""
+    """Raise the error of a check unless it holds."""
     if not holds.item():
         raise_check(getattr(builtins, check.error), check.message)

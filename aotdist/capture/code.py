@@ -1,4 +1,4 @@
-"""What a piece of the user's code reads, by name: globals, and attributes of any object."""
+"""Names that the user's code reads and assigns: globals, and attributes of any object."""
 
 from __future__ import annotations
 
@@ -19,20 +19,27 @@ _INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib"
 _PROMPTS = ("<stdin>", "<string>", "<ipython")
 """Code typed at a prompt or passed to `exec` has no file, and is the user's all the same."""
 _ATTRIBUTE_READS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
-_TOLD_BY = {
+_FIELD_OF = {
     **dict.fromkeys(("LOAD_GLOBAL", "LOAD_NAME"), "globals"),
     **dict.fromkeys(_ATTRIBUTE_READS, "loaded"),
     "STORE_GLOBAL": "assigned",
     "STORE_ATTR": "stored",
 }
-"""Which of `Names` an instruction adds to."""
+"""The field of `Names` to which the name in an instruction is added."""
 _LOADS = ("LOAD_", "STORE_FAST_LOAD_")
 _LOADS_OF_OTHERS = frozenset({"LOAD_CONST", "LOAD_SMALL_INT", "LOAD_CLOSURE"})
 _COMPUTED_READS = frozenset({"dir", "getattr", "vars"})
 _GETTERS = frozenset({"attrgetter", "methodcaller"})  # of `operator`, by either way of importing
-_NOT_OF_USE = frozenset(
-    {"__init__", "__new__", "__post_init__", "__init_subclass__", "__set_name__", "__del__"}  # make and end
-    | {"__repr__", "__dir__", "__sizeof__"}  # show
+_NOT_CALLED_IN_USE = frozenset(
+    {
+        "__init__",
+        "__new__",
+        "__post_init__",
+        "__init_subclass__",
+        "__set_name__",
+        "__del__",
+    }  # create and destroy
+    | {"__repr__", "__dir__", "__sizeof__"}  # display
     | {"__getstate__", "__setstate__", "__reduce__", "__reduce_ex__", "__copy__", "__deepcopy__"}  # copy
 )
 """Special methods that are not called where an object is used."""
@@ -47,9 +54,9 @@ class Names:
         assigned: global variables that it assigns.
         stored: attributes that it assigns, of any object.
         loaded: attributes that it reads.
-        appended: variables and attributes that it appends to (`append`, `extend`), and items of some by
+        appended: variables and attributes that it appends to (`append`, `extend`), and items of them with
             constant keys (`name['key']`).
-        used: those that it reads, or whose items it reads or assigns, for anything else.
+        used: variables, attributes and items that it reads or assigns in any other way.
         texts: string constants in it, those in tuples too.
     """
 
@@ -63,7 +70,7 @@ class Names:
 
     @property
     def attributes(self) -> frozenset[str]:
-        """Those that it reads or assigns."""
+        """Attributes that it reads or assigns."""
         return self.stored | self.loaded
 
     def reads_by_computed_name(self) -> bool:
@@ -83,8 +90,8 @@ def names_in(code: types.CodeType) -> Names:
     for each in _with_inner(code):
         instructions = list(dis.get_instructions(each))
         for instruction in instructions:
-            if instruction.opname in _TOLD_BY:
-                found[_TOLD_BY[instruction.opname]].add(instruction.argval)
+            if instruction.opname in _FIELD_OF:
+                found[_FIELD_OF[instruction.opname]].add(instruction.argval)
         appended, used = _appended_and_used(instructions)
         found["appended"] |= appended
         found["used"] |= used
@@ -151,15 +158,12 @@ def special_methods(cls: type) -> dict[str, types.FunctionType]:
         if is_users_class(base):
             is_generated = "__dataclass_fields__" in vars(base)
             for name, value in vars(base).items():
-                if _is_special(name) and isinstance(value, types.FunctionType):
+                is_special = name.startswith("__") and name.endswith("__") and name not in _NOT_CALLED_IN_USE
+                if is_special and isinstance(value, types.FunctionType):
                     # What `dataclass` generates compares fields, or refuses to assign them.
                     if not (is_generated and value.__code__.co_filename == "<string>"):
                         found[name] = value
     return found
-
-
-def _is_special(name: str) -> bool:
-    return name.startswith("__") and name.endswith("__") and name not in _NOT_OF_USE
 
 
 def is_users_code(code: types.CodeType) -> bool:

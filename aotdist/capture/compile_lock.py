@@ -1,11 +1,12 @@
-"""Of several threads, one compiles at a time; those that call what is compiled already do not wait for it.
+"""A lock so that one thread compiles at a time; calls of what is compiled already do not wait for it.
 
-No other thread sees a capture. Stand-ins hang in its modules for its own thread alone
-(`torch_seam.own_attributes`), and what it replaces in PyTorch asks which thread calls (`torch_seam.patches`).
-What is compiled later (a derivative, a backward without some tangents) takes its turn, too.
+Other threads do not see a capture: its stand-ins are in the modules for its own thread alone
+(`torch_seam.own_attributes`), and functions that it replaces in PyTorch ask which thread calls
+(`torch_seam.patches`). Whatever is compiled later (a derivative, a backward without some tangents) takes the
+lock, too.
 
-Threads of the autograd engine's own never wait: the backwards of all threads share one for each device, also
-that of the thread whose turn it is.
+Threads of the autograd engine never wait: one of them for each device runs the backwards of all threads, that
+of the compiling thread included.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ _thread = threading.local()
 
 
 def alone(compile_it: Callable[P, R]) -> Callable[P, R]:
-    """Let a function compile while no other thread does."""
+    """Decorates a function that compiles: only one thread runs such functions at a time."""
 
     @functools.wraps(compile_it)
     def taking_turns(*args: P.args, **kwargs: P.kwargs) -> R:
         if in_thread_of_engine():
             return compile_it(*args, **kwargs)
         with ExitStack() as stack:
-            # Dynamo calls us with its lock held. It comes first always, or two threads wait for each other.
+            # Dynamo calls us with its lock held. So its lock is always taken first; else there is a deadlock.
             locks = () if is_owned(_compiles) else (*dynamo_locks(), _compiles)
             _thread.waited = any([_waits(lock, stack) for lock in locks])
             stack.enter_context(frames_off())
@@ -49,12 +50,12 @@ def alone(compile_it: Callable[P, R]) -> Callable[P, R]:
 
 
 def waited_for_lock() -> bool:
-    """Whether another thread compiled when this one wanted to, so that what it wants may be there by now."""
+    """Whether this thread waited for another one to compile, which may have compiled what it needs."""
     return getattr(_thread, "waited", False)
 
 
 def _waits(lock: threading.RLock, held: ExitStack) -> bool:
-    """Whether it took waiting to take `lock`, which is held until the stack is closed."""
+    """Take `lock` until the stack is closed; returns whether that took waiting."""
     waits = not lock.acquire(blocking=False)
     if waits:
         lock.acquire()
@@ -63,11 +64,11 @@ def _waits(lock: threading.RLock, held: ExitStack) -> bool:
 
 
 def _in_child() -> None:
-    """In a process that was forked, nothing is left of what other threads of its parent were at."""
+    """Reset locks and patches in a forked process, which does not have its parent's other threads."""
     if _compiles.acquire(blocking=False):
         _compiles.release()
     else:
-        gc.enable()  # which the one that compiles had paused
+        gc.enable()  # the thread that compiles in the parent had paused it
     free_in_child((*LOCKS, *dynamo_locks()))
     settle_in_child()
 

@@ -1,4 +1,4 @@
-"""What counts as a constant: a Python value that an artifact is specialised on; and what may not be read."""
+"""Constants: Python values that an artifact is specialised on; and arguments that cannot be read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SCALARS = (
 
 
 def is_leaf(value: Any) -> bool:
-    """What pytrees must not take apart: a `torch.Size` would come back as a plain tuple."""
+    """Whether pytrees must not flatten a value: a `torch.Size` would become a plain tuple."""
     return type(value) is torch.Size
 
 
@@ -72,13 +72,13 @@ def is_same(a: Any, b: Any) -> bool:
 
 
 class OpaqueArgument:
-    """Stands for an iterator, a lock, an array of numpy's.
+    """Stands in the trace for an iterator, a lock or a numpy array in an argument.
 
-    Whoever does anything with it, but to ask whether it is None, gets an error.
+    Any use of it raises an error, except for `is None`.
 
     Args:
-        path: where it hangs, as the user would write it.
-        kind: its class, by name.
+        path: its place, as the user would write it.
+        kind: the name of its class.
     """
 
     def __init__(self, path: str, kind: str) -> None:
@@ -100,5 +100,5 @@ class OpaqueArgument:
 
 
 def is_unreadable(value: Any) -> bool:
-    """Whether `value` is such a stand-in; `isinstance` would ask it for its class."""
+    """Whether `value` is an `OpaqueArgument`; `isinstance` would raise, as it asks for the class."""
     return type(value) is OpaqueArgument

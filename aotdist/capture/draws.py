@@ -1,15 +1,14 @@
-"""What a program draws at capture would never be drawn again: random numbers of Python's, items of iterators.
+"""Refuses random numbers of Python and NumPy, and items of iterators: only the capture would draw them.
 
-The generators of `random` and `numpy.random` belong to all threads, so the functions that draw from them are
-refused in the one that captures. A function that was bound before (`from random import random`) is not heard;
-so a generator that the program reaches was drawn from if it is in another state afterwards. Of iterators and
-data loaders from before the call nothing may be taken at all.
+All threads share the generators of `random` and `numpy.random`, so the functions that draw from them are
+replaced for the thread that captures. Functions that were imported before (`from random import random`) are
+not; so the states of generators that the program reaches are compared, too. `next` and loops over data
+loaders are refused for iterators from before the call.
 """
 
 from __future__ import annotations
 
 import builtins
-import copy
 import functools
 import pickle
 import random
@@ -29,7 +28,7 @@ _SHARED: tuple[tuple[str, Any, Any], ...] = (
     ("`random`", random, getattr(random.random, "__self__")),  # noqa: B009 (to type checkers it has none)
     ("`numpy.random`", np.random, getattr(np.random.rand, "__self__")),  # noqa: B009
 )
-"""Name and module of what draws from a generator that all threads share, and the generator."""
+"""Generators that all threads share: name, module with the functions that draw from it, generator."""
 
 
 def is_python_generator(value: Any) -> bool:
@@ -39,7 +38,7 @@ def is_python_generator(value: Any) -> bool:
 
 @contextmanager
 def no_python_random(own: Iterable[tuple[str, Any]]) -> Generator[None]:
-    """Refuse what is drawn inside from generators of Python's and NumPy's; they are left as they were.
+    """Refuse random numbers of Python and NumPy in this context; generators keep their states.
 
     Args:
         own: generators that the program reaches, by name.
@@ -50,7 +49,7 @@ def no_python_random(own: Iterable[tuple[str, Any]]) -> Generator[None]:
     names = {id(generator): f"`{name}`" for name, generator in own}
     names |= {id(generator): f"the generator of {name}" for name, _, generator in _SHARED}
     reached = {id(generator): generator for _, generator in own}
-    before = [(one, copy.deepcopy(_state(one))) for one in reached.values()]
+    before = [(one, _pickled_state(one)) for one in reached.values()]
     with ExitStack() as stack:
         for _, module, generator in _SHARED:
             if id(generator) not in reached:
@@ -86,57 +85,50 @@ def _functions_of(module: Any, generator: Any) -> Iterator[tuple[Any, str]]:
 _OF_STATES = ("getstate", "setstate", "get_state", "set_state")
 
 
-def _put_back(before: Iterable[tuple[Any, Any]]) -> list[Any]:
-    """The generators that were drawn from, with the states that they had, which they have again."""
-    # Arrays are in states, which no `==` compares.
-    drawn = [(one, state) for one, state in before if pickle.dumps(_state(one)) != pickle.dumps(state)]
-    for one, state in drawn:
-        _set_state(one, state)
-    return [one for one, _ in drawn]
+def _put_back(before: Iterable[tuple[Any, bytes]]) -> list[Any]:
+    """Restore the states of the generators that were drawn from; returns these generators."""
+    drawn = [(generator, state) for generator, state in before if _pickled_state(generator) != state]
+    for generator, state in drawn:
+        _core(generator).__setstate__(pickle.loads(state))
+    return [generator for generator, _ in drawn]
 
 
-def _state(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if hasattr(generator, "bit_generator") else generator.get_state()
+def _pickled_state(generator: Any) -> bytes:
+    return pickle.dumps(_core(generator).__getstate__())  # as bytes: no `==` compares states with arrays
 
 
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
+def _core(generator: Any) -> Any:
+    """What keeps the state of a generator, and pickles it: of NumPy's `Generator`, its `BitGenerator`."""
+    return getattr(generator, "bit_generator", generator)
 
 
 @contextmanager
 def none_advanced(reached: Iterable[tuple[Source, Any]]) -> Generator[None]:
-    """Refuse to take an item inside, by `next` or by a loop over a loader, before anything is taken.
+    """Refuse `next` and loops over data loaders in this context, before an item is taken.
 
     Args:
-        reached: what the program reaches; iterators of the user's own classes are Python that is traced.
+        reached: what the program reaches; iterators of the user's own classes are traced as Python.
 
     Raises:
         UnsupportedProgram: naming the iterator.
     """
-    given = {id(value): source.path for source, value in reached if _gives(value)}
+    iterators = {id(value): source.path for source, value in reached if _is_iterated(value)}
 
     def advance(original: Callable[..., Any], iterator: Any, *default: Any) -> Any:
-        if id(iterator) in given:
+        if id(iterator) in iterators:
             raise UnsupportedProgram(
-                f"the program takes an item from `{given[id(iterator)]}`, and compiled calls would not",
+                f"the program takes an item from `{iterators[id(iterator)]}`, and compiled calls would not",
                 stage="capture",
                 fix="take it before the call, and pass it as an argument",
             )
         return original(iterator, *default)
 
-    if not given:
+    if not iterators:
         yield
         return
     with replaced_here(builtins, "next", advance), replaced_here(DataLoader, "__iter__", advance):
         yield
 
 
-def _gives(value: Any) -> bool:
+def _is_iterated(value: Any) -> bool:
     return isinstance(value, DataLoader) or (isinstance(value, Iterator) and not is_users_class(type(value)))

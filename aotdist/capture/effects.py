@@ -1,8 +1,7 @@
-"""What a program, or its backward, does in Python besides its result: one log of effects.
+"""The log of what a program, or its backward, changes in Python: assignments, counters, deletions, prints.
 
-Assignments, appended items, counters, deletions, prints: they are undone after the trace, and replayed by
-every call when it has run, and by every backward when its gradients are computed. `TensorResult` stands in
-them for what is computed.
+These effects are undone after the trace. Every call replays them when it has run, and every backward when its
+gradients are computed. A `TensorResult` in them stands for a computed tensor.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import torch
 
 from aotdist.capture.constants import is_leaf, is_same
 from aotdist.capture.source import ABSENT, Source
-from aotdist.capture.watched import assign, put_back
+from aotdist.capture.watched import assign
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import Expression, NumberStep, evaluate
 from aotdist.subclasses.protocol import Recipe
@@ -26,29 +25,28 @@ from aotdist.torch_seam.trees import pytree
 
 @dataclass(frozen=True, slots=True)
 class TensorResult:
-    """Stands for a tensor that is computed: a program's output, or what a backward keeps, by position."""
+    """Stands for a computed tensor, by position: an output of the program, or one that a backward keeps."""
 
     position: int
 
 
-Behind: TypeAlias = "int | Source | NumberStep"
-"""What a number of a backward is read off, found in, or computed by."""
+NumberOrigin: TypeAlias = "int | Source | NumberStep"
+"""Where a number of a backward is from: a kept tensor (by position), a place, or a step of Python."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumberResult:
-    """Stands for a number that a backward reads off tensors that it keeps, or computes from such.
+    """Stands for a number that a backward reads off kept tensors, or computes from such numbers.
 
     Args:
         kind: its type.
         expression: its value, in terms of symbols.
-        steps: the symbols that are the backward's own, in order: of each the position of the tensor that it
-            is read off, the place where the backward finds it, or how Python computes it.
+        steps: the symbols of the backward in the order in which they are computed, with their origins.
     """
 
     kind: type
     expression: Expression
-    steps: tuple[tuple[str, Behind], ...]
+    steps: tuple[tuple[str, NumberOrigin], ...]
 
     def value(self, kept: Sequence[torch.Tensor], symbols: Mapping[str, Any]) -> Any:
         """The number, given the tensors that are kept and the symbols of the forward."""
@@ -66,7 +64,7 @@ class NumberResult:
 
 @dataclass(frozen=True, slots=True)
 class AnyOf:
-    """Stands for any tensor, or any number of a type: the one that another backward left."""
+    """Stands for any tensor, or any number of a type, that another backward has assigned."""
 
     kind: type
 
@@ -76,14 +74,14 @@ class AnyOf:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A value: a structure of containers, and its leaves, which are constants and results."""
+    """A value as a pytree: its structure, and its leaves, which are constants and results."""
 
     spec: pytree.TreeSpec
     leaves: tuple[Any, ...]
 
     @classmethod
     def of(cls, value: Any) -> Tree:
-        """`value`, taken apart."""
+        """`value`, flattened."""
         leaves, spec = pytree.tree_flatten(value, is_leaf=is_leaf)
         return cls(spec, tuple(leaves))
 
@@ -92,7 +90,7 @@ class Tree:
         return Tree(self.spec, tuple(map(function, self.leaves)))
 
     def value(self) -> Any:
-        """The value; containers are others each time."""
+        """The value, with new containers."""
         return pytree.tree_unflatten(list(self.leaves), self.spec)
 
     def has(self, *kinds: type) -> bool:
@@ -102,7 +100,7 @@ class Tree:
 
 @dataclass(frozen=True, slots=True)
 class Assign:
-    """A place is assigned a value; items appended to a list are a place, too (`Source.items_from`)."""
+    """A place is assigned a value; items appended to a list have a place, too (`Source.items_from`)."""
 
     place: Source
     value: Tree
@@ -110,7 +108,7 @@ class Assign:
 
 @dataclass(frozen=True, slots=True)
 class Add:
-    """A whole number is added to that at a place."""
+    """An integer is added to the number at a place."""
 
     place: Source
     step: int
@@ -118,7 +116,7 @@ class Add:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """A place holds nothing afterwards."""
+    """What is at a place is deleted."""
 
     place: Source
 
@@ -151,12 +149,12 @@ Effect: TypeAlias = Assign | Add | Delete | Print
 
 @dataclass(frozen=True, slots=True)
 class EffectLog:
-    """What was done, in order.
+    """Effects in order.
 
     Args:
         effects: the effects.
-        expected: what some of the places may hold when it is done again.
-        kept: recipes of the tensors of a backward for which `TensorResult` stands.
+        expected: for some places, the values that they may have when the effects are replayed.
+        kept: recipes of the tensors of a backward for which `TensorResult`s stand.
     """
 
     effects: tuple[Effect, ...] = ()
@@ -167,40 +165,36 @@ class EffectLog:
         return bool(self.effects)
 
     def assigned(self) -> list[tuple[Source, Tree]]:
-        """The places that are assigned a value, or lists that get items, and these."""
+        """Places that are assigned, or lists that are appended to, each with the value."""
         return [(each.place, each.value) for each in self.effects if isinstance(each, Assign)]
 
     def deleted(self) -> list[Source]:
-        """The places that hold nothing afterwards."""
+        """The places whose values are deleted."""
         return [each.place for each in self.effects if isinstance(each, Delete)]
 
     def prints(self) -> list[Print]:
-        """What is printed."""
+        """The prints."""
         return [each for each in self.effects if isinstance(each, Print)]
 
     def places(self) -> list[Source]:
-        """All that is changed; a list that is appended to is one place."""
+        """All places that are changed; a list that is appended to is one place."""
         places = [each.place for each in self.effects if not isinstance(each, Print)]
         return [place.whole().whole_list() if place.is_grown_list else place for place in places]
 
-    def trees(self) -> list[Tree]:
-        """The values, and what is printed."""
-        return [*(value for _, value in self.assigned()), *(each.given for each in self.prints())]
-
-    def numbers(self) -> list[NumberResult]:
-        """The numbers that a backward computes."""
-        leaves = (leaf for tree in self.trees() for leaf in tree.leaves)
-        return [leaf for leaf in leaves if isinstance(leaf, NumberResult)]
+    def leaves(self) -> list[Any]:
+        """The leaves of all values that are assigned, then of all that is printed."""
+        trees = [*(value for _, value in self.assigned()), *(each.given for each in self.prints())]
+        return [leaf for tree in trees for leaf in tree.leaves]
 
     def replay(self, results: Sequence[Any], symbols: Mapping[str, Any]) -> None:
-        """Do it again.
+        """Repeat the effects.
 
         Args:
-            results: the tensors for which `TensorResult` stands.
+            results: the tensors for which `TensorResult`s stand.
             symbols: the symbols of the forward, with their values.
 
         Raises:
-            UnsupportedProgram: a place holds something else than is expected.
+            UnsupportedProgram: a place has another value than is expected.
         """
 
         def own(tree: Tree) -> Any:
@@ -210,7 +204,7 @@ class EffectLog:
             each.make(own(each.given))
         for place, known in self.expected:
             expect(place, known)
-        # Before anything is written: a number may follow from what is found.
+        # Before anything is written: a number may be computed from the old value of a place.
         values = iter([own(tree) for _, tree in self.assigned()])
         for each in self.effects:
             match each:
@@ -221,13 +215,13 @@ class EffectLog:
                 case Add(place, step):
                     place.write(place.read() + step)
                 case Delete(place):
-                    put_back(place, ABSENT)
+                    place.write(ABSENT)
                 case Print():
                     pass
 
     @contextmanager
     def undone(self) -> Generator[None]:
-        """Undo, when the context is left, what was done inside in these places."""
+        """A context in which the effects may happen; their places are restored afterwards."""
         places = [(place, place.read_or(ABSENT)) for place in self.places()]
         undo = assign([(place, list(held) if place.is_whole_list else held) for place, held in places])
         try:
@@ -236,14 +230,15 @@ class EffectLog:
             undo()
 
     def tensors_left(self, printed: Iterable[Print]) -> tuple[torch.Tensor, ...]:
-        """The tensors that a backward which has just run keeps, read from the places that hold them.
+        """The tensors that a backward has just assigned, read from their places.
 
         Args:
             printed: what it has printed.
         """
         if not self.kept:
             return ()
-        if self.numbers():
+        marks = self.leaves()
+        if any(isinstance(mark, NumberResult) for mark in marks):
             raise UnsupportedProgram(
                 "the backward (a hook, an autograd function) keeps a number that it reads off a tensor, and "
                 "runs otherwise than with the gradients that are assumed (`create_graph`, other classes)",
@@ -252,7 +247,6 @@ class EffectLog:
             )
         found = [_left(place, tree) for place, tree in self.assigned()]
         leaves = [leaf for tree in (*found, *(each.given for each in printed)) for leaf in tree.leaves]
-        marks = [leaf for tree in self.trees() for leaf in tree.leaves]
         pairs = zip(marks, leaves, strict=True)
         kept = {mark.position: leaf for mark, leaf in pairs if isinstance(mark, TensorResult)}
         return tuple(kept[position] for position in range(len(self.kept)))
@@ -262,7 +256,7 @@ NOTHING = EffectLog()
 
 
 def _left(place: Source, value: Tree) -> Tree:
-    """What is at a place that was assigned a value, or what a list got."""
+    """The value at a place that was assigned, or the items that were appended to a list."""
     if place.is_grown_list:
         return Tree.of(place.whole().read()[-len(value.value()) :])
     return Tree.of(place.read_or(None))
@@ -279,10 +273,10 @@ def _result(leaf: Any, results: Sequence[Any], symbols: Mapping[str, Any]) -> An
 
 
 def expect(place: Source, known: Sequence[Any]) -> None:
-    """Check that a place holds one of the values that a backward is compiled for.
+    """Check that a place has one of the values that a backward is compiled for.
 
     Raises:
-        UnsupportedProgram: it does not.
+        UnsupportedProgram: it has another value.
     """
     found = any_of(place.read_or(ABSENT))
     if not any(_agree(found, value) for value in known):
@@ -295,9 +289,9 @@ def expect(place: Source, known: Sequence[Any]) -> None:
 
 
 def any_of(value: Any) -> Any:
-    """`value` with `AnyOf` in the place of tensors: they are not kept alive, and any others will do.
+    """`value` with an `AnyOf` in the place of each tensor, and each number that depends on data.
 
-    So will other numbers than those that depend on data.
+    Others of their kind are as good, and these are not kept alive.
     """
 
     def marked(leaf: Any) -> Any:
@@ -314,7 +308,7 @@ def has_symbols(value: Any) -> bool:
 
 
 def _agree(found: Any, known: Any) -> bool:
-    """Whether a value that is found is one that is expected, or a container of such."""
+    """Whether a value matches an expected one, which may contain `AnyOf`."""
     one, other = Tree.of(found), Tree.of(known)
     return one.spec == other.spec and all(map(_is_same_leaf, one.leaves, other.leaves))
 

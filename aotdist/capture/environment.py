@@ -1,4 +1,4 @@
-"""What a callable can reach, as the walk (`aotdist.capture.reach`) finds it, and what a call checks."""
+"""The results of the walk of what a callable can reach (`aotdist.capture.reach`)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ class Assignable:
     """What a program may change, besides tensors.
 
     Args:
-        owners: objects whose attributes it may reassign: arguments, and tensors of the user's classes, are
-            some.
+        owners: objects whose attributes it may reassign, tensors included.
         containers: lists and dictionaries whose items it may reassign.
         wholes: sets and deques.
         variables: variables, and attributes of classes, that it may assign without reading them, existing or
@@ -37,31 +36,30 @@ class Assignable:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """What the walk has found; its lists grow while it goes on.
+    """What the walk has found; the lists grow during the walk.
 
     Args:
         modules: outermost modules, each with its place.
         tensors: tensors outside of modules.
-        constants: constants, with the value that they have now; those of modules are not among them.
-        identities: functions, built-in ones too, modules, classes, and other objects on whose identity the
-            program depends.
-        again: further places of an object that was found before, each with the first place.
+        constants: constants with their values; those of modules are not among them.
+        identities: functions, modules, classes, and other objects on whose identity the program depends.
+        ties: pairs of places at which one object was found; the second is where it was found first.
         assignable: what the program may change.
-        generators: random generators.
-        python_generators: those of Python's and NumPy's, which the program may not draw from.
-        caches: functions that keep what they return (`functools.lru_cache`).
-        clocks: what tells the time, by name.
-        opaque: objects of which only the identity is known, each with its place.
-        times: what it may read the time by (`time.time`), when the walk is over.
-        names: attributes that the code reads, of any object; None if it may read any (`getattr`),
-            or ask for any (`hasattr`), and until the walk is over.
+        generators: random generators of PyTorch.
+        python_generators: those of Python and NumPy, from which the program must not draw.
+        caches: functions with a cache (`functools.lru_cache`).
+        clocks: modules, classes and functions that return the time, by name.
+        opaque: objects that are compared by identity only, with their places.
+        times: how the program may read the time (`time.time`); set at the end of the walk.
+        names: attributes that the code reads, of any object; None if it may read any (`getattr`, `hasattr`),
+            and before the end of the walk.
     """
 
     modules: list[tuple[Source, nn.Module]] = field(default_factory=list)
     tensors: list[tuple[Source, torch.Tensor]] = field(default_factory=list)
     constants: list[tuple[Source, Any]] = field(default_factory=list)
     identities: list[tuple[Source, Any]] = field(default_factory=list)
-    again: list[tuple[Source, Source]] = field(default_factory=list)
+    ties: list[tuple[Source, Source]] = field(default_factory=list)
     assignable: Assignable = field(default_factory=Assignable)
     generators: list[torch.Generator] = field(default_factory=list)
     python_generators: list[tuple[str, Any]] = field(default_factory=list)
@@ -72,25 +70,25 @@ class Reached:
     names: frozenset[str] | None = None
 
     def after(self, code: EnteredCode) -> Reached:
-        """The same at the end of the walk, without what cannot matter to the program.
+        """The final result, without what cannot change the program.
 
         Args:
-            code: what the entered code names.
+            code: the names in all code of the program.
         """
         logs = list(self._logs(code.only_appended()))
         return replace(
             self,
             constants=[one for one in self.constants if not any(map(one[0].lies_in, logs))],
             identities=[*self.identities, *self._specialising_objects(code)],
-            again=list(self._ties(logs)),
+            ties=list(self._ties(logs)),
             times=tuple({how: None for clock in self.clocks for how in asked_of(*clock, code.loaded)}),
             names=None if code.any_name or code.asks else frozenset(code.loaded),
         )
 
     def _logs(self, names: Container[str]) -> Iterator[Source]:
-        """Lists that are logs to the program at all of their places; `names` are those of `only_appended`."""
+        """Lists that the program only appends to, at all of their places; `names` as from `only_appended`."""
         places: dict[int, list[Source]] = {}
-        for source, first in self.again:
+        for source, first in self.ties:
             places.setdefault(id(first), []).append(source)
         for source, held in self.assignable.containers:
             its = (source, *places.get(id(source), ()))
@@ -98,9 +96,9 @@ class Reached:
                 yield source
 
     def _specialising_objects(self, code: EnteredCode) -> Iterator[tuple[Source, Any]]:
-        """Opaque objects that are part of the signature: not those that the program itself assigns.
+        """Opaque objects that calls are specialised on: those that the program does not assign itself.
 
-        A descriptor is left out if reading its place gives another object.
+        Descriptors for which reading the place gives another object are left out.
         """
         for source, value in self.opaque:
             if name_of(source) not in code.stored and source.read_or(None) is value:
@@ -109,7 +107,7 @@ class Reached:
     def _ties(self, logs: Collection[Source]) -> Iterator[tuple[Source, Source]]:
         """Pairs of places of the same object, each place once, except those in logs."""
         known = set[Spot]()
-        for source, first in self.again:
+        for source, first in self.ties:
             is_logged = any(source.lies_in(log) or first.lies_in(log) for log in logs)
             if not is_logged and (spot := spot_of(source)) not in known:
                 known.add(spot)
@@ -121,12 +119,12 @@ def constants_but(
 ) -> Iterator[Source]:
     """The places of constants, without those that may differ from call to call.
 
-    Of a container that holds one that may differ, the keys and the other items are constants by themselves.
+    A container with an item that may differ is replaced by its keys and its other items.
 
     Args:
         reached: has the constants.
         open_: places that may differ, by `Source.spot`.
-        inputs: places that are known to hold tensors, by the same.
+        inputs: places that hold inputs, likewise.
     """
     for source, _ in reached.constants:
         if source.steps[-1] == Applied(is_tensor) and source.owner().spot() in inputs:
@@ -143,12 +141,12 @@ def constants_but(
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether `value` is a tensor; a program may ask that of a value that it does not compute with."""
+    """Whether `value` is a tensor; programs may ask that without using the tensor."""
     return isinstance(value, torch.Tensor)
 
 
 def items_of(container: Any) -> tuple[Any, ...]:
-    """What a list, tuple or dictionary holds, as a tuple."""
+    """The items of a list, tuple or dictionary, as a tuple."""
     return tuple(container.items()) if isinstance(container, Mapping) else tuple(container)
 
 
@@ -162,16 +160,16 @@ _ENTRY_POINTS = frozenset({"forward", "__call__", "__wrapped__"})
 
 @dataclass(slots=True)
 class EnteredCode:
-    """What the code that was entered names.
+    """The names in all code that the walk has entered.
 
     Args:
-        names: names of attributes, of whatever object.
-        stored: attributes that it assigns; as in `aotdist.capture.code.Names`, as are the next three.
-        loaded: attributes that it reads.
-        appended: variables and attributes to whose lists it appends.
-        used: variables and attributes that it reads for something else.
-        asks: whether it may ask for any attribute (`hasattr`).
-        any_name: whether it may read any attribute (`getattr` by a computed name).
+        names: names of attributes, of any object.
+        stored: as in `aotdist.capture.code.Names`, like the next three.
+        loaded: attributes that are read.
+        appended: variables and attributes that are appended to.
+        used: variables and attributes that are used in any other way.
+        asks: whether it may test for any attribute (`hasattr`).
+        any_name: whether it may read any attribute (`getattr` with a computed name).
     """
 
     names: set[str] = field(default_factory=lambda: set(_ENTRY_POINTS))
@@ -183,12 +181,12 @@ class EnteredCode:
     any_name: bool = False
 
     def enter(self, names: Names, *, special: bool) -> None:
-        """Note what one function names.
+        """Add the names in one function.
 
         Args:
             names: its names.
-            special: whether it is a special method. If it may read any attribute, all attributes of its
-                object count, but not those of others.
+            special: whether it is a special method. One that may read any attribute is taken to read those of
+                its own object only.
         """
         self.names |= names.attributes
         self.loaded |= names.loaded
@@ -202,9 +200,9 @@ class EnteredCode:
             self.any_name |= names.reads_by_computed_name()
 
     def only_appended(self) -> frozenset[str]:
-        """Names of lists that are logs to it: it appends to them, and does nothing else.
+        """Names of lists that the code appends to and does not use otherwise.
 
-        With a key behind the name, items of dictionaries that are logs.
+        Items of dictionaries are among them, as `name['key']`.
         """
         if self.any_name:
             return frozenset()
@@ -219,12 +217,12 @@ def spot_of(source: Source) -> Spot:
 
 
 def name_of(source: Source) -> str:
-    """The name of the variable or attribute that a place is, as it stands in code."""
+    """The name by which code refers to a variable or attribute."""
     return source.path.rpartition(".")[2]
 
 
 def name_of_dict(source: Source) -> str:
-    """Of an item, the name of what it is an item of, with the key; empty for another place."""
+    """The name of a container with the key, for the place of an item; empty for other places."""
     match source.steps[-1:]:
         case (Item(key=key),):
             return f"{source.path.removesuffix(f'[{key!r}]').rpartition('.')[2]}[{key!r}]"
@@ -242,17 +240,17 @@ _FUNCTIONS = frozenset(id(getattr(time, name)) for name in _OF_TIME)
 
 
 def is_clock(value: Any) -> bool:
-    """Whether it is a module, a class or a function that tells the time."""
+    """Whether a value is a module, a class or a function that returns the time."""
     return any(value is one for one in (time, datetime, datetime.datetime)) or id(value) in _FUNCTIONS
 
 
 def asked_of(path: str, clock: Any, loaded: Collection[str]) -> Iterator[str]:
-    """How a program asks a clock for the time: `time.time`.
+    """The functions by which a program reads the time: `time.time`.
 
     Args:
-        path: how it names the clock.
-        clock: the clock.
-        loaded: the attributes that it reads, of any object.
+        path: the name of the clock in the program.
+        clock: a module, a class or a function; see `is_clock`.
+        loaded: the attributes that the program reads, of any object.
     """
     if id(clock) in _FUNCTIONS:
         yield path

@@ -1,9 +1,8 @@
-"""What the backward changes in Python: hooks that count or keep gradients, autograd functions, checkpoints.
+"""Python state that a backward changes: in hooks that count or keep gradients, autograd functions.
 
-At capture a backward runs on stand-ins, and finds in Python what the forward left there. What it changes is
-undone, and the runtime repeats it at every backward: appended items, incremented numbers, constants. Tensors
-that it keeps are results of its graph. An artifact is for calls that find what this one found, so what the
-backward finds is known, too.
+In the trace a backward runs on stand-ins, with the Python state that the forward left. Its changes (appended
+items, incremented numbers, constants) are undone, and every backward repeats them. Tensors that it keeps are
+results of its graph. A call that finds what the captured call found has the same changes in its backward.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from aotdist.capture.effects import (
     NOTHING,
     Add,
     Assign,
-    Behind,
     Delete,
     Effect,
     EffectLog,
+    NumberOrigin,
     NumberResult,
     Print,
     TensorResult,
@@ -52,74 +51,74 @@ if TYPE_CHECKING:
 _KINDS: Mapping[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
-Told: TypeAlias = Callable[[Mapping[str, Any]], Sequence[tuple[str, torch.Tensor | NumberStep]]]
-"""From numbers that depend on data, by symbol, to their sources: see `Recorder.sources_of_numbers`."""
+OriginsOf: TypeAlias = Callable[[Mapping[str, Any]], Sequence[tuple[str, torch.Tensor | NumberStep]]]
+"""For numbers that depend on data, by symbol, what they follow from: see `Recorder.sources_of_numbers`."""
 
 
 class InBackward:
     """Watches the backwards of one trace.
 
     Args:
-        environment: what the program reaches; None if nothing is to be watched.
+        environment: what the program reaches; None for backwards whose changes are known already.
     """
 
     def __init__(self, environment: Environment | None) -> None:
         self._environment = environment
         self._left: Sequence[tuple[Source, Any]] = ()
         self.watch_given: Callable[[], MutatedArguments] | None = None
-        """Watches what the trace was given, from now on."""
+        """Begins to watch the arguments of the trace."""
         self.watch_forward: Callable[[], Callable[[], bool]] | None = None
-        """Watches a part of the forward: says whether it has changed Python outside of modules."""
+        """Begins to watch a part of the forward, for changes of Python state outside of modules."""
         self.num_effects: Callable[[], tuple[int, ...]] = tuple
-        """How many checks of data, and prints, the forward has made by now."""
+        """How many checks of data, and prints, the forward has made so far."""
         self.counts: Sequence[Source] = ()
-        """Places where symbols stand for numbers."""
+        """Places of numbers for which symbols stand."""
         self.symbols: dict[str, Source] = {}
-        """The symbols that a backward finds there, and where: it may find other numbers than are left."""
+        """Symbols for the numbers that a backward finds there, which may differ from those of the forward."""
         self.whole = NOTHING
-        """What the backward of all results changes."""
+        """The changes of the backward of all results."""
         self.of_some: dict[frozenset[NodeOutIdx], EffectLog] = {}
-        """What backwards of some results change."""
+        """The changes of backwards of some results."""
         self.kept: tuple[torch.Tensor, ...] = ()
-        """What the last backward keeps."""
+        """The tensors that the last backward keeps."""
         self.replaced: Sequence[tuple[Source, torch.Tensor]] = ()
-        """The places in which it replaced a tensor, and these tensors."""
+        """The places in which it replaced a tensor, and the replaced tensors."""
 
     def forward_left(self, values: Sequence[tuple[Source, Any]]) -> None:
-        """Note what the forward assigned: a backward is to find it, though it is undone between the two."""
+        """Note what the forward assigned, so that a backward finds it though it was undone."""
         self._left = [(place, value) for place, value in values if not place.is_of_argument]
 
     def running(
-        self, choice: Collection[NodeOutIdx] | None, env: ShapeEnv | None, told: Told
+        self, choice: Collection[NodeOutIdx] | None, env: ShapeEnv | None, origins_of: OriginsOf
     ) -> AbstractContextManager[None]:
-        """A context for a backward of some results, or of all; what it changes is noted, and undone.
+        """A context for a backward of some results, or of all; its changes are noted and undone.
 
         Args:
             choice: the results; None for all.
             env: where symbols are made.
-            told: says what numbers follow from.
+            origins_of: returns the origins of numbers.
 
         Raises:
-            UnsupportedProgram: it keeps tensors where they cannot be put at every call.
+            UnsupportedProgram: it keeps tensors in places that calls cannot assign.
         """
         if self._environment is None:
             return self._repeating(choice or ())
-        return self._watching(choice, env, told)
+        return self._watching(choice, env, origins_of)
 
     @contextmanager
     def _repeating(self, choice: Collection[NodeOutIdx]) -> Generator[None]:
-        """The trace is over, or there is none: what a backward changes is known, and undone."""
+        """A context for a backward after the trace: its changes are known, and are undone."""
         changes, prints = self.changes(choice), Prints(())
         with changes.undone():
-            with prints.heard():
+            with prints.noting():
                 yield
             self.kept = changes.tensors_left(prints.noted())
 
     @contextmanager
     def _watching(
-        self, choice: Collection[NodeOutIdx] | None, env: ShapeEnv | None, told: Told
+        self, choice: Collection[NodeOutIdx] | None, env: ShapeEnv | None, origins_of: OriginsOf
     ) -> Generator[None]:
-        """A backward of the trace: it finds what the forward left; what it changes is noted, and undone."""
+        """A context for a backward in the trace: it finds what the forward left; its changes are noted."""
         assert self._environment is not None, "a trace has one"
         with ExitStack() as stack:
             stack.callback(assign([*self._left, *self._other_symbols(env)]))
@@ -127,13 +126,13 @@ class InBackward:
             given = self.watch_given() if self.watch_given is not None else None
             prints = Prints(watched.existing)
             try:
-                with prints.heard():
+                with prints.noting():
                     yield
                 _refuse_given(given)
                 _refuse_hidden(watched)
                 found = list(watched.changed_data(tensors=True))
                 values = [*(value for _, _, value in found), *(each.given.leaves for each in prints.noted())]
-                named, self.kept = _naming(values, told, self.symbols)
+                named, self.kept = _naming(values, origins_of, self.symbols)
                 changed = [(place, before, Tree.of(value).map(named)) for place, before, value in found]
                 effects, expected = _effects(changed, self._environment)
                 printed = [replace(each, given=each.given.map(named)) for each in prints.noted()]
@@ -164,14 +163,14 @@ class InBackward:
         self.kept = self.replaced = ()
 
     def beyond(self) -> InBackward:
-        """The same for backwards of backwards, whose changes are only undone."""
+        """The same for backwards of backwards, whose changes are undone and not repeated."""
         later = InBackward(None)
         changes = tuple(each for each in self.whole.effects if not isinstance(each, Print))
         later.whole = replace(self.whole, effects=changes, kept=())
         return later
 
     def counts_of_whole(self) -> list[Source]:
-        """Where a backward may have added to a whole number, or leaves a number that it reads."""
+        """Places in which the backward leaves an integer, or a number that it reads off a tensor."""
         leaves = [(place, tree.leaves[0]) for place, tree in self.whole.assigned() if tree.spec.is_leaf()]
         counts = [(place, int) for place, leaf in leaves if type(leaf) is int]
         counts += [(place, leaf.kind) for place, leaf in leaves if isinstance(leaf, NumberResult)]
@@ -182,21 +181,21 @@ class InBackward:
         return any(tree.has(*SYMBOLIC) for _, tree in self.whole.assigned())
 
     def changes(self, arrived: Collection[NodeOutIdx]) -> EffectLog:
-        """What a backward from these results changes."""
+        """The changes of a backward from these results."""
         return self.of_some.get(frozenset(arrived), self.whole)
 
 
 def _effects(
     changes: Iterable[tuple[Source, Any, Tree]], environment: Environment
 ) -> tuple[Sequence[Effect], tuple[tuple[Source, tuple[Any, ...]], ...]]:
-    """The changes of a backward, not those of arguments; and what it expects.
+    """The effects of a backward, except on arguments, and the values that it expects.
 
-    What a hook does may depend on what it finds, so places that the program may read are expected to hold
-    what they held here. An item that is given a tensor or a number of the backward's may hold another's.
+    A hook may depend on what it finds, so places that the program may read are expected to have the value
+    that they had here. An item that is assigned a tensor or a number may have that of another backward.
 
     Args:
-        changes: place, value before and value after.
-        environment: says what the program may read.
+        changes: place, old value and new value.
+        environment: tells what the program may read.
     """
     effects: list[Effect] = []
     expected: list[tuple[Source, tuple[Any, ...]]] = []
@@ -222,7 +221,7 @@ def _effects(
 
 
 def _step(before: Any, value: Any) -> int | None:
-    """What is added to a number, if that is certain: between plain numbers it may be a coincidence."""
+    """The number that is added to a symbol; None for plain numbers, whose difference may be a coincidence."""
     if not (isinstance(before, torch.SymInt) and isinstance(value, (int, torch.SymInt))):
         return None
     step = value - before
@@ -230,20 +229,20 @@ def _step(before: Any, value: Any) -> int | None:
 
 
 def _naming(
-    values: Sequence[Any], told: Told, found: Mapping[str, Source]
+    values: Sequence[Any], origins_of: OriginsOf, found: Mapping[str, Source]
 ) -> tuple[Callable[[Any], Any], tuple[torch.Tensor, ...]]:
-    """What puts a `TensorResult` or `NumberResult` in the place of a leaf, and the tensors they stand for.
+    """A function that makes a leaf a `TensorResult` or `NumberResult`, and the tensors they stand for.
 
     Args:
-        values: what a backward changes.
-        told: says what numbers follow from.
-        found: symbols that the backward finds, and where.
+        values: the values that a backward assigns or prints.
+        origins_of: returns the origins of numbers.
+        found: symbols for numbers that the backward finds, with their places.
     """
     leaves = pytree.tree_leaves(values, is_leaf=is_leaf)
     kept = list({id(leaf): leaf for leaf in leaves if is_traced(leaf)}.values())
     positions = {id(tensor): position for position, tensor in enumerate(kept)}
-    steps: dict[str, Behind] = dict(found)
-    for name, step in told(numbers_of_data(values)):
+    steps: dict[str, NumberOrigin] = dict(found)
+    for name, step in origins_of(numbers_of_data(values)):
         steps[name] = step if isinstance(step, NumberStep) else len(kept)
         kept += [] if isinstance(step, NumberStep) else [step]
 
@@ -252,7 +251,7 @@ def _naming(
             return TensorResult(positions[id(leaf)])
         if not isinstance(leaf, SYMBOLIC) or not numbers_of_data(leaf):
             return leaf
-        own = _behind(symbols_in(leaf), steps)
+        own = _origins_behind(symbols_in(leaf), steps)
         if not own:  # it is of the forward
             return leaf
         return NumberResult(_KINDS[type(leaf)], expression(leaf), own)
@@ -260,8 +259,10 @@ def _naming(
     return named, tuple(kept)
 
 
-def _behind(names: Iterable[str], steps: Mapping[str, Behind]) -> tuple[tuple[str, Behind], ...]:
-    """Those of the steps that some numbers follow from, in order."""
+def _origins_behind(
+    names: Iterable[str], steps: Mapping[str, NumberOrigin]
+) -> tuple[tuple[str, NumberOrigin], ...]:
+    """The origins of some symbols, in the order in which they are computed."""
     needed = set(names)
     for name, step in reversed(list(steps.items())):
         if name in needed and isinstance(step, NumberStep):

@@ -1,21 +1,19 @@
-"""Objects that no pytree takes apart: a key-value cache, a batch that is a dataclass.
+"""Objects that are no pytrees: a key-value cache, a batch that is a dataclass.
 
-Among the arguments, what an object holds (attributes, slots, the items of a subclass of `list` or `dict`) is
-part of a call as the items of a dictionary are: tensors are inputs, constants belong to the signature. The
-trace is given another object of the same class, whose `__init__` does not run, filled with stand-ins; what
-the program changes in it is changed in the caller's object at every call
-(`aotdist.capture.argument_mutation`).
+Among the arguments, the content of an object (attributes, slots, the items of a subclass of `list` or `dict`)
+is treated like the items of a dictionary: tensors are inputs, constants belong to the signature. The trace
+gets another object of the same class, whose `__init__` does not run, with stand-ins in it; every call repeats
+on the caller's object what the program changes in it (`aotdist.capture.argument_mutation`).
 
-In what a program returns, eager makes such an object anew at every call. So an object that holds tensors of
-the program (a module that it makes, for example) is taken apart: its attributes become results, and every
-call puts an object of the same class together from these. One without such tensors stays that of the capture.
+If the program returns such an object, eager makes a new one at every call. So an object that holds tensors of
+the program (a module that it makes, for example) is taken apart: its attributes become results, from which
+every call makes an object of the same class. One without such tensors stays that of the capture.
 """
 
 from __future__ import annotations
 
 import functools
 import types
-from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping, MappingView
 from dataclasses import dataclass
 from typing import Any
@@ -28,12 +26,13 @@ from torch.utils.data import DataLoader, Dataset
 
 from aotdist.capture.constants import is_constant, is_leaf, is_unreadable
 from aotdist.capture.leaked_tensors import attributes_of, hides_traced, refusal
+from aotdist.capture.source import built_in_class_of, kept_by
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree, tree_children
 
-HAVE_TURNS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
-"""Objects on which a training step acts: that one, whatever another has in its attributes."""
+STEPPERS = (torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler, torch.amp.GradScaler)
+"""Classes of objects with a `step` of their own: a call is specialised on which one it is given."""
 _CODE = (
     nn.Module,
     type,
@@ -42,7 +41,7 @@ _CODE = (
     types.BuiltinFunctionType,
     types.ModuleType,
     functools.partial,
-    *HAVE_TURNS,
+    *STEPPERS,
     torch.Generator,
     DeviceMesh,
     ProcessGroup,
@@ -53,25 +52,25 @@ _MADE_BY = (object, dict, list, types.SimpleNamespace)
 
 @dataclass(frozen=True, slots=True)
 class ArgumentObject:
-    """Stands, in what a program returns, for an object among its arguments, by position among those."""
+    """Stands in a result for an object among the arguments, by position among these."""
 
     position: int
 
 
 def is_code(value: Any) -> bool:
-    """Whether a call is specialised on which object it is: modules, functions, generators, meshes."""
+    """Whether calls are specialised on the identity of a value: modules, functions, generators, meshes."""
     return isinstance(value, _CODE)
 
 
 def is_same_code(a: Any, b: Any) -> bool:
-    """Whether two of these are the same; every access to a method makes another object."""
+    """Whether two of these are the same; each read of a method makes a new method object."""
     if isinstance(a, types.MethodType) and isinstance(b, types.MethodType):
         return a.__self__ is b.__self__ and a.__func__ is b.__func__
     return a is b
 
 
 def is_instance(value: Any) -> bool:
-    """Whether `value` is an object that can be taken apart, and made anew."""
+    """Whether `value` is an object that can be taken apart and made again."""
     if is_unreadable(value) or isinstance(value, _NO_DATA) or is_constant(value) or is_code(value):
         return False
     return type(value) not in pytree.SUPPORTED_NODES and _can_be_made(type(value))
@@ -83,7 +82,7 @@ def _can_be_made(cls: type) -> bool:
         return False
     try:
         make_instance(cls)
-    except TypeError:  # it has abstract methods, or a layout in memory that is its own
+    except TypeError:  # it has abstract methods, or a memory layout of its own
         return False
     return True
 
@@ -103,31 +102,24 @@ def state_of(value: Any) -> tuple[dict[str, Any], Any]:
 
 
 def slots_of(value: Any) -> dict[str, Any]:
-    """What is in the slots of an object, by name."""
+    """The values in the slots of an object, by name."""
     own = getattr(value, "__dict__", {})
     return {name: held for name, held in attributes_of(value) if name not in own}
 
 
 def items_of(value: Any) -> Any:
     """The items of an object of a subclass of `list` or `dict`, as a `list` or `dict`; None of any other."""
-    if isinstance(value, dict):
-        return dict(_dict_of(value).items(value))
-    return list.copy(value) if isinstance(value, list) else None
-
-
-def _dict_of(value: dict[Any, Any]) -> type[dict[Any, Any]]:
-    """Whose methods are those of no user: an `OrderedDict` does not see what those of `dict` change."""
-    return OrderedDict if isinstance(value, OrderedDict) else dict
+    return kept_by(value) if isinstance(value, (list, dict)) else None
 
 
 def make_instance(cls: type) -> Any:
-    """An object of a class, empty: its `__init__` does not run."""
+    """An object of a class without attributes or items: its `__init__` does not run."""
     maker: Any = _maker(cls)
     return maker.__new__(cls)
 
 
 def fill_instance(made: Any, attributes: dict[str, Any], items: list[Any] | dict[Any, Any] | None) -> None:
-    """Let an empty object hold these; its own `__setattr__` (a frozen dataclass's) is not asked."""
+    """Set the attributes and items of a new object, past its own `__setattr__` (of a frozen dataclass)."""
     own = getattr(made, "__dict__", {})
     for name, value in attributes.items():
         if _is_slot(type(made), name):
@@ -136,7 +128,7 @@ def fill_instance(made: Any, attributes: dict[str, Any], items: list[Any] | dict
             own[name] = value
     if isinstance(items, dict):
         for key, item in items.items():
-            _dict_of(made).__setitem__(made, key, item)
+            built_in_class_of(made).__setitem__(made, key, item)
     elif items is not None:
         list.extend(made, items)
 
@@ -156,12 +148,12 @@ _WHOLE = (
     types.BuiltinFunctionType,
     types.ModuleType,
 )
-"""Kinds of objects with attributes that are never taken apart."""
+"""Kinds of objects that are never taken apart although they have attributes."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """An object's class, attributes, items and number, in the first of its places."""
+    """An object that was taken apart, at the first of its places."""
 
     cls: type
     attributes: dict[str, Any]
@@ -171,14 +163,14 @@ class _Parts:
 
 @dataclass(frozen=True, slots=True)
 class MadeObject:
-    """A further place of an object that the program makes, which is put together at its first place."""
+    """Stands for an object at a further place; it is made at its first place."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class _Members:
-    """A set of an object that is taken apart, in its place in a pytree: pytrees take sets for leaves."""
+    """A set in an object that was taken apart; sets themselves are leaves of pytrees."""
 
     values: list[Any]
 
@@ -200,12 +192,12 @@ pytree.register_pytree_node(_Members, lambda members: (members.values, None), la
 
 
 def number_of(spec: pytree.TreeSpec) -> int | None:
-    """The number of the object whose parts `spec` describes, if it does."""
+    """The number of the object that `spec` makes; None if it makes none."""
     return spec.context[-1] if spec.type is _Parts else None
 
 
 def holds_objects(spec: pytree.TreeSpec) -> bool:
-    """Whether there are parts of objects in `spec`."""
+    """Whether objects are made in `spec`."""
     return number_of(spec) is not None or any(map(holds_objects, tree_children(spec)))
 
 
@@ -213,26 +205,26 @@ def taken_apart(
     result: Any,
     existing: Collection[int],
     made: dict[int, int],
-    given: Mapping[int, int],
+    positions: Mapping[int, int],
     *,
     anew: bool = False,
 ) -> Any:
-    """`result` as a pytree whose leaves are all the tensors of the program in it.
+    """`result` with all objects taken apart that hold tensors of the program.
 
     Args:
         result: what a program returned, or a part of that.
-        existing: identities of objects that were there before the call; they stay themselves.
-        made: numbers of those that were taken apart so far, by identity; more are added.
-        given: positions of the objects that the call is given, by identity; these stay the caller's.
-        anew: whether objects without tensors of the program are made anew at each call, too.
+        existing: identities of objects from before the call, which are not taken apart.
+        made: numbers of the objects that were taken apart so far, by identity; more are added.
+        positions: of the objects among the arguments, by identity; references to these are returned.
+        anew: whether objects without tensors of the program are taken apart, too.
 
     Raises:
-        UnsupportedProgram: tensors are held in a way that cannot be repeated.
+        UnsupportedProgram: an object that holds tensors cannot be made again.
     """
     leaves, spec = pytree.tree_flatten(result, is_leaf=is_leaf)
     if all(is_constant(leaf) or isinstance(leaf, torch.Tensor) for leaf in leaves):
         return result
-    apart = _Apart(existing, made, given, anew=anew)
+    apart = _Apart(existing, made, positions, anew=anew)
     return pytree.tree_unflatten([apart.leaf(leaf) for leaf in leaves], spec)
 
 
@@ -240,17 +232,17 @@ class _Apart:
     """Takes apart the objects that one call makes."""
 
     def __init__(
-        self, existing: Collection[int], made: dict[int, int], given: Mapping[int, int], *, anew: bool
+        self, existing: Collection[int], made: dict[int, int], positions: Mapping[int, int], *, anew: bool
     ) -> None:
         self._existing = existing
-        self._given = given
+        self._positions = positions
         self._anew = anew
         self._made = made
         self._entered: set[int] = set()
 
     def leaf(self, value: Any) -> Any:
-        """What stands for a leaf of a result: its parts, a reference to an object, or the value itself."""
-        if (position := self._given.get(id(value))) is not None:
+        """Replaces a leaf of a result: by its parts, by a reference to an object, or by itself."""
+        if (position := self._positions.get(id(value))) is not None:
             return ArgumentObject(position)
         if (number := self._made.get(id(value))) is not None:
             if id(value) in self._entered:
@@ -258,7 +250,7 @@ class _Apart:
             return MadeObject(number)
         if id(value) not in self._existing:
             _refuse_deferred(value, self._existing)
-        if not _may_be_taken_apart(value) or id(value) in self._existing:
+        if is_constant(value) or isinstance(value, (*_WHOLE, *SYMBOLIC)) or id(value) in self._existing:
             return value
         if not (self._anew and is_instance(value)) and not hides_traced(value, self._existing):
             return value
@@ -280,7 +272,7 @@ class _Apart:
 
 
 def _refuse_deferred(value: Any, existing: Collection[int]) -> None:
-    """Refuse results that compute, or show, tensors of the program after the call (iterators, functions)."""
+    """Refuse results that would yield tensors of the trace after the call (iterators, functions)."""
     kind = type(value).__name__
     if isinstance(value, (Iterator, MappingView)) and type(value).__module__ in ("builtins", "itertools"):
         raise UnsupportedProgram(
@@ -298,7 +290,3 @@ def _refuse_deferred(value: Any, existing: Collection[int]) -> None:
 
 def _refused(cls: type, how: str, way_out: str) -> UnsupportedProgram:
     return refusal(f"the program makes a {cls.__name__} that holds tensors which it computes, {how}", way_out)
-
-
-def _may_be_taken_apart(value: Any) -> bool:
-    return not (is_constant(value) or isinstance(value, (*_WHOLE, *SYMBOLIC)))

@@ -1,7 +1,7 @@
-"""Tensors of the program in what it returns and assigns: shown by pytrees, or hidden in other objects.
+"""Finds traced tensors in what a program returns and assigns: in pytrees, or hidden in other objects.
 
-The tensors that a pytree shows become outputs, and the tree is built anew at every call. A tensor that any
-other object holds would remain the stand-in that it is at capture.
+Tensors in a pytree become outputs, and every call makes the tree again. In any other object, the tensor of
+the trace would remain.
 """
 
 from __future__ import annotations
@@ -32,28 +32,28 @@ _NO_VALUES = "without values while the program is captured"
 
 
 def text_of(tensor: torch.Tensor) -> str:
-    """What stands for a tensor of the program in a text, where `is_text_of_traced` finds it."""
+    """The text for a traced tensor, which `is_text_of_traced` recognises in other texts."""
     return f"<tensor of size {list(tensor.size())} and {tensor.dtype}, {_NO_VALUES}>"
 
 
 def is_text_of_traced(value: Any) -> bool:
-    """Whether a value is a text in which a tensor of the program stands."""
+    """Whether a value is a text that contains the text of a traced tensor."""
     return isinstance(value, str) and _NO_VALUES in value
 
 
 def is_traced(value: Any) -> bool:
-    """Whether `value` is a tensor of the program."""
+    """Whether `value` is a tensor of the trace."""
     return isinstance(value, torch.Tensor) and not is_real(value) and not is_fake(value)
 
 
 def shows_traced(value: Any) -> bool:
-    """Whether a leaf of `value`, as a pytree, is a tensor of the program."""
+    """Whether a leaf of `value`, as a pytree, is a tensor of the trace."""
     return any(map(is_traced, pytree.tree_leaves(value)))
 
 
 @contextmanager
 def no_results_kept(caches: Iterable[Any]) -> Generator[None]:
-    """Empty the caches (`functools.lru_cache`) that got results inside: these may be the trace's tensors."""
+    """Empty caches (`functools.lru_cache`) that got results in this context: these may be traced tensors."""
     before = [(cache, cache.cache_info().misses) for cache in caches]
     try:
         yield
@@ -64,21 +64,21 @@ def no_results_kept(caches: Iterable[Any]) -> Generator[None]:
 
 
 def hides_traced(value: Any, existing: Collection[int]) -> bool:
-    """Whether an object that is no tensor holds tensors of the program, or numbers that are read off such.
+    """Whether an object that is no tensor holds traced tensors, or numbers that are read off such.
 
     Args:
         value: the object.
-        existing: identities of objects from before the call. Modules among them hide nothing: they hold
-            stand-ins only while the program is traced.
+        existing: identities of objects from before the call. Modules among them do not count: stand-ins are
+            in them only during the trace.
     """
     if isinstance(value, (torch.Tensor, *SYMBOLIC)) or _is_known_module(value, existing):
         return False
-    met = {id(value): value}  # with the objects, so that no other gets the identity of one
-    return any(_leads_to_traced(part, met, existing) for part in _parts(value))
+    seen = {id(value): value}  # keeps the objects alive: no other may get the identity of one
+    return any(_leads_to_traced(part, seen, existing) for part in _parts(value))
 
 
 def refuse_carried(error: BaseException, existing: Collection[int]) -> None:
-    """Refuse an exception that carries tensors of the program out of it: they have no data."""
+    """Refuse an exception of the program that holds tensors of the trace: they have no data."""
     if hides_traced(error, existing) or hides_traced([error.args], existing):
         raise UnsupportedProgram(
             f"the program raises a {type(error).__name__} that carries a tensor which it computes",
@@ -88,19 +88,19 @@ def refuse_carried(error: BaseException, existing: Collection[int]) -> None:
         ) from None
 
 
-def _leads_to_traced(value: Any, met: dict[int, Any], existing: Collection[int]) -> bool:
+def _leads_to_traced(value: Any, seen: dict[int, Any], existing: Collection[int]) -> bool:
     if is_unreadable(value):
         return False
     if isinstance(value, torch.Tensor):
         return is_traced(value)
     if isinstance(value, SYMBOLIC):
         return depends_on_data(value)
-    if is_constant(value) or isinstance(value, _NOT_ENTERED) or id(value) in met:
+    if is_constant(value) or isinstance(value, _NOT_ENTERED) or id(value) in seen:
         return False
     if _is_known_module(value, existing):
         return False
-    met[id(value)] = value
-    return any(_leads_to_traced(part, met, existing) for part in _parts(value))
+    seen[id(value)] = value
+    return any(_leads_to_traced(part, seen, existing) for part in _parts(value))
 
 
 def _is_known_module(value: Any, existing: Collection[int]) -> bool:
@@ -108,10 +108,10 @@ def _is_known_module(value: Any, existing: Collection[int]) -> bool:
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """What an object holds: its attributes, its items if it is a container, what a function closes over."""
+    """The objects in an object: attributes, items of a container, what a function closes over."""
     yield from (part for _, part in attributes_of(value))
     yield from _held_by_code(value)
-    if isinstance(value, _CONTAINERS):  # pytrees take keys for constants, and sets and subclasses for leaves
+    if isinstance(value, _CONTAINERS):  # to pytrees, keys are constants, and sets and subclasses leaves
         yield from value
         yield from value.values() if isinstance(value, dict) else ()
     yield from pytree.tree_leaves(value, is_leaf=lambda part: part is not value)
@@ -132,7 +132,7 @@ def _held_by_code(value: Any) -> Iterator[Any]:
 
 
 def contents(cell: types.CellType) -> tuple[Any, ...]:
-    """What a closure variable holds; nothing if it has not been assigned yet."""
+    """The value of a closure variable; empty if it has not been assigned yet."""
     try:
         return (cell.cell_contents,)
     except ValueError:
@@ -152,11 +152,11 @@ def attributes_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def refusal(what: str, way_out: str) -> UnsupportedProgram:
-    """What to raise for an object that hides tensors of the program.
+    """The error for an object that hides tensors of the program.
 
     Args:
-        what: where it is met, and which tensors it hides.
-        way_out: what to do about it, if not to teach pytrees its class.
+        what: where it is, and which tensors it hides.
+        way_out: how to avoid it, other than by registering its class as a pytree.
     """
     return UnsupportedProgram(
         what,

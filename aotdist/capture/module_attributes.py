@@ -1,8 +1,8 @@
-"""Attributes of modules: what `compile` hangs on one for its user, and the settings of libraries.
+"""Attributes of modules: those that `compile` adds for the user, and the settings of libraries.
 
-What `compile` hangs on a module (`module.source`, `module.graphs`, `module.explain()`) survives `deepcopy`
-and pickling as an empty shell, since a copy of a module is not compiled. Code of libraries is not entered by
-the walk, so all attributes of their modules count.
+The attributes that `compile` adds (`module.source`, `module.graphs`, `module.explain()`) become empty in a
+deep copy and in a pickle, as a copy of a module is not compiled. The walk does not enter the code of
+libraries, so calls are specialised on all settings of their modules.
 """
 
 from __future__ import annotations
@@ -56,25 +56,25 @@ class Explain:
 
 ATTACHED = (PrintedSource, GraphList, Explain)
 HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-"""Attributes in which modules have their hooks."""
+"""Attributes of modules that hold their hooks."""
 
 
 OF_EVERY_MODULE = frozenset(vars(nn.Module())) | {"_compiled_call_impl"}
-"""Attributes that modules have by being modules."""
+"""Attributes that every module has."""
 _NO_SETTINGS = (nn.Module, torch.Tensor, type, types.FunctionType, types.MethodType, types.ModuleType)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, functools.partial)
 
 
 def is_watched(name: str, value: Any) -> bool:
-    """Whether an attribute of a module is watched by the guard of its tree, or need not be watched."""
+    """Whether `ModuleGuard` watches an attribute of a module, or it need not be watched."""
     return name in OF_EVERY_MODULE or isinstance(value, ATTACHED) or is_constant(value)
 
 
 def hooks_of(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
     """The hooks of a module, named by their positions: keys differ from process to process.
 
-    Those of FSDP2 are not entered: what they do is traced by rules, and their state changes at each call, so
-    that a program which reads any attribute (`getattr(self, name)`) would fit no call.
+    Those of FSDP2 are left out: rules trace what they do, and their state changes at each call, so a program
+    that may read any attribute (`getattr(self, name)`) would fit no later call.
     """
     for name in HOOKS:
         hooks: dict[int, Any] = getattr(module, name)
@@ -86,7 +86,7 @@ def hooks_of(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
 
 
 def computed_once() -> Iterator[tuple[Source, Any]]:
-    """What parametrized modules cache inside of `parametrize.cached()`."""
+    """The cache of parametrized modules in `parametrize.cached()`."""
     parametrize = Source("parametrize", PARAMETRIZATIONS)
     enabled = bool(PARAMETRIZATIONS["_cache_enabled"])
     yield parametrize.item("_cache_enabled").applied(bool, "whether `parametrize.cached()` is on"), enabled
@@ -95,9 +95,9 @@ def computed_once() -> Iterator[tuple[Source, Any]]:
 
 
 def library_settings(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
-    """The constants in objects that an installed library's module has as attributes (transformers' `config`).
+    """Constants in objects that are attributes of a library's module (transformers' `config`).
 
-    Which of them its `forward` reads is not looked up, so all count.
+    It is not known which of them its `forward` reads, so all count.
     """
     cls = type(module)
     if is_users_class(cls) or cls.__module__.partition(".")[0] == "torch":
@@ -111,12 +111,12 @@ def library_settings(path: str, module: nn.Module) -> Iterator[tuple[Source, Any
 
 
 def names_of_state(cls: type) -> frozenset[str]:
-    """The attributes in which an installed library's objects keep what decides what a step does."""
+    """Attributes of a library's objects that a training step depends on."""
     return _STATE.get(cls.__module__.partition(".")[0], frozenset())
 
 
 _STATE: Mapping[str, frozenset[str]] = {
-    # accelerate counts calls, and asks its loaders whether a batch is the last, to choose who updates.
+    # accelerate updates every few calls, and when a loader says that a batch is the last.
     "accelerate": frozenset(
         ("step", "gradient_state", "sync_gradients", "plugin_kwargs")
         + ("_dataloader_references_ref", "end_of_dataloader")

@@ -1,8 +1,8 @@
-"""What a program prints and logs: `print`, and loggers, are called again by every call.
+"""Calls of `print` and of loggers in a program: every call of the program repeats them.
 
-While a program is captured there are no values. So a call of `print`, or of a logger by the user's own code,
-is noted: what it is given becomes outputs of the program, and it is made when the call has run, with values.
-Tensors are printed as they were when the program printed them, without their history (`grad_fn=`).
+There are no values while a program is captured. So calls of `print`, and of loggers by the user's code, are
+noted; tensors among their arguments become outputs, and every call prints when it has run. Tensors are
+printed with the values that they had at the `print`, and without their history (`grad_fn=`).
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Prints:
         self._existing = existing
         self._noted: list[Print] = []
 
-    def heard(self) -> AbstractContextManager[None]:
-        """A context in which this thread's prints are noted rather than made."""
-        return _HEARD.applied(self)
+    def noting(self) -> AbstractContextManager[None]:
+        """A context in which this thread's prints are noted instead of printed."""
+        return _PRINTS.applied(self)
 
     def note(
         self, call: Callable[..., None] | None, file: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -60,7 +60,7 @@ class Prints:
         self._noted.append(Print(call, file, given.map(self._as_it_is)))
 
     def _as_it_is(self, leaf: Any) -> Any:
-        """A leaf as it is now, whatever is written later; a text of an object."""
+        """A copy of a leaf, which later writes do not change; the text of an object."""
         if isinstance(leaf, torch.Tensor):
             return leaf.detach().clone()
         if is_constant(leaf) or isinstance(leaf, SYMBOLIC):
@@ -77,7 +77,7 @@ class Prints:
         return self._noted
 
     def fail(self, error: BaseException) -> None:
-        """Let `made_before` make what was noted: the program has raised `error`."""
+        """Attach the noted prints to `error`, which the program has raised, for `made_before`."""
         if self._noted:
             said = [replace(each, given=each.given.map(_without_value)) for each in self._noted]
             setattr(error, _MADE_BEFORE, said)
@@ -90,7 +90,7 @@ def _without_value(leaf: Any) -> Any:
 
 
 def made_before(error: BaseException) -> None:
-    """Make the prints that a program came to before it raised an error of its own; there are no values."""
+    """Print what a program printed before it raised an error of its own; without values."""
     if not isinstance(error, AotdistError):
         for each in getattr(error, _MADE_BEFORE, ()):
             each.make(each.given.value())
@@ -100,9 +100,9 @@ _MADE_BEFORE = "_aotdist_prints"
 
 
 def _noted_print(*args: Any, file: Any = None, **kwargs: Any) -> None:
-    prints = _HEARD.value
+    prints = _PRINTS.value
     if prints is None or (code := code_behind(1)) is None or not is_user_file(code.co_filename):
-        _HEARD.original(builtins, "print")(*args, file=file, **kwargs)
+        _PRINTS.original(builtins, "print")(*args, file=file, **kwargs)
     else:
         prints.note(None, file, args, kwargs)
 
@@ -117,10 +117,10 @@ def _noted_log(
     stack_info: bool = False,
     stacklevel: int = 1,
 ) -> None:
-    prints = _HEARD.value
-    code = code_behind(2)  # behind the logger's own method; what libraries log is none of the program's
+    prints = _PRINTS.value
+    code = code_behind(2)  # the caller of the logger's method; what libraries log is not repeated
     if prints is None or exc_info or stack_info or code is None or not is_users_code(code):
-        log = _HEARD.original(logging.Logger, "_log")
+        log = _PRINTS.original(logging.Logger, "_log")
         log(self, level, msg, args, exc_info, extra, stack_info, stacklevel)
     else:
         place = self.findCaller(False, stacklevel + 1)[:3]
@@ -129,12 +129,12 @@ def _noted_log(
 
 @dataclass(frozen=True, slots=True)
 class _Logging:
-    """Logs a message.
+    """Logs a message as if from the user's line.
 
     Args:
-        logger: where.
-        level: at which level.
-        place: file, line and function of the user's.
+        logger: the logger.
+        level: the level.
+        place: file, line and function.
     """
 
     logger: logging.Logger
@@ -150,6 +150,6 @@ class _Logging:
             self.logger.handle(record)
 
 
-_HEARD = Patch[Prints](
+_PRINTS = Patch[Prints](
     "prints_heard", lambda: [(builtins, "print", _noted_print), (logging.Logger, "_log", _noted_log)]
 )

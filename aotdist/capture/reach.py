@@ -1,10 +1,10 @@
-"""Everything that a callable can reach without being given it: closures, globals, attributes.
+"""The walk of what a callable can reach besides its arguments: closures, globals, attributes.
 
-The walk finds modules (their parameters and buffers are inputs of the program), constants (part of
-the signature) and tensors (inputs, if the trace touches them). It enters functions of the user's,
-`functools.partial`, bound methods, built-in containers, and the attributes of objects, classes and
-imported modules as far as the code that it entered names them; never the functions of torch, the
-standard library or installed packages.
+It finds modules (their parameters and buffers are inputs of the program), constants (part of the signature)
+and tensors (inputs, if the trace uses them). It enters functions of the user's, `functools.partial`, bound
+methods, built-in containers, and those attributes of objects, classes and imported modules whose names are
+in the code that it has entered. It does not enter functions of torch, the standard library or installed
+packages.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from aotdist.capture.environment import (
     keys_of,
     spot_of,
 )
-from aotdist.capture.instances import HAVE_TURNS
+from aotdist.capture.instances import STEPPERS
 from aotdist.capture.leaked_tensors import attributes_of
 from aotdist.capture.module_attributes import (
     computed_once,
@@ -54,24 +54,24 @@ _FUNCTION_METHODS = frozenset({"forward", "setup_context", "backward", "jvp"})
 _TENSOR_METHODS = frozenset({"__torch_function__", "__new__", "__init__", "__getattr__", "__setattr__"})
 _CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__"})
 _LIBRARY_CONTAINERS = (collections.UserDict, collections.UserList, collections.ChainMap)
-"""Containers that keep their items in an attribute, by code that is not entered."""
+"""Containers whose methods are not entered; they keep their items in an attribute."""
 
 
 def reach(
     target: Any,
     arguments: Iterable[tuple[Source, torch.Tensor]],
     code: Iterable[tuple[str, Any]],
-    apart: Iterable[Any] = (),
+    excluded: Iterable[Any] = (),
 ) -> Reached:
     """Walk a function, a module or another callable; see the docstring of this file.
 
     Args:
         target: what to walk.
-        arguments: tensors that it is given, whose attributes it can reach, too.
-        code: modules, functions and classes that it is given, by name.
-        apart: containers that it does not enter: what they hold is given in another way.
+        arguments: tensors among the arguments, whose attributes it can reach.
+        code: modules, functions and classes among the arguments, by name.
+        excluded: containers that it does not enter: the program gets their items in another way.
     """
-    walk = _Walk(seen=dict.fromkeys(map(id, apart)))
+    walk = _Walk(seen=dict.fromkeys(map(id, excluded)))
     path = "" if isinstance(target, nn.Module) else getattr(target, "__name__", type(target).__name__)
     for source, tensor in arguments:
         walk.look_at(source, tensor)
@@ -86,7 +86,7 @@ def reach(
 
 @dataclass(slots=True)
 class _Named:
-    """Something whose attributes are read by name; `may_gain` if it may have more of them at another call."""
+    """An object whose attributes are read by name; `may_gain`: whether it may have more at another call."""
 
     source: Source
     value: Any
@@ -98,14 +98,14 @@ class _Named:
 class _Walk:
     """The walk.
 
-    The names in the code that was entered say which attributes matter, and attributes lead to more code. So
-    names and attributes are gone through until nothing new appears (`follow_names`).
+    Attributes count if their names are in code that was entered, and attributes lead to more code. So the two
+    are walked in turns until nothing new is found (`follow_names`).
 
     Args:
-        reached: what it has met so far.
-        code: what the code that it has entered names.
-        seen: the place of what was met, by identity; None for functions, which have no place of their own.
-        inputs: the places of tensors that are inputs, whatever reads them.
+        reached: what it has found so far.
+        code: the names in the code that it has entered.
+        seen: the first place of each object, by identity; None for functions found in classes.
+        inputs: the places of tensors that are inputs in any case.
         named: objects whose attributes are read by name.
         of_class: the names that were looked up in each class.
     """
@@ -129,19 +129,19 @@ class _Walk:
                 self.reached.clocks.extend([(source.path, value)] if is_clock(value) else [])
 
     def _enter(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
-        """Note a value, unless it was met before; what is inside of it."""
+        """Note a value, unless it was seen before; returns what it contains."""
         if is_constant(value):
             if source.steps:
                 self.reached.constants.append((source, value))
             return
         if id(value) in self.seen:
-            self._meet_again(source, value)
+            self._note_tie(source, value)
             return
         self.seen[id(value)] = source
         if isinstance(value, torch.Tensor):
             self.reached.tensors.append((source, value))
             if id(value) in self.inputs:
-                self.reached.again.append((source, self.inputs[id(value)]))
+                self.reached.ties.append((source, self.inputs[id(value)]))
             if source.steps:
                 place = source.applied(is_tensor, f"whether {source.path} is a tensor")
                 self.reached.constants.append((place, True))
@@ -160,28 +160,27 @@ class _Walk:
         else:
             yield from self._inside(source, value)
 
-    def _meet_again(self, source: Source, value: Any) -> None:
-        """Note one more place of a value: at another call, two values may be in the two places.
+    def _note_tie(self, source: Source, value: Any) -> None:
+        """Note a further place of an object: at another call, two objects may be in the two places.
 
-        Not for imported modules, which many files name.
+        Imported modules are left out, which many files import.
         """
         first = self.seen[id(value)]
         if first is None or isinstance(value, types.ModuleType) or spot_of(source) == spot_of(first):
             return
-        self.reached.again.append((source, first))
+        self.reached.ties.append((source, first))
 
     def look_at(self, source: Source, tensor: torch.Tensor, *, of_module: bool = False) -> None:
         """Note a tensor whose attributes are read by name, and may be assigned unless it is a wrapper.
 
-        Arguments, and tensors reached from them, are others at each call; assignments to them are repeated.
-        Arguments, and tensors of modules, are inputs: what is reached elsewhere, too, is the same input now,
-        and may be another at another call.
+        A tensor that was not seen before is an argument, or of a module, and so an input. If the walk finds
+        it elsewhere, too, the two places are tied: at another call, two tensors may be there.
         """
-        met = self.seen.get(id(tensor))
-        if met is None:
+        first = self.seen.get(id(tensor))
+        if first is None:
             self.inputs.setdefault(id(tensor), source)
-        elif met is not source and id(tensor) not in self.inputs:
-            self.reached.again.append((met, source))
+        elif first is not source and id(tensor) not in self.inputs:
+            self.reached.ties.append((first, source))
         if is_of_own_class(tensor):
             self.seen.setdefault(id(tensor), source)
         if not is_wrapper(tensor):
@@ -189,7 +188,7 @@ class _Walk:
         self.named.append(_Named(source, tensor, not (of_module or is_wrapper(tensor))))
 
     def follow_names(self) -> None:
-        """Look up, in everything that is read by name, every name that was met, until nothing new appears."""
+        """Look up all names in all objects that are read by name, until nothing new is found."""
         before: tuple[int, int, bool] | None = None
         while (now := (len(self.code.names), len(self.named), self.code.any_name)) != before:
             before = now
@@ -202,22 +201,21 @@ class _Walk:
                 self.reached.assignable.variables.extend(named.source.attribute(name) for name in absent)
 
     def tie_gradients(self) -> None:
-        """Note tensors that are the gradients of others, if the program may read these as `.grad`, too."""
+        """Tie tensors that are gradients to the `.grad` of their leaves, if the program may read that."""
         if "grad" not in self.code.names and not self.code.any_name:
             return
         for named in self.named:
             tensor = named.value
             if isinstance(tensor, torch.Tensor) and tensor.is_leaf and tensor.grad is not None:
-                met = self.seen.get(id(tensor.grad)) or self.inputs.get(id(tensor.grad))
-                if met is not None:
-                    self.reached.again.append((met, named.source.attribute("grad")))
+                place = self.seen.get(id(tensor.grad)) or self.inputs.get(id(tensor.grad))
+                if place is not None:
+                    self.reached.ties.append((place, named.source.attribute("grad")))
 
     def note_absent(self) -> None:
         """Make the absence of attributes that the program may look for a part of the signature.
 
-        Attributes of modules are watched by `ModuleGuard`. Those of plain tensors and functions matter only
-        if the program uses `getattr` or `hasattr`; parameters and buffers, of which there are many, are not
-        asked at every call.
+        `ModuleGuard` does so for modules. For plain tensors and functions it matters only if the program uses
+        `getattr` or `hasattr`. Parameters and buffers, of which there are many, are left out.
         """
         for named in self.named:
             if isinstance(named.value, (torch.Tensor, types.FunctionType)) and not (
@@ -231,9 +229,9 @@ class _Walk:
                 self.reached.constants.append((place, test(named.value)))
 
     def _inside(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
-        """What a value leads to; attributes that are read by name are left for `follow_names`."""
+        """The content of a value, except for attributes, which `follow_names` looks up."""
         read = reader_of(value, self.code.names)
-        if read is not None or is_array(value):  # that of a tensor, which is read by it, may be replaced
+        if read is not None or is_array(value):  # an array may be replaced by another one
             self._identity(source, value)
         match value:
             case _ if read is not None:
@@ -279,8 +277,8 @@ class _Walk:
             self._what_it_is(source, value)
 
     def _what_it_is(self, source: Source, value: Any) -> None:
-        """Make an object's class, or its identity, part of the signature, where attributes do not tell."""
-        if isinstance(value, (type, *HAVE_TURNS)):
+        """Make an object's class, or its identity, part of the signature."""
+        if isinstance(value, (type, *STEPPERS)):
             self._identity(source, value)
         elif is_users_class(type(value)) or (hasattr(value, "__dict__") and not callable(value)):
             self._identity(source.applied(type, f"the class of {source.path}"), type(value))
@@ -314,7 +312,7 @@ class _Walk:
             self.reached.identities.append((source, value))
 
     def _items(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
-        """What a container holds; one that holds nothing but constants is one constant itself."""
+        """The items of a container; one that holds only constants is a constant itself."""
         if isinstance(value, (list, dict)):
             self.reached.assignable.containers.append((source, value))
         keys = keys_of(value)
@@ -324,7 +322,7 @@ class _Walk:
         elif all(is_constant(key) or isinstance(key, torch.Tensor) for key in keys):
             if is_constant(keys):
                 self.reached.constants.append((source.applied(keys_of, f"the keys of {source.path}"), keys))
-            else:  # keys that are tensors, as in an optimizer's state: all are there, and there are no others
+            else:  # keys that are tensors, as in an optimizer's state: items are read by them, and counted
                 number = source.applied(len, f"the number of items of {source.path}")
                 self.reached.constants.append((number, len(value)))
             cls = keeper_of(value)
@@ -333,7 +331,7 @@ class _Walk:
                 yield source.item_at(position, key, cls), item
 
     def _attributes(self, named: _Named) -> Iterator[tuple[Source, Any]]:
-        """The attributes of `named.value` whose names were met since it was last asked."""
+        """The attributes of `named.value` whose names were not looked up before."""
         value = named.value
         if isinstance(value, type):
             made = frozenset[str]() if issubclass(value, nn.Module) else _CONSTRUCTORS
@@ -353,9 +351,9 @@ class _Walk:
             yield from self._from_classes(type(value))
 
     def _from_classes(self, cls: type, extra: frozenset[str] = frozenset()) -> Iterator[tuple[Source, Any]]:
-        """What the user's classes among the bases of `cls` hold under the names that were met since."""
+        """Attributes of the user's classes among the bases of `cls` whose names were not looked up before."""
         if not extra and cls in self.of_class and self.of_class[cls] >= self.code.names:
-            return  # as nearly all of a deep model's tensors
+            return  # as for nearly all tensors of a deep model
         looked_up = self.of_class.setdefault(cls, set())
         extra |= _FUNCTION_METHODS if issubclass(cls, torch.autograd.Function) else frozenset()
         extra |= _TENSOR_METHODS if issubclass(cls, torch.Tensor) else frozenset()
@@ -368,7 +366,7 @@ class _Walk:
                 yield from self._class_attribute(owner, name)
 
     def _class_attribute(self, cls: type, name: str) -> Iterator[tuple[Source, Any]]:
-        """What an attribute of a user's class leads to: the code of a method, or the attribute itself."""
+        """The content of a method's code, or an attribute of another kind, of a user's class."""
         value = vars(cls)[name]
         match value:
             case property():
@@ -395,7 +393,7 @@ class _Walk:
     def _function_state(
         self, fn: types.FunctionType, *, special: bool = False
     ) -> Iterator[tuple[Source, Any]]:
-        """What a function can read besides its arguments.
+        """What a function can read besides its arguments: cells, defaults, globals.
 
         Args:
             fn: the function.
@@ -423,17 +421,17 @@ class _Walk:
 
 
 def _own_attributes(value: Any) -> Mapping[str, Any]:
-    """The attributes of an object itself, by name; quick, since guards ask at every call."""
+    """An object's own attributes, by name; guards call it at every call, so it is quick."""
     if hasattr(type(value), "__slots__"):
         return dict(attributes_of(value))
     return getattr(value, "__dict__", {})
 
 
 def _may_read_all(value: Any) -> bool:
-    """Whether all attributes of an object count, not only those whose names stand in code.
+    """Whether all attributes of an object count, not only those whose names are in code.
 
-    The code of an installed library's tensor class or container is not entered; and special methods of the
-    user's classes may compute names.
+    They do if code that is not entered reads them (of a library's tensor class, or a container), or if a
+    special method of the user's class computes names.
     """
     cls = type(value)
     if isinstance(value, torch.Tensor):

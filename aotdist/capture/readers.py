@@ -1,6 +1,6 @@
-"""What a program reads through objects that are not containers.
+"""What a program reads through objects that are no containers.
 
-Functions hold their cells and defaults. Context variables, weak references and arrays stay the same while
+Functions have cells and defaults. Context variables, weak references and arrays keep their identity while
 their content changes, so an artifact is specialised on the content.
 """
 
@@ -27,12 +27,12 @@ _SHARE_MEMORY = ("from_numpy", "as_tensor", "asarray")
 
 
 def reader_of(value: Any, names: Container[str]) -> Callable[[Any], Any] | None:
-    """The function that reads `value`, if it is of this kind.
+    """The function that returns the content of `value`, if an artifact is specialised on that; else None.
 
     Args:
         value: any object.
-        names: attributes that the program reads. If it may turn arrays into tensors that share their memory,
-            nothing is read off arrays: at each call, the tensor shows what its array holds.
+        names: attributes that the program reads. If it may make tensors that share the memory of arrays,
+            there is none for arrays: the tensors are inputs.
     """
     if isinstance(value, contextvars.ContextVar):
         return value_of_variable
@@ -50,12 +50,12 @@ def reader_of(value: Any, names: Container[str]) -> Callable[[Any], Any] | None:
 
 
 def is_array(value: Any) -> bool:
-    """Whether it is an array of numpy's."""
+    """Whether `value` is a numpy array."""
     return isinstance(value, np.ndarray)
 
 
 def value_of_variable(variable: contextvars.ContextVar[Any]) -> Any:
-    """What a context variable holds in this context; None if nothing."""
+    """The value of a context variable in this context; None if it has none."""
     try:
         return variable.get()
     except LookupError:
@@ -83,26 +83,26 @@ def numbers(values: Any) -> tuple[str, tuple[int, ...], bytes]:
 
 
 def cells_of(fn: types.FunctionType) -> Iterator[tuple[Source, Any]]:
-    """The variables that it is closed over, with what they hold."""
+    """The closure variables of a function, with their values."""
     for name, cell in zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True):
         for value in contents(cell):
             yield Source(name, cell).attribute("cell_contents", name), value
 
 
 def empty_cells_of(fn: types.FunctionType) -> list[Source]:
-    """Those that hold nothing yet."""
+    """Closure variables that have not been assigned yet."""
     pairs = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
     return [Source(name, cell).attribute("cell_contents", name) for name, cell in pairs if not contents(cell)]
 
 
 def wrapped_by(fn: types.FunctionType) -> Iterator[tuple[Source, Any]]:
-    """The functions that an installed decorator (`torch.no_grad()`) is closed over."""
+    """The functions in the closure of an installed decorator (`torch.no_grad()`)."""
     callables = (types.FunctionType, types.MethodType, functools.partial, nn.Module)
     yield from ((place, value) for place, value in cells_of(fn) if isinstance(value, callables))
 
 
 def defaults_of(fn: types.FunctionType) -> Iterator[tuple[Source, Any]]:
-    """The defaults of its arguments."""
+    """The defaults of a function's arguments."""
     defaults = fn.__defaults__ or ()
     first = fn.__code__.co_argcount - len(defaults)
     for index, value in enumerate(defaults):

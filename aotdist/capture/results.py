@@ -1,4 +1,4 @@
-"""Parameters that a program returns, and attributes of tensors: they are handed back as it made them."""
+"""Classes and attributes of the tensors that a program returns, and tensors replaced inside of wrappers."""
 
 from __future__ import annotations
 
@@ -38,24 +38,23 @@ class Shown:
 def with_attributes(
     outs: Sequence[Any], inputs: Sequence[torch.Tensor], reached: Reached, existing: Collection[int]
 ) -> tuple[list[Any], list[Shown]]:
-    """`outs`, followed by what the attributes of tensors among them hold, and how these are shown.
+    """`outs`, followed by the values of attributes of tensors among them; and these attributes.
 
-    An object that stands at a place of the caller's, and in the result, is given by that place.
-
-    Inputs keep their class; their attributes are assigned by `Assignments`.
+    In these values, objects that the program has found somewhere are represented by their place. Attributes
+    of inputs are left out: `Assignments` has them.
 
     Args:
-        outs: what the program returns, as leaves.
-        inputs: the tensors that it is given.
+        outs: the leaves of what the program returns.
+        inputs: the tensors among its inputs.
         reached: what it can reach.
-        existing: identities of objects that were there before the call.
+        existing: identities of objects from before the call.
 
     Raises:
         UnsupportedProgram: an attribute hides tensors that the program computes.
     """
     places = _places(reached)
     flat, shown, seen = list(outs), list[Shown](), set(map(id, inputs))
-    for position, out in enumerate(flat):  # which grows meanwhile
+    for position, out in enumerate(flat):  # attributes are appended to it in the loop
         if id(out) in seen or not isinstance(out, torch.Tensor) or is_real(out) or is_wrapper(out):
             continue
         seen.add(id(out))
@@ -72,7 +71,7 @@ def with_attributes(
 
 
 def appearance(tensor: torch.Tensor) -> tuple[type[torch.Tensor], dict[str, Any]]:
-    """The class of a plain tensor, to the program, and its attributes."""
+    """The class that a plain tensor has to the program, and its attributes."""
     if isinstance(tensor, FunctionalTensor):
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         return torch.nn.Parameter if is_parameter else torch.Tensor, given_attributes(tensor)
@@ -80,7 +79,7 @@ def appearance(tensor: torch.Tensor) -> tuple[type[torch.Tensor], dict[str, Any]
 
 
 def hand_over_attributes(stand_ins: Iterable[torch.Tensor], examples: Iterable[torch.Tensor]) -> None:
-    """Give tensors the attributes of their stand-ins."""
+    """Set the attributes of tensors to those of their stand-ins."""
     for stand_in, example in zip(stand_ins, examples, strict=True):
         if isinstance(stand_in, FunctionalTensor):
             given, held = given_attributes(stand_in), vars(example)
@@ -90,14 +89,14 @@ def hand_over_attributes(stand_ins: Iterable[torch.Tensor], examples: Iterable[t
 
 
 def show_as(tensor: torch.Tensor, cls: type[torch.Tensor], attributes: Mapping[str, Any]) -> None:
-    """Let a real tensor be of a class, with these attributes."""
+    """Set the class and attributes of a real tensor."""
     if type(tensor) is not cls:
         tensor.__class__ = cls
     vars(tensor).update(attributes)
 
 
 def _places(reached: Reached) -> Mapping[int, Source]:
-    """Of the objects that are not constants, by identity, the place where each is read."""
+    """The places of objects that are no constants, by identity."""
     known = [*reached.assignable.containers, *reached.assignable.owners, *reached.identities]
     return {id(value): source for source, value in known if not isinstance(value, torch.Tensor)}
 
@@ -115,21 +114,20 @@ def _refuse_hidden(
 
 
 def inside_wrappers(inputs: Sequence[torch.Tensor]) -> dict[tuple[int, str], torch.Tensor]:
-    """What is inside the wrappers among a program's inputs, by position of the input and path (`.scale`)."""
+    """The tensors inside of wrapper inputs, by position of the input and path (`.scale`)."""
     return {(idx, path): inner for idx, tensor in enumerate(inputs) for path, inner in inner_tensors(tensor)}
 
 
 def replaced_inside(
     inputs: Sequence[torch.Tensor], inside: Mapping[tuple[int, str], torch.Tensor]
 ) -> dict[tuple[int, str], torch.Tensor]:
-    """The tensors inside of wrappers that the program has put in the place of others (`weight.scale = new`).
+    """The tensors that the program has assigned inside of wrappers (`weight.scale = new`).
 
-    The replaced ones are put back: they may have been written, and outside they are in place until the
-    program is over.
+    The old ones are restored, as writes to them have to reach the caller's tensors, which are replaced last.
 
     Args:
-        inputs: those of the program.
-        inside: what was inside of them before it ran.
+        inputs: the inputs of the program.
+        inside: the tensors inside of them before it ran.
 
     Raises:
         UnsupportedProgram: something that is no tensor replaces one.
@@ -137,7 +135,7 @@ def replaced_inside(
     found: dict[tuple[int, str], torch.Tensor] = {}
     for (idx, path), before in inside.items():
         if any(idx == other and path.startswith(f"{outer}.") for other, outer in found):
-            continue  # the wrapper that it was in has been replaced
+            continue  # the wrapper around it was replaced
         now = operator.attrgetter(path[1:])(inputs[idx])
         if now is before:
             continue

@@ -1,9 +1,10 @@
-"""Where a tensor or a constant that the program reads lives, so that it is read afresh at each call."""
+"""Places from which each call reads the tensors and constants of a program."""
 
 from __future__ import annotations
 
 import keyword
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -13,10 +14,10 @@ import torch
 from aotdist.torch_seam.own_attributes import own, shared
 
 UNNAMED = "constant_"
-"""How the names of tensors begin that were met where no walk had found them: they are kept as they are."""
+"""Prefix of the names of tensors that the walk has not found: they are kept by identity."""
 
 ABSENT = object()
-"""Stands for the value of a place where nothing is; see `Source.read_or`."""
+"""Stands for the value of a place that does not exist; see `Source.read_or`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,8 @@ class Item:
 
     Args:
         key: the key, or the position.
-        cls: the base class whose methods get and set the item, if the container's own class overrides them;
-            see `keeper_of`.
+        cls: the class whose methods get and set the item, if the container's own class overrides them; see
+            `keeper_of`.
     """
 
     key: Any
@@ -50,52 +51,47 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """The step `function(_)`: what a container holds, as one constant."""
+    """The step `function(_)`: something computed from an object, such as the items of a container."""
 
     function: Callable[[Any], Any]
 
 
-def keeper_of(container: Any) -> type[Any] | None:
-    """The base class whose `__getitem__` gets the items of a list, a tuple or a dictionary as they are kept.
+def built_in_class_of(container: Any) -> type[Any]:
+    """The built-in class that stores the items of a list, tuple or dictionary; its methods bypass overrides.
 
-    None if the container's own class does not override it.
+    For any other container, its own class.
     """
-    if type(container) in (dict, list, tuple):
-        return None
-    kept = next(
-        (kind.__getitem__ for kind in (dict, list, tuple) if isinstance(container, kind)),
-        type(container).__getitem__,
-    )
-    if type(container).__getitem__ is kept:
-        return None
-    return next(cls for cls in type(container).__mro__ if cls.__getitem__ is kept)
+    return next((c for c in (OrderedDict, dict, list, tuple) if isinstance(container, c)), type(container))
+
+
+def keeper_of(container: Any) -> type[Any] | None:
+    """`built_in_class_of`, if the container's own class overrides its `__getitem__`; else None."""
+    cls = built_in_class_of(container)
+    return None if type(container).__getitem__ is cls.__getitem__ else cls
 
 
 def kept_by(container: Any) -> Any:
-    """A copy of what a list or a dictionary keeps, whatever its class makes of it."""
-    if type(container) is dict:
-        return container.copy()
-    cls: Any = keeper_of(container)
+    """What a list or a dictionary stores, as a plain list or dictionary, whatever its class makes of it."""
     if isinstance(container, dict):
-        return dict(container if cls is None else cls.items(container))
-    return list(container if cls is None else cls.__iter__(container))
+        return dict(built_in_class_of(container).items(container))
+    return list.copy(container)
 
 
 _WHOLE = slice(None)
 
 Step: TypeAlias = Attribute | Item | Applied
 Spot: TypeAlias = tuple[int, Any]
-"""What holds a place, by identity, and its key there; see `Source.spot`."""
+"""The identity of an object or container, and a key in it; see `Source.spot`."""
 
 
 @dataclass(slots=True, eq=False)
 class Argument:
-    """The root of places that are reached from a tensor among the arguments, another one at each call.
+    """The root of places that begin at a tensor among the arguments, another one at each call.
 
     Args:
         position: of the tensor among the arguments' tensors.
-        example: the tensor of the captured call, until it is forgotten; not a weak reference, which would
-            keep the tensor from being swapped with another.
+        example: the tensor of the captured call; None after the capture. Not a weak reference: with one,
+            `swap_tensors` would fail.
     """
 
     position: int
@@ -104,7 +100,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """The root of places in lists, dictionaries and objects that a call is given, others at each call.
+    """The root of places in lists, dictionaries and objects among the arguments, others at each call.
 
     Args:
         name: `args`, `kwargs` or `objects`: the variable of the printed call.
@@ -115,14 +111,14 @@ class Given:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
-    """The root of places in an object or a container that is itself found at a place.
+    """The root of places in an object or a container that is at a place itself.
 
-    Each call may find another one there (`self.state = State()`). So it is looked up when the call begins,
-    and what the program assigns is assigned in the object that was found.
+    Another one may be there at each call (`self.state = State()`). So each call looks it up when it begins,
+    and assignments go to the one that it found.
 
     Args:
-        source: where to find it.
-        example: what the captured call found.
+        source: the place of the object.
+        example: the object that the captured call found.
     """
 
     source: Source
@@ -141,7 +137,7 @@ class Source:
 
     Args:
         path: how the user would write it (`model.blocks.0.scale`); for messages only.
-        root: where to start; held strongly, unless it is an `Argument` whose example was forgotten.
+        root: the object where to start, kept alive; or an `Argument`, a `Given` or a `Held`.
         steps: the attributes and items to follow from there.
     """
 
@@ -150,12 +146,12 @@ class Source:
     steps: tuple[Step, ...] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.root, dict):  # it is found at each call, by any thread
+        if isinstance(self.root, dict):  # calls of all threads read it
             object.__setattr__(self, "root", shared(self.root))
 
     @property
     def is_of_argument(self) -> bool:
-        """Whether it begins at a tensor among the arguments, and is therefore another place at each call."""
+        """Whether the place begins at a tensor among the arguments, and so is another one at each call."""
         return isinstance(self.root, Argument)
 
     def attribute(self, name: str, path: str | None = None) -> Source:
@@ -169,7 +165,7 @@ class Source:
         return Source(path or f"{self.path}[{key!r}]", self.root, (*self.steps, Item(key, cls)))
 
     def item_at(self, position: int, key: Any, cls: type[Any] | None = None) -> Source:
-        """As `item`, but a key that is a tensor is named by its position among the keys."""
+        """As `item`; in the path, a key that is a tensor is represented by its position among the keys."""
         is_tensor = isinstance(key, torch.Tensor)
         return self.item(key, f"{self.path}[<{type(key).__name__} {position}>]" if is_tensor else None, cls)
 
@@ -178,12 +174,12 @@ class Source:
         return self.item(_WHOLE, self.path)
 
     def items_from(self, first: int) -> Source:
-        """The items of the list at `self` from position `first` on: those that are appended."""
+        """The items of the list at `self` from position `first` on, which were appended."""
         return self.item(slice(first, None), f"{self.path}[{first}:]")
 
     @property
     def is_grown_list(self) -> bool:
-        """Whether it was made by `items_from`."""
+        """Whether the place was made by `items_from`."""
         match self.steps[-1:]:
             case (Item(key=slice(start=int())),):
                 return True
@@ -191,28 +187,28 @@ class Source:
                 return False
 
     def whole(self) -> Source:
-        """The list, of a place made by `items_from`."""
+        """The place of the list, for one made by `items_from`."""
         return replace(self.owner(), path=self.path.rpartition("[")[0])
 
     @property
     def is_whole_list(self) -> bool:
-        """Whether it was made by `whole_list`."""
+        """Whether the place was made by `whole_list`."""
         return self.steps[-1:] == (Item(_WHOLE),)
 
     def lies_in(self, other: Source) -> bool:
-        """Whether it is `other`, or reached through it."""
+        """Whether the place is `other`, or reached through it."""
         return self.root is other.root and self.steps[: len(other.steps)] == other.steps
 
     def applied(self, function: Callable[[Any], Any], path: str) -> Source:
-        """What `function` makes of the place; it cannot be written."""
+        """The result of `function` for the value of the place; it cannot be written."""
         return Source(path, self.root, (*self.steps, Applied(function)))
 
     def container(self) -> Source | None:
-        """Of a computed place (`applied`), the place that it is computed from; else None."""
+        """The place from which a computed one (`applied`) is computed; None for others."""
         return self.owner() if self.steps and isinstance(self.steps[-1], Applied) else None
 
     def read(self) -> Any:
-        """What is there now."""
+        """The value of the place now."""
         value: Any = own(self.root.example if isinstance(self.root, (Argument, Held)) else self.root)
         for step in self.steps:
             match step:
@@ -227,44 +223,36 @@ class Source:
         return value
 
     def read_or(self, default: Any) -> Any:
-        """What is there now; `default` if the place is not."""
+        """The value of the place now; `default` if it does not exist."""
         try:
             return self.read()
         except (KeyError, IndexError, AttributeError, TypeError, ValueError):
             return default
 
     def found(self) -> Any:
-        """What is there now, in the object that is found by now if it begins at one that may be replaced."""
+        """The value of the place now; a `Held` root is looked up again. None if it does not exist."""
         root = self.root.source.found() if isinstance(self.root, Held) else self.root
         return replace(self, root=root).read_or(None)
 
     def write(self, value: Any) -> None:
-        """Put `value` there."""
+        """Assign `value` to the place; `ABSENT` deletes what is there."""
+        if value is ABSENT and self.read_or(ABSENT) is ABSENT:
+            return
         owner, last = self._owner()
         match last:
             case Attribute(name=name):
-                setattr(owner, name, value)
+                delattr(owner, name) if value is ABSENT else setattr(owner, name, value)
             case Item(key=key, cls=cls):
-                (cls or type(owner)).__setitem__(owner, key, value)
-            case Applied():
-                raise TypeError(f"{self.path} is computed, not a place")
-
-    def delete(self) -> None:
-        """Delete what is there."""
-        owner, last = self._owner()
-        match last:
-            case Attribute(name=name):
-                delattr(owner, name)
-            case Item(key=key, cls=cls):
-                (cls or type(owner)).__delitem__(owner, key)
+                cls = cls or type(owner)
+                cls.__delitem__(owner, key) if value is ABSENT else cls.__setitem__(owner, key, value)
             case Applied():
                 raise TypeError(f"{self.path} is computed, not a place")
 
     def spot(self) -> Spot:
-        """What all sources of one place have in common: the identity of its container or object, and its key.
+        """The identity of the owner of the place, and its key there: equal for all sources of one place.
 
         Raises:
-            AttributeError, IndexError, KeyError: the place is gone.
+            AttributeError, IndexError, KeyError: the place does not exist any more.
         """
         owner, last = self._owner()
         match last:
@@ -279,7 +267,7 @@ class Source:
                 return id(owner), function
 
     def owner(self) -> Source:
-        """The place of the object or container that it is an attribute or an item of."""
+        """The place of the object or container of which this one is an attribute or an item."""
         return Source(self.path, self.root, self.steps[:-1])
 
     def _owner(self) -> tuple[Any, Step]:
@@ -316,7 +304,7 @@ class Source:
                 return f"{there} {'+=' if adds else '='} {value}"
 
     def deletion(self, bind: Callable[[str, Any], str]) -> str:
-        """Python source that deletes what is there; `bind` as for `expression`."""
+        """Python source that deletes the value; `bind` as for `expression`."""
         match self.steps[-1]:
             case Item(key=key, cls=type() as cls):
                 owner, key = self.owner().expression(bind), _literal(key, bind)

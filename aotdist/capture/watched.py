@@ -1,4 +1,4 @@
-"""What a program may change in Python, and what that held before."""
+"""Snapshots of containers, objects and variables that a program may change."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from aotdist.capture.source import ABSENT, Source
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A container, the attributes of an object, or a variable, and what it held before the trace.
+    """A container, the attributes of an object, or a variable, with a snapshot from before the trace.
 
     Args:
-        place: where it is found at each call.
+        place: its place at each call.
         held: the container or object; None for a variable.
-        before: what it held: a dictionary, a list, a tuple (of a set), or the value of a variable.
-        read: what it holds now, as `before`.
+        before: the snapshot: a dictionary, a list, a tuple (of a set), or the value of a variable.
+        read: returns the current content in the form of `before`.
         entry: the place of an item, by its position and key; None where items have no places.
-        is_same: whether a value is what was there before.
+        is_same: whether a value counts as unchanged.
     """
 
     place: Source
@@ -32,7 +32,7 @@ class Watched:
     is_same: Callable[[Any, Any], bool] = operator.is_
 
     def changed(self) -> Iterator[tuple[Source, Any, Any]]:
-        """Place, value before and value now of everything that is another, or gone (`ABSENT`).
+        """Place, old value and new value of each change; `ABSENT` stands for a missing value.
 
         Items that were appended are one place (`Source.items_from`), as is a list that got shorter
         (`Source.whole_list`), or a set.
@@ -68,18 +68,18 @@ class Watched:
         return len(now) == len(before) and all(map(self.is_same, before, now))
 
     def undo(self) -> None:
-        """Let it hold again what it held before."""
+        """Restore the snapshot."""
         if isinstance(self.held, list):
             self.held[:] = self.before
         elif isinstance(self.held, set | deque):
             fill(self.held, self.before)
         else:
             for place, before, _ in list(self.changed()):
-                put_back(place, before)
+                place.write(before)
 
 
 def _are_same(before: Any, now: Any) -> bool:
-    """Whether dictionaries or lists hold the same objects, as nearly all of the thousands in a deep model."""
+    """Whether dictionaries or lists hold the same objects; quick, for the thousands in a deep model."""
     if len(before) != len(now) or not all(map(operator.is_, before, now)):
         return False
     return not isinstance(before, dict) or all(map(operator.is_, before.values(), now.values()))
@@ -92,22 +92,14 @@ def fill(held: set[Any] | deque[Any], items: Iterable[Any]) -> None:
     (held.extend if isinstance(held, deque) else held.update)(items)
 
 
-def put_back(place: Source, value: Any) -> None:
-    """Assign `value` to a place, or delete it (`ABSENT`)."""
-    if value is not ABSENT:
-        place.write(value)
-    elif place.read_or(ABSENT) is not ABSENT:
-        place.delete()
-
-
 def assign(values: Sequence[tuple[Source, Any]]) -> Callable[[], None]:
     """Assign values to places, or delete them (`ABSENT`); returns a function that undoes it."""
     before = [(place, place.read_or(ABSENT)) for place, _ in values]
     for place, value in values:
-        put_back(place, value)
+        place.write(value)
 
     def undo() -> None:
         for place, value in reversed(before):
-            put_back(place, value)
+            place.write(value)
 
     return undo

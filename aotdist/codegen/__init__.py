@@ -25,9 +25,9 @@ left to Inductor.
 
 Operators bound to strides under Inductor
 -----------------------------------------
-Inductor lays its own results out as it likes, but for operators that say they are bound to strides, if it is
-told what eager gives them (`codegen/inductor_rewrites.py`): products in 8 bits, and what users register.
-Without, FP8 on a GPU was refused, or failed in cuBLAS.
+Inductor chooses the strides of its results. For operators tagged as bound to strides (products in 8 bits, and
+users' own) it keeps eager's, if nodes note these (`codegen/inductor_rewrites.py`). Without, FP8 on a GPU was
+refused, or failed in cuBLAS.
 
 Products on CPUs
 ----------------

@@ -86,7 +86,7 @@ class Ahead:
 
         Args:
             device: the GPU.
-            traced: the graph without kernels: where a library lays tensors out otherwise, they are made anew.
+            traced: the graph without kernels, to emit again for tensors with other strides than traced.
             settings: how it was compiled.
             label: a word for the file name that tracebacks show.
         """
@@ -121,7 +121,7 @@ class TargetBackend(TritonBackend):
         check_target(self.target)
 
     def decompositions(self) -> Decompositions:
-        """Those of a GPU, whatever the device of the trace."""
+        """Those for a GPU, also if the trace is on a CPU."""
         table = TritonBackend.decompositions(self)
         return {**table, _LAYER_NORM: partial(_layer_norm, table[_LAYER_NORM])}
 
@@ -154,8 +154,8 @@ def _layer_norm(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """As on a GPU, which keeps the statistics in float32; a CPU keeps them as its inputs are."""
     wide = torch.promote_types(inputs.dtype, torch.float32)
-    given = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
-    result, mean, rstd = made_of(inputs.to(wide), shape, *given, eps)
+    affine = (None if tensor is None else tensor.to(wide) for tensor in (weight, bias))
+    result, mean, rstd = made_of(inputs.to(wide), shape, *affine, eps)
     return result.to(inputs.dtype), mean, rstd
 
 

@@ -7,7 +7,7 @@ import functools
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import GraphModule, Node
@@ -26,7 +26,7 @@ from aotdist.torch_seam.trees import pytree
 __all__ = ["Backend", "BoxedCall", "CallableBackend", "Compiler", "Emission", "Emitted", "Kind", "resolve"]
 
 EAGER = "eager"
-"""The backend that is none: what is compiled with it runs as it was written."""
+"""The name that asks for no backend: the program runs as it was written."""
 
 Compiler: TypeAlias = Callable[[GraphModule, Sequence[Any]], Callable[..., Any]]
 """`functorch.compile`'s shape of a compiler: graph module and fake arguments to a callable.
@@ -94,11 +94,11 @@ def _best_available() -> Backend:
 
 
 @dataclass(frozen=True, slots=True)
-class CallableBackend:
+class CallableBackend(Backend):
     """Compilers that a user brings, in `functorch.compile`'s shape.
 
     Args:
-        compiler: compiles forwards, and whatever has no compiler of its own.
+        compiler: compiles forwards, and graphs of kinds without a compiler of their own.
         backward_compiler: compiles backwards.
         inference_compiler: compiles programs that are never differentiated.
         table: operators that the trace must break up.
@@ -110,23 +110,13 @@ class CallableBackend:
     inference_compiler: Compiler | None = None
     table: Decompositions = field(default_factory=dict[OpOverload, Callable[..., Any]])
     name: str = ""
-    partition: Literal["default", "min_cut"] = "default"
-    any_tangents: bool = False
-    owns_cut: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "name", self.name or _name_of(self.compiler))
 
-    def check(self) -> None:
-        """Nothing that could be known here."""
-
     def decompositions(self) -> Decompositions:
         """The user's table."""
         return self.table
-
-    def prepare_joint(self, graph: Graph) -> Graph:
-        """The graph itself."""
-        return graph
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Hand the user's compiler a copy of the graph, which it may change as it likes."""
@@ -151,13 +141,13 @@ class CallableBackend:
 
 
 def hand_over(gm: GraphModule) -> None:
-    """Make a graph fit for a compiler of the user's, in place.
+    """Prepare a graph for a user's compiler, in place.
 
-    It runs without grad mode, and on arguments that require grad, and says where its nodes come from.
+    It then runs without grad mode, also on arguments that require grad, and says where its nodes come from.
     """
     _write_stack_traces(gm)
     keep_for_backward(gm)
-    _detach_what_is_written(gm)
+    _detach_written_arguments(gm)
     name_generators(gm)
 
 
@@ -174,13 +164,13 @@ def _write_stack_traces(gm: GraphModule) -> None:
 
 
 def name_generators(gm: GraphModule) -> None:
-    """Let each generator that operators draw from be an attribute of the module, in place: it has no text."""
-    held: dict[int, str] = {}
+    """Make each generator that operators draw from an attribute of the module, in place: it has no text."""
+    names: dict[int, str] = {}
 
     def named(node: Node, value: object) -> object:
         if not isinstance(value, torch.Generator):
             return value
-        name = held.setdefault(id(value), f"_generator_{len(held)}")
+        name = names.setdefault(id(value), f"_generator_{len(names)}")
         setattr(gm, name, value)
         with gm.graph.inserting_before(node):
             return gm.graph.create_node("get_attr", name)
@@ -191,11 +181,11 @@ def name_generators(gm: GraphModule) -> None:
             node.args = tuple(named(node, value) for value in node.args)
 
 
-def _detach_what_is_written(gm: GraphModule) -> None:
-    """Let what the graph writes through strides be detached first, if it is an argument, in place.
+def _detach_written_arguments(gm: GraphModule) -> None:
+    """Detach the graph's arguments before `as_strided_scatter` takes them, in place.
 
-    `as_strided_scatter` refuses an argument that requires grad if it has gaps or is transposed (torch 2.13),
-    also where nothing is recorded.
+    It refuses a tensor that requires grad if that has gaps or is transposed (torch 2.13), also where nothing
+    is recorded.
     """
     for node in gm.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided_scatter.default):
         written = node.args[0]
@@ -210,10 +200,10 @@ def boxed(compiled: Callable[..., Any], compiler: Compiler, graph: str, num_resu
     """What a user's compiler returned as a boxed call; an unboxed one keeps its arguments while it runs.
 
     Args:
-        compiled: what was returned. It returns a tuple or a list; a tensor is one result, as in PyTorch.
-        compiler: what returned it.
-        graph: what it was made of, in words.
-        num_results: how many results that has.
+        compiled: the callable. It returns a tuple or a list; a tensor is one result, as in PyTorch.
+        compiler: returned it.
+        graph: what it was compiled from, in words.
+        num_results: how many results the graph has.
 
     Raises:
         BadSettings: it cannot be called; or, when it is called: it returns more or fewer results.
@@ -235,13 +225,13 @@ def boxed(compiled: Callable[..., Any], compiler: Compiler, graph: str, num_resu
             results = compiled(*taken)
         flat = (results,) if isinstance(results, torch.Tensor) else results
         if not isinstance(flat, tuple | list) or len(flat) != num_results:
-            raise _other_results(compiler, graph, num_results, results)
+            raise _wrong_results(compiler, graph, num_results, results)
         return flat
 
     return call
 
 
-def _other_results(compiler: Compiler, graph: str, expected: int, results: Any) -> BadSettings:
+def _wrong_results(compiler: Compiler, graph: str, expected: int, results: Any) -> BadSettings:
     is_many = isinstance(results, tuple | list)
     got = f"a {type(results).__name__} of {len(results)}" if is_many else f"a {type(results).__name__}"
     return BadSettings(

@@ -1,10 +1,11 @@
-"""What a backend is given, what it gives back, and what it must say about itself."""
+"""What a backend takes and returns, and what it must say about itself."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, TypeAlias
 
 import torch
 
@@ -79,7 +80,7 @@ class Fusion:
     Args:
         kernels: in the order in which they run.
         library: how many calls were left to the library, by operator and reason.
-        restrided: what a library laid out otherwise than it was traced, for which the graph was emitted anew.
+        restrided: results of libraries with other strides than traced, for which the graph was emitted again.
     """
 
     kernels: tuple[KernelSummary, ...]
@@ -168,12 +169,12 @@ class Emitted:
         recordings: tells what was recorded until now, of a graph that is.
         portable: makes it something for another process, once `finish` is done; None where that cannot be.
         from_cache: it was compiled before, perhaps by another process, and found in the compile cache.
-        with_modules: makes what runs while somebody profiles: `call`, with a mark around the operators of
-            each module. None where the backend cannot tell.
-        is_settled: whether a call with such arguments compiles nothing and looks at nothing any more; None if
-            that holds of every call.
+        with_modules: makes the version of `call` that runs while somebody profiles, with a mark around the
+            operators of each module. None where the backend cannot tell.
+        is_settled: whether a call with such arguments neither compiles nor checks anything any more; None if
+            that holds for every call.
         graphs: graphs that it holds, to make `with_modules` of.
-        regions: how often each of the regions is called that it was compiled by; none if it was as a whole.
+        regions: how often each region is called; empty if the graph was compiled as a whole.
     """
 
     call: BoxedCall
@@ -192,7 +193,7 @@ class Emitted:
 
 
 def finished(emitted: Emitted) -> Emitted:
-    """The same once `call` may be used; what was needed for that is let go.
+    """Wait until `call` may be used, and drop what was needed to wait.
 
     Raises:
         UnsupportedProgram: it does not compile.
@@ -201,42 +202,35 @@ def finished(emitted: Emitted) -> Emitted:
     return replace(emitted, finish=_nothing_pending)
 
 
-@runtime_checkable
-class Backend(Protocol):
-    """Turns functional graphs into callables."""
+class Backend(ABC):
+    """Turns functional graphs into callables.
 
-    @property
-    def name(self) -> str:
-        """The word that users select it by."""
-        ...
+    Attributes:
+        name: the word that users select it by.
+        partition: how to cut a joint graph when the settings leave it open.
+        any_tangents: whether a compiled backward takes tangents of other strides and kinds than their `val`s.
+        owns_cut: whether `prepare_joint` already cuts the joint graph in two, which no other cut may cross.
+    """
 
-    @property
-    def partition(self) -> Literal["default", "min_cut"]:
-        """How to cut a joint graph when the settings leave it open."""
-        ...
+    __slots__ = ()
 
-    @property
-    def any_tangents(self) -> bool:
-        """Whether a compiled backward takes tangents of other strides and kinds than their `val`s."""
-        ...
-
-    @property
-    def owns_cut(self) -> bool:
-        """Whether `prepare_joint` already cuts the joint graph in two, which no other cut may cross."""
-        ...
+    name: str
+    partition: Literal["default", "min_cut"] = "default"
+    any_tangents: bool = False
+    owns_cut: bool = False
 
     def check(self) -> None:
         """Raise `BadSettings`, with the way out, if something that compiling needs is missing."""
-        ...
+        return
 
     def decompositions(self) -> Decompositions:
         """Operators that the trace must break up for this backend."""
-        ...
+        return {}
 
     def prepare_joint(self, graph: Graph) -> Graph:
         """Rewrite a joint or an inference graph before it is cut."""
-        ...
+        return graph
 
+    @abstractmethod
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Compile one graph. The graph is not changed."""
-        ...

@@ -23,8 +23,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from aotdist.codegen.contract import BoxedCall, Emission, Emitted, Recordings
-from aotdist.codegen.cuda_capture import CudaGraphCapture
-from aotdist.codegen.recordable import recorded_device
+from aotdist.codegen.cuda_capture import CudaGraphCapture, recorded_device
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph
 from aotdist.torch_seam.tensors import StorageWeakRef, another_storage, copy_each
@@ -75,17 +74,21 @@ def with_cuda_graphs(emitted: Emitted, graph: Graph, emission: Emission) -> Emit
     return replace(emitted, call=call, recordings=call.recordings)
 
 
+_View: TypeAlias = tuple[torch.dtype, int, Sequence[int], Sequence[int]]
+"""How a tensor sees its storage: dtype, offset in elements, sizes and strides."""
+
+
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _FromInput:
     """A result that is an input used where it lies, or a view of one; kernels may have written it.
 
     Args:
         position: of the input.
-        view: dtype, offset in its storage, sizes and strides; none for the input itself.
+        view: how the result sees the input's storage; None for the input itself.
     """
 
     position: int
-    view: tuple[torch.dtype, int, Sequence[int], Sequence[int]] | None
+    view: _View | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,18 +97,12 @@ class _Lent:
 
     Args:
         memory: position of that memory among those that the recording keeps.
-        dtype: of the tensor.
-        offset: where it begins in that memory, in elements.
-        sizes: of the tensor.
-        strides: of the tensor.
+        view: how the result sees it.
         leaves: whether it is copied out.
     """
 
     memory: int
-    dtype: torch.dtype
-    offset: int
-    sizes: Sequence[int]
-    strides: Sequence[int]
+    view: _View
     leaves: bool
 
 
@@ -116,7 +113,7 @@ class _Constant:
     value: Any
 
 
-_Result: TypeAlias = _Given | _Lent | _Constant
+_Result: TypeAlias = _FromInput | _Lent | _Constant
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -173,7 +170,7 @@ class GraphedCall:
         name: what errors call the graph.
         device: on which it runs.
         static_ins: positions of inputs that keep their address from call to call.
-        saved_ins: positions of what the forward computed; they lie where its recording keeps them.
+        saved_ins: positions of what the forward computed, and its recording keeps.
         leaving: positions of results that are copied out.
         most: signatures that are recorded; calls of others run as they are.
         capture: how recordings are made.
@@ -233,7 +230,7 @@ class GraphedCall:
         )
 
     def _why_not(self, signature: _Signature, args: Sequence[Any]) -> str | None:
-        """Why a call cannot be replayed or recorded now; a recording that fits no longer is let go of."""
+        """Why a call cannot be replayed or recorded now; drops a recording whose parameters have moved."""
         recording = signature.recording
         if recording is None:
             return self._why_not_yet(args)
@@ -270,9 +267,7 @@ class GraphedCall:
                 continue
             memory = _memory_of(arg)
             if memory is not None:
-                inputs[position] = _tensor(
-                    memory.untyped_storage(), arg.dtype, int(arg.storage_offset()), arg.shape, arg.stride()
-                )
+                inputs[position] = _tensor(memory.untyped_storage(), *_view_of(arg))
                 addresses[position] = arg.data_ptr()
             elif position in self.static_ins:
                 inputs[position] = arg.detach()
@@ -283,7 +278,7 @@ class GraphedCall:
         borrowed = {_address(buffer) for buffer in copied.values()}
 
         def run() -> Sequence[Any]:
-            return [_apart_from(borrowed, result) for result in self.call(list(inputs))]
+            return [_copied_out_of(borrowed, result) for result in self.call(list(inputs))]
 
         try:
             replay, results = self.capture.record(run, self.device)
@@ -294,17 +289,9 @@ class GraphedCall:
                 fix="leave `cuda_graphs` off for this program",
             ) from error
         places, kept = _places_of(results, inputs, self.leaving)
-        for memory in kept:
-            _kept[memory.data_ptr()] = memory
-        return _Recording(
-            replay=replay,
-            place=self.capture.place(self.device),
-            addresses=addresses,
-            copied=copied,
-            kept=kept,
-            results=places,
-            lent=[],
-        )
+        _kept.update({memory.data_ptr(): memory for memory in kept})
+        place = self.capture.place(self.device)
+        return _Recording(replay, place, addresses, copied, kept, places, lent=[])
 
 
 def _copy_all(copied: Mapping[int, torch.Tensor], args: Sequence[Any]) -> None:
@@ -314,8 +301,8 @@ def _copy_all(copied: Mapping[int, torch.Tensor], args: Sequence[Any]) -> None:
         copy_each([_compact(target) for target in targets], [_compact(source) for source in sources])
 
 
-def _apart_from(addresses: Collection[int], result: Any) -> Any:
-    """A result that lies in the copy of an input, unchanged or stored over it, in memory of its own."""
+def _copied_out_of(addresses: Collection[int], result: Any) -> Any:
+    """The result, in memory of its own if it lies at one of the addresses: in the copy of an input."""
     if isinstance(result, torch.Tensor) and _address(result) in addresses:
         return result.clone()
     return result
@@ -331,47 +318,30 @@ def _places_of(
         inputs: of that run.
         leaving: positions of results that are copied out.
     """
-    given = {_address(arg): at for at, arg in enumerate(inputs) if isinstance(arg, torch.Tensor)}
+    input_at = {_address(arg): at for at, arg in enumerate(inputs) if isinstance(arg, torch.Tensor)}
     kept: dict[int, torch.Tensor] = {}
     places: list[_Result] = []
     for at, result in enumerate(results):
         if not isinstance(result, torch.Tensor) or not result.untyped_storage().nbytes():
             places.append(_Constant(result))
-        elif (address := _address(result)) in given:
-            places.append(_within(result, given[address], inputs[given[address]]))
+        elif (position := input_at.get(_address(result))) is not None:
+            view = None if result is inputs[position] else _view_of(result)
+            places.append(_FromInput(position, view))
         else:
-            kept.setdefault(address, _bytes_of(result))
-            memory, offset = list(kept).index(address), int(result.storage_offset())
-            sizes, strides = tuple(result.shape), result.stride()
-            places.append(
-                _Lent(
-                    memory=memory,
-                    dtype=result.dtype,
-                    offset=offset,
-                    sizes=sizes,
-                    strides=strides,
-                    leaves=at in leaving,
-                )
-            )
+            kept.setdefault(_address(result), _bytes_of(result))
+            memory = list(kept).index(_address(result))
+            places.append(_Lent(memory, _view_of(result), leaves=at in leaving))
     return tuple(places), tuple(kept.values())
-
-
-def _within(result: torch.Tensor, position: int, arg: torch.Tensor) -> _Given:
-    if result is arg:
-        return _Given(position, None)
-    return _Given(
-        position, (result.dtype, int(result.storage_offset()), tuple(result.shape), result.stride())
-    )
 
 
 def _made(result: _Result, args: Sequence[Any], storages: Sequence[torch.UntypedStorage]) -> Any:
     match result:
         case _Constant(value):
             return value
-        case _Given(position, view):
+        case _FromInput(position, view):
             return args[position] if view is None else _tensor(args[position].untyped_storage(), *view)
-        case _Lent(memory, dtype, offset, sizes, strides, leaves):
-            lent = _tensor(storages[memory], dtype, offset, sizes, strides)
+        case _Lent(memory, view, leaves):
+            lent = _tensor(storages[memory], *view)
             return _copied(lent) if leaves else lent
 
 
@@ -383,6 +353,10 @@ def _tensor(
     strides: Sequence[int],
 ) -> torch.Tensor:
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, sizes, strides)
+
+
+def _view_of(tensor: torch.Tensor) -> _View:
+    return tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride()
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

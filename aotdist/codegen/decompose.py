@@ -1,4 +1,4 @@
-"""Breaks up operators that graph passes introduced after the trace, as the trace would have done."""
+"""Decomposes operators of a graph after the trace, as the trace would have done."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def decompose(
 
     Args:
         gm: a private copy of a graph, whose nodes carry `val`.
-        table: operators and their decompositions, which what they are made of is broken up by, too.
+        table: operators and their decompositions; operators in these are decomposed by it, too.
         only: the operators to look for, of those in `table`; all of them if it is None.
     """
     for node in list(gm.graph.nodes):
@@ -41,16 +41,16 @@ def inline(
     decomposition: Callable[..., Any],
     table: Mapping[OpOverload, Callable[..., Any]],
 ) -> Any:
-    """Let a node be what its decomposition does: record that on its fake inputs, and copy it before the node.
+    """Replace a node by its decomposition, recorded on the node's fake inputs and copied before the node.
 
     Args:
         graph: the node's.
         node: a call of an operator or a function.
-        decomposition: what it is made of.
-        table: what the operators in there are made of.
+        decomposition: computes the same.
+        table: decompositions of operators in there.
 
     Returns:
-        the node, or the list of nodes, that stands for it; the node itself if it stays whole.
+        the node, or the list of nodes, that replaces it; the node itself if it stays whole.
     """
     inputs = list(dict.fromkeys(node.all_input_nodes))
     fakes = [source.meta["val"] for source in inputs]
@@ -63,7 +63,7 @@ def inline(
         return tuple(made) if isinstance(made, tuple) else made  # a named one would be a node of its own
 
     modes = (fake.fake_mode for fake in fakes if isinstance(fake, FakeTensor))
-    with next(modes, nullcontext()):  # for what is made of nothing on the way
+    with next(modes, nullcontext()):  # for tensors that the decomposition creates
         # Asked first whether it stays whole, as recording takes 1 ms for each matmul.
         # A number (a size that data has decided) stays: what it is in the trace, it need not be in a call.
         if isinstance(call(*fakes), (type(NotImplemented), *SYMBOLIC, int, float)):
@@ -76,9 +76,9 @@ def inline(
                 copies[step] = graph.node_copy(step, lambda n: copies[n])
                 copies[step].meta = {**node.meta, "val": step.meta.get("val"), "original_aten": step.target}
     (result,) = recorded.graph.output_node().args
-    stands_for_it = map_arg(result, lambda n: copies[n])
-    _replace(node, stands_for_it)
-    return stands_for_it
+    replacement = map_arg(result, lambda n: copies[n])
+    _replace(node, replacement)
+    return replacement
 
 
 def _replace(node: Node, result: Any) -> None:

@@ -16,7 +16,7 @@ from aotdist.codegen.contract import Backend, Emission, Emitted, Kind, Strides, 
 from aotdist.codegen.cuda_graphs import with_cuda_graphs
 from aotdist.codegen.fx import FxBackend, warn_of_fx
 from aotdist.codegen.marks import with_marks
-from aotdist.codegen.numbers import numbers_apart
+from aotdist.codegen.numbers import split_off_numbers
 from aotdist.codegen.regions import emit_by_regions
 from aotdist.codegen.rewrites import gathers_into_buffers, takes_any_strides
 from aotdist.errors import UnsupportedProgram
@@ -133,8 +133,8 @@ class Emitter:
         graph = gathers_into_buffers(graph)
         emission = Emission(kind, self.fake_mode, self.settings, static, self.name, saved)
         # The reference emitter runs functions of numbers like any operator.
-        apart = None if isinstance(self.backend, FxBackend) else numbers_apart(graph, self.fake_mode)
-        graph = graph if apart is None else apart.rest
+        split = None if isinstance(self.backend, FxBackend) else split_off_numbers(graph, self.fake_mode)
+        graph = graph if split is None else split.rest
         emitted = emit_by_regions(self.backend, graph, emission)
         runs_here = not isinstance(emitted.call, Ahead)
         if self.settings.cuda_graphs:
@@ -142,7 +142,7 @@ class Emitter:
             emitted = replace(with_cuda_graphs(emitted, graph, emission), with_modules=None)
         if runs_here:
             emitted = with_marks(emitted, graph, f"{emission.name} {kind}")
-        return emitted if apart is None else apart.around(emitted)
+        return emitted if split is None else split.around(emitted)
 
 
 def _forward_role(split: Split, tangent: Slot) -> Role:

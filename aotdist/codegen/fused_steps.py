@@ -29,11 +29,11 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 def break_up_steps(graph: Graph, table: Mapping[OpOverload, Callable[..., Any]]) -> Graph:
-    """The graph with steps of Adam and AdamW as what they are made of, and rates as tensors in the others.
+    """The graph with steps of Adam and AdamW decomposed, and learning rates of other steps as tensors.
 
     Args:
         graph: a joint or an inference graph.
-        table: what the backend breaks up; if that is nothing, all stays as it is.
+        table: the backend's decompositions; if there are none, nothing is decomposed.
     """
     if not table or not any(node.target in _WITH_TENSOR_RATE for node in graph.gm.graph.nodes):
         return graph
@@ -52,14 +52,14 @@ def break_up_steps(graph: Graph, table: Mapping[OpOverload, Callable[..., Any]])
 
 def _take_rate(gm: GraphModule, node: Node) -> None:
     """Let a step take its learning rate, which differs from call to call, as a tensor."""
-    given: Any = node.args[0]
+    params: Any = node.args[0]
     rate: Any = node.kwargs["lr"]
     if isinstance(rate.meta["val"], torch.Tensor):
         return
     options: dict[str, Any] = {"dtype": torch.float64}
     with gm.graph.inserting_before(node):
         made = gm.graph.call_function(_ATEN.scalar_tensor.default, (rate,), options)
-    with no_modes(), given[0].meta["val"].fake_mode:
+    with no_modes(), params[0].meta["val"].fake_mode:
         made.meta = {**rate.meta, "val": torch.empty((), **options)}
     node.target = _WITH_TENSOR_RATE[node.target]
     node.kwargs = {**node.kwargs, "lr": made}
@@ -71,9 +71,9 @@ _LIBRARY.define("adam_biases(Tensor[] steps, float beta1, float beta2) -> Tensor
 
 @torch.library.impl(_LIBRARY, "adam_biases", "CompositeExplicitAutograd")
 def _adam_biases(steps: Sequence[Tensor], beta1: float, beta2: float) -> Tensor:
-    """What the means of each parameter are divided by, in float64 as in fused kernels. Shapes: (P, 2).
+    """Bias corrections of the two means of each parameter, in float64 as in fused kernels. Shapes: (P, 2).
 
-    An operator of its own: compilers would count anew for each element of a parameter.
+    An operator of its own: compilers would recompute it for each element of a parameter.
     """
     counts = torch.stack(list(steps)).double().view(-1)
     return torch.stack([1 - beta1**counts, (1 - beta2**counts).sqrt()], 1)
@@ -163,4 +163,4 @@ _MADE_OF: Mapping[Any, Callable[..., Any]] = {
     for packet, decoupled in ((_ATEN._fused_adam, False), (_ATEN._fused_adamw, True))
     for step in (packet.default, packet.tensor_lr)
 }
-"""What fused steps are made of."""
+"""Decompositions of fused steps."""

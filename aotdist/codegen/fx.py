@@ -19,13 +19,12 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from aotdist.codegen.contract import BoxedCall, CompiledRegion, Decompositions, Emission, Emitted, Kind
+from aotdist.codegen.contract import Backend, BoxedCall, CompiledRegion, Emission, Emitted, Kind
 from aotdist.codegen.in_place import in_place
 from aotdist.codegen.marks import module_mark
 from aotdist.codegen.python_source import Bindings, load_function, tensor_text
-from aotdist.codegen.rewrites import rejoin_selects, takes_any_strides, with_reshapes
+from aotdist.codegen.rewrites import takes_any_strides, with_reshapes
 from aotdist.errors import InternalError, UnsupportedProgram
-from aotdist.passes.overlap import fill_waits
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functions import function_of, num_function_modes
 from aotdist.torch_seam.nodes import inputs_of
@@ -39,24 +38,12 @@ def warn_of_fx(failure: UnsupportedProgram) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class FxBackend:
+class FxBackend(Backend):
     """Runs a graph operator by operator, with eager's bits."""
 
     name: str = "fx"
     partition: Literal["default", "min_cut"] = "default"
     any_tangents: bool = True
-    owns_cut: bool = False
-
-    def check(self) -> None:
-        """Nothing is needed."""
-
-    def decompositions(self) -> Decompositions:
-        """None: operators run as the user's program called them."""
-        return {}
-
-    def prepare_joint(self, graph: Graph) -> Graph:
-        """The graph itself."""
-        return graph
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Print the graph and load what was printed."""
@@ -65,7 +52,7 @@ class FxBackend:
         call = load_graph(printed, rewritten, label)
 
         def with_modules() -> BoxedCall:
-            # The graph that is given is held anyway, the rewritten one would be another.
+            # The caller's graph is alive anyway; the rewritten one would be a second.
             return marked_call(_rewritten(graph, emission.kind), label)
 
         return Emitted(call, printed.source, with_modules=with_modules, graphs=(graph,))
@@ -75,8 +62,7 @@ def _rewritten(graph: Graph, kind: Kind) -> Graph:
     """The graph with the operators that run."""
     if kind == "backward" and takes_any_strides(graph):
         graph = with_reshapes(graph)
-    graph = rejoin_selects(graph)
-    return in_place(fill_waits(graph)) if kind == "inference" else graph
+    return in_place(graph) if kind == "inference" else graph
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +79,10 @@ class PrintedGraph:
 
 
 def load_graph(printed: PrintedGraph, graph: Graph, label: str) -> BoxedCall:
-    """What runs a printed graph: by PyTorch's own functions, which are quicker than its dispatcher.
+    """Load a printed graph, with PyTorch's own functions for operators: they are quicker than its dispatcher.
 
-    A mode that hears of functions was not told of those that are compiled; while there is one, the operators
-    themselves run.
+    A `TorchFunctionMode` would intercept these, and must not see what is compiled; while one is active, the
+    operators themselves run.
 
     Args:
         printed: the graph as text.
@@ -117,19 +103,19 @@ def load_graph(printed: PrintedGraph, graph: Graph, label: str) -> BoxedCall:
 
 
 def _functions(graph: Graph) -> dict[int, Callable[..., Any]]:
-    """The functions for operators, by the identity of what is bound for these."""
-    found: dict[OpOverload, Callable[..., Any] | None] = {}
+    """The functions that replace operators, by the `id` of the object that the text binds for each."""
+    functions: dict[OpOverload, Callable[..., Any] | None] = {}
     inner = (module for module in graph.gm.modules() if isinstance(module, torch.fx.GraphModule))
     for node in (node for gm in inner for node in gm.graph.nodes if isinstance(node.target, OpOverload)):
         args, kwargs = map_arg((node.args, node.kwargs), lambda value: value.meta.get("val"))
         function = function_of(node.target, args, kwargs)
-        if found.setdefault(node.target, function) != function:
-            found[node.target] = None  # another operator is meant in one of the calls
-    return {id(native_callable(op)): function for op, function in found.items() if function is not None}
+        if functions.setdefault(node.target, function) != function:
+            functions[node.target] = None  # no one function does for all its calls
+    return {id(native_callable(op)): function for op, function in functions.items() if function is not None}
 
 
 def marked_call(graph: Graph, label: str) -> BoxedCall:
-    """What runs `graph` with a mark around the operators of each module, for profilers.
+    """Print and load `graph` with a mark around the operators of each module, for profilers.
 
     Args:
         graph: to be printed.
@@ -168,7 +154,7 @@ def _local_names(gm: torch.fx.GraphModule) -> Iterator[str]:
 
 
 def attribute_of(gm: torch.fx.GraphModule, node: Node) -> Any:
-    """What a `get_attr` node stands for."""
+    """The attribute that a `get_attr` node reads."""
     value: Any = gm
     for part in str(node.target).split("."):
         value = getattr(value, part)
@@ -205,7 +191,7 @@ def _statements(graph: torch.fx.Graph, writer: _Writer, mark: str = "") -> Itera
     deaths = _deaths(graph)
     shown, around = ("", ""), ""
     for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output") or _is_of_region(node):
+        if node.op in ("placeholder", "get_attr", "output") or _is_region_result(node):
             continue
         module = module_mark(node) if mark else ""
         if module and module != around:
@@ -231,7 +217,7 @@ def _statement(node: Node, writer: _Writer, dying: Sequence[Node]) -> str:
     return f"{text}  # {shape}" if shape else text
 
 
-def _is_of_region(node: Node) -> bool:
+def _is_region_result(node: Node) -> bool:
     source = node.args[0] if node.target is operator.getitem else None
     return isinstance(source, Node) and isinstance(source.target, CompiledRegion)
 

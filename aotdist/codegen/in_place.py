@@ -1,12 +1,12 @@
-"""New values of inputs, stored where these lie: by a compiler, or by a graph that runs operator by operator.
+"""Writes of inputs in place: by a compiler, or by a graph that runs operator by operator.
 
 A functional graph returns the new value of an input, which is copied there after it has run. A compiler that
 knows of the copy stores the value at once, behind whoever reads the old one, and nothing is left to copy: for
 AdamW that is 24 of 52 bytes that are moved for each float32 parameter.
 
 Operator by operator, at the end of a step with AdamW three times the parameters are alive beside them. There
-an operator whose in-place twin overwrites what nothing reads any more is that twin; what is written otherwise
-is copied as soon as nobody reads the old value.
+an operator becomes its in-place twin if nothing reads what that overwrites any more; other new values are
+copied as soon as nothing reads the old ones.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def new_values(
     for at, (slot, new) in enumerate(zip(outs, results, strict=True)):  # type: ignore[arg-type]
         argument = arguments.get((slot.path, slot.inner))
         if slot.role == "write" and isinstance(new, Node) and argument is not None:
-            if argument is not new and _are_of_a_kind(argument.meta["val"], new.meta["val"]):
+            if argument is not new and _have_one_type_and_size(argument.meta["val"], new.meta["val"]):
                 yield at, argument, new
 
 
@@ -73,12 +73,12 @@ def copy_back(gm: GraphModule, argument: Node, new: Node) -> None:
     copy.meta = dict(new.meta)
 
 
-def _are_of_a_kind(a: torch.Tensor, b: torch.Tensor) -> bool:
+def _have_one_type_and_size(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (a.dtype, a.device, a.dim()) == (b.dtype, b.device, b.dim()) and surely_equal(a.shape, b.shape)
 
 
 def has_no_gaps(argument: torch.Tensor) -> bool:
-    """Whether each element has its place, and each place its element."""
+    """Whether elements fill the memory without gaps, and no two share a place."""
     return surely_equal(torch.empty_like(argument).stride(), argument.stride())
 
 
@@ -96,7 +96,7 @@ def in_place(graph: Graph) -> Graph:
 
 
 def beneath(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, to be written without that being counted: what counts writes is behind the graph."""
+    """The same memory, whose version counter writes do not bump: the runtime does that behind the graph."""
     return tensor.data
 
 
@@ -126,11 +126,11 @@ class _InPlace:
     """
 
     def __init__(self, gm: GraphModule, graph: Graph) -> None:
-        self._at: dict[Node, float] = {node: at for at, node in enumerate(gm.graph.nodes)}
+        self._at: dict[Node, float] = {node: at for at, node in enumerate(gm.graph.nodes)}  # positions
         self._output = gm.graph.output_node()
         self._writes: dict[Node, _Write] = {}
         placeholders = gm.graph.find_nodes(op="placeholder")
-        in_inputs = {name for each in placeholders for name in _names(each)}
+        in_inputs = {alias for each in placeholders for alias in _aliases(each)}
         for at, old, new in list(new_values(gm, graph.ins, graph.outs)):
             if has_no_gaps(old.meta["val"]) and new not in in_inputs and self._output not in _readers(old):
                 with gm.graph.inserting_after(placeholders[-1]):
@@ -143,7 +143,7 @@ class _InPlace:
         twin = in_place_twin(node.target) if isinstance(node.target, OpOverload) else None
         if twin is None or not _takes_tensors(node, twin):
             return
-        made = dict(_made(node, ()))
+        made = dict(_results_by_path(node, ()))
         overwritten = list(_overwritten(node, twin, made))
         if not all(self._is_free(node, old, new) for old, new in overwritten):
             return
@@ -161,8 +161,8 @@ class _InPlace:
 
     def _is_free(self, node: Node, old: Node, new: Node | None) -> bool:
         """Whether `node` may store its result `new` where `old` lies."""
-        write, names = self._writes.get(old), _names(old)
-        others = {each for each in node.all_input_nodes if each in names} - {old}
+        write, aliases = self._writes.get(old), _aliases(old)
+        others = {each for each in node.all_input_nodes if each in aliases} - {old}
         if (
             others
             or _times(old, node) > 1
@@ -171,7 +171,7 @@ class _InPlace:
             return False
         if new is None:
             return write is None and _allocates(old)
-        if not _lie_alike(old, new) or not has_no_gaps(old.meta["val"]):
+        if not _have_one_layout(old, new) or not has_no_gaps(old.meta["val"]):
             return False
         if write is None:
             return _allocates(old) and self._output not in _readers(new)
@@ -179,11 +179,11 @@ class _InPlace:
 
     def _is_result_once(self, new: Node) -> bool:
         return self._results().count(new) == 1 and not any(
-            self._output in name.users for name in _names(new) if name is not new
+            self._output in alias.users for alias in _aliases(new) if alias is not new
         )
 
     def copy_early(self) -> None:
-        """Copy what is not in its place yet, as soon as nobody reads what is there."""
+        """Copy new values that no twin stored in place, as soon as nothing reads the old ones."""
         for write in dict.fromkeys(self._writes.values()):
             new = self._results()[write.result]
             behind = max([new, *_readers(write.memory), *_readers(write.input)], key=self._at.__getitem__)
@@ -191,7 +191,7 @@ class _InPlace:
                 copy = new.graph.call_function(_COPY, (write.memory, new))
             copy.meta, self._at[copy] = dict(new.meta), self._at[behind] + 0.5
             self._is_done(write)
-            if _lie_alike(write.input, new):
+            if _have_one_layout(write.input, new):
                 for user in list(new.users):
                     if user is not self._output and self._at[user] > self._at[copy]:
                         user.replace_input_with(new, write.memory)
@@ -200,27 +200,27 @@ class _InPlace:
         return list(self._output.args[0])  # type: ignore[arg-type]
 
     def _is_done(self, write: _Write) -> None:
-        """Let the graph return the input, which says that it was written; nothing overwrites it any more."""
+        """Let the graph return the input itself, which tells that it was written, and forget the write."""
         del self._writes[write.input], self._writes[write.memory]
         results = self._results()
         results[write.result] = write.input
         self._output.args = (tuple(results),)
 
 
-def _names(node: Node) -> dict[Node, None]:
-    """`node`, and what may share its memory because it was made of it."""
-    names = {node: None}
+def _aliases(node: Node) -> dict[Node, None]:
+    """`node`, and the nodes that may be views of it."""
+    aliases = {node: None}
     pending = [node]
     while pending:
-        more = [user for user in pending.pop().users if may_share(user) and user not in names]
-        names.update(dict.fromkeys(more))
+        more = [user for user in pending.pop().users if may_share(user) and user not in aliases]
+        aliases.update(dict.fromkeys(more))
         pending += more
-    return names
+    return aliases
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """Who reads the memory of `node`."""
-    return (user for name in _names(node) for user in name.users)
+    """The nodes that read the memory of `node`."""
+    return (user for alias in _aliases(node) for user in alias.users)
 
 
 def _allocates(node: Node) -> bool:
@@ -230,24 +230,24 @@ def _allocates(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and not may_share(node)
 
 
-def _made(node: Node, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Node]]:
-    """What an operator makes, and what is taken out of it, by where it lies there."""
+def _results_by_path(node: Node, path: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], Node]]:
+    """An operator and the items of its results, by their path in these."""
     yield path, node
     for user in list(node.users):
         if user.target is operator.getitem:
-            yield from _made(user, (*path, user.args[1]))  # type: ignore[misc]
+            yield from _results_by_path(user, (*path, user.args[1]))  # type: ignore[misc]
 
 
 def _takes_tensors(node: Node, twin: OpOverload) -> bool:
-    """Whether `node` is given tensors for what `twin` overwrites: rewrites leave numbers (`1 - x`)."""
-    given = [node.args[position : position + 1] for position, _ in written_arguments(twin)]
-    return all(each and isinstance(each[0], Node | list | tuple) for each in given)
+    """Whether `node` has tensors where `twin` overwrites: rewrites leave numbers (`1 - x`)."""
+    written = [node.args[position : position + 1] for position, _ in written_arguments(twin)]
+    return all(each and isinstance(each[0], Node | list | tuple) for each in written)
 
 
 def _overwritten(
     node: Node, twin: OpOverload, made: Mapping[tuple[int, ...], Node]
 ) -> Iterator[tuple[Node, Node | None]]:
-    """The tensors that `twin` would overwrite, with what `node` makes in their places, if that is used."""
+    """The tensors that `twin` would overwrite, each with the result that takes its place, if that is used."""
     written = written_arguments(twin)
     for at, (position, name) in enumerate(written):
         if name == "grads" and all(node.kwargs.get(scale) is None for scale in _SCALES):
@@ -263,22 +263,22 @@ def _items(path: tuple[int, ...], items: Sequence[Node]) -> Iterator[tuple[tuple
 
 
 def _drop_copies(gm: GraphModule) -> None:
-    """Let what is written be what an operator made, where nothing else is done with that but to copy it."""
+    """Replace `copy` by its source where an operator made that for nothing else."""
     for copy in gm.graph.find_nodes(op="call_function", target=_COPY_OF):
         source = copy.args[1]
         if isinstance(source, Node) and len(source.users) == 1 and _allocates(source):
-            if _lie_alike(copy, source):
+            if _have_one_layout(copy, source):
                 copy.replace_all_uses_with(source)
                 gm.graph.erase_node(copy)
 
 
 def _times(old: Node, node: Node) -> int:
-    """How often `node` is given `old`."""
-    given: list[Node] = []
-    map_arg((node.args, node.kwargs), given.append)
-    return given.count(old)
+    """How often `old` is an argument of `node`."""
+    arguments: list[Node] = []
+    map_arg((node.args, node.kwargs), arguments.append)
+    return arguments.count(old)
 
 
-def _lie_alike(old: Node, new: Node) -> bool:
+def _have_one_layout(old: Node, new: Node) -> bool:
     one, other = old.meta["val"], new.meta["val"]
-    return _are_of_a_kind(one, other) and surely_equal(one.stride(), other.stride())
+    return _have_one_type_and_size(one, other) and surely_equal(one.stride(), other.stride())

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from aotdist.codegen.contract import Decompositions, Emission, Emitted
+from aotdist.codegen.contract import Backend, Decompositions, Emission, Emitted
 from aotdist.codegen.cpp_toolchain import check_cpp_toolchain, vector_isa_is_sound
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.fx import FxBackend, print_graph, warn_of_fx
@@ -32,7 +32,7 @@ from aotdist.codegen.inductor_rewrites import (
     restore_provenance,
     tell_strides,
 )
-from aotdist.codegen.kernel_batch import KernelBatches
+from aotdist.codegen.kernel_batch import KernelBatch
 from aotdist.codegen.onednn_products import products_by_onednn
 from aotdist.codegen.portable import portable_of
 from aotdist.codegen.random_operators import draws_as_eager, keep_draws_in_order, prepare_draws, restore_draws
@@ -65,7 +65,7 @@ from aotdist.trace.operators.fakes import norms_laid_out
 
 
 @dataclass(frozen=True, slots=True)
-class InductorBackend:
+class InductorBackend(Backend):
     """Fuses with PyTorch's own compiler: C++ on CPU, Triton on GPU.
 
     Args:
@@ -74,8 +74,6 @@ class InductorBackend:
 
     name: str = "inductor"
     partition: Literal["default", "min_cut"] = "min_cut"
-    any_tangents: bool = False
-    owns_cut: bool = False
     else_fx: bool = False
 
     def check(self) -> None:
@@ -157,9 +155,9 @@ class InductorBackend:
             write_back(gm, graph)
         negated = materialise_inputs(gm)
         _refuse_what_goes_wrong(gm)
-        batches = KernelBatches()
+        batch = KernelBatch()
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
-        with _compiling(gm, emission.fake_mode) as context, cpp_kernels_batched(batches.start):
+        with _compiling(gm, emission.fake_mode) as context, cpp_kernels_batched(lambda: batch):
             prepare_draws(gm)
             decompose(gm, {**inductor_decompositions(), **_MADE_OF})
             keep_draws_in_order(gm)
@@ -187,7 +185,7 @@ class InductorBackend:
         call = inductor_entry(compiled)
         portable = None if negated else lambda: portable_of(call, source, strides)
         taking = materialising(call, negated) if negated else call
-        return Emitted(taking, source, strides, batches.finish, portable=portable)
+        return Emitted(taking, source, strides, batch.finish, portable=portable)
 
 
 def _keeps_layouts(gm: torch.fx.GraphModule) -> bool:
@@ -204,13 +202,13 @@ def _keeps_layouts(gm: torch.fx.GraphModule) -> bool:
     return bool(backwards) and on_cpu and all(node.args[8] == 1 for node in nodes)  # groups
 
 
-def _multiplied_first(x: Any, y: Any, *, alpha: Any = 1) -> Any:
-    """`add` without `alpha`, which Inductor loses where it makes `addmm` of a product and a sum."""
+def _add_without_alpha(x: Any, y: Any, *, alpha: Any = 1) -> Any:
+    """`add` without `alpha`, which Inductor drops when it makes an `addmm` of a product and a sum."""
     same = isinstance(x, torch.Tensor) and isinstance(y, torch.Tensor) and x.dtype == y.dtype
     return NotImplemented if not same or isinstance(alpha, int) and alpha == 1 else x + y * alpha
 
 
-def _put_at(
+def _slice_scatter_at_data(
     x: torch.Tensor, part: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Any:
     """`slice_scatter` at a position that is read off a tensor: Inductor asks whether that is negative."""
@@ -221,14 +219,14 @@ def _put_at(
 
 
 _MADE_OF: Decompositions = {
-    torch.ops.aten.add.Tensor: _multiplied_first,
-    torch.ops.aten.slice_scatter.default: _put_at,
+    torch.ops.aten.add.Tensor: _add_without_alpha,
+    torch.ops.aten.slice_scatter.default: _slice_scatter_at_data,
     **ADDED_ROWS,
 }
 _USE_FX = 'use backend="fx"; "auto" does for graphs that Inductor refuses'
 
 _MAKES_SPARSE = "_sparse_coo_tensor"
-"""Operators whose results are sparse. What the graph knew of that, rewrites of the joint graph lose."""
+"""Operators whose results are sparse; rewrites of the joint graph lose the `val`s that say so."""
 
 
 def _refuse_what_goes_wrong(gm: torch.fx.GraphModule) -> None:
@@ -249,14 +247,14 @@ def _refuse_what_goes_wrong(gm: torch.fx.GraphModule) -> None:
 
 
 _EXECUTED = re.compile(r"While executing %(\w+) |^ *target: (\S+)", re.MULTILINE)
-"""Finds the node that Inductor was at, or its operator, in the text of an error of its."""
+"""Finds the node or the operator that failed in the text of one of Inductor's errors."""
 
 
 @contextmanager
 def _failing_by_name(gm: torch.fx.GraphModule, what: str) -> Generator[None]:
-    """Let errors of Inductor's name the graph, and the line of the user's program, if they tell the node.
+    """Turn Inductor's errors into ones that name the graph and, if the node is known, the user's line.
 
-    Its warnings are none, whatever the user's filters make of warnings.
+    The user's warning filters do not turn its warnings into errors.
     """
     try:
         with warnings_no_errors():
@@ -306,9 +304,9 @@ def _start_on_headers() -> None:
 
 @contextmanager
 def _compiling(gm: torch.fx.GraphModule, fake_mode: FakeTensorMode | None) -> Generator[TracingContext]:
-    """What Inductor expects around it, whatever the user's own call stands in.
+    """The context that Inductor expects, whatever context the user's call runs in.
 
-    Its cache of graphs has no key for symbolic fractions, and says so at length.
+    Its cache of graphs has no key for symbolic fractions, and warns at length.
     """
     with ExitStack() as around:
         context = around.enter_context(tracing_context(fake_mode))
@@ -325,10 +323,10 @@ def _compiling(gm: torch.fx.GraphModule, fake_mode: FakeTensorMode | None) -> Ge
 
 
 def _configured() -> AbstractContextManager[Any]:
-    """Inductor's settings for us, for as long as we compile; whatever else the user set holds.
+    """Our settings of Inductor while we compile; the user's others stay.
 
-    Partitions of a graph are for CUDA graphs, which are off here; looking for them took 0.47 of 16.2 s
-    in a profile of an 8-layer Llama's forward.
+    Graph partitions are for CUDA graphs, which are off here; looking for them took 0.47 of 16.2 s in a
+    profile of an 8-layer Llama's forward.
     """
     options: dict[str, Any] = {"graph_partition": False, **sound_cpp_flags()}
     if inductor_vector_isa_setting() is None and vector_isa_is_sound():

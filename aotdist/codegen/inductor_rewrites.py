@@ -1,4 +1,4 @@
-"""What is rewritten in a graph for Inductor: what it has no kernels for, or gets wrong, or forgets.
+"""Rewrites of graphs for Inductor: of what it has no kernels for, compiles wrongly, or loses track of.
 
 Each rewrite says what Inductor does otherwise, and in which release of torch it was seen.
 """
@@ -38,7 +38,7 @@ _LINEAR_ALGEBRA = re.compile(r"linalg|^(cholesky|lu_|svd|qr|ormqr|geqrf|triangul
 
 
 def _own(op: OpOverload, of: str = "complex_") -> OpOverload:
-    """An operator that does the same, of which a compiler knows nothing."""
+    """A copy of an operator that Inductor knows nothing about, and so calls."""
     schema = schema_of(op)
     name = f"{of}{operator_name(op)}"
     _LIBRARY.define(name + schema[schema.index("(") :])
@@ -58,7 +58,7 @@ _OWN = {
 
 
 def keep_scatters(gm: GraphModule) -> None:
-    """Let scatters of complex numbers be left as they are, in place."""
+    """Make scatters of complex numbers opaque to Inductor, in place."""
     for scatter, own in _OWN.items():
         for node in gm.graph.find_nodes(op="call_function", target=scatter):
             if _is_complex(node):
@@ -80,9 +80,9 @@ def _is_complex(node: Node) -> bool:
 
 # Backwards of convolutions with symbolic sizes, on a CPU, for Inductor.
 #
-# Its lowering makes the strides of the input, and so its sizes, numbers (torch 2.13, `torch.compile` too):
-# each size of images would be a program of its own. All that it generates is a call of the library, so it is
-# given an operator that is that call.
+# Its lowering specializes on the strides of the input, and so on its sizes (torch 2.13, `torch.compile` too):
+# each size of images would be a program of its own. All that it generates is a call of the library, so an
+# opaque operator makes that call.
 
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _ITS_ARGUMENTS = schema_of(_CONVOLUTION_BACKWARD).partition("(")[2]
@@ -132,7 +132,7 @@ def _is_no_repetition(_grad: Any, to: Any, size: Any, *scales: float | None) -> 
     )
 
 
-_WINDOWS = {
+_GRADIENTS_BY_LIBRARY = {
     op: (_own(op, "library_"), is_wrong)
     for op, is_wrong in (
         (_ATEN.avg_pool2d_backward.default, _hangs_over),
@@ -144,20 +144,20 @@ _WINDOWS = {
 
 def keep_gradients_of_windows(gm: GraphModule) -> None:
     """Let the library compute gradients of windows that Inductor gets wrong, in place."""
-    for op, (by_library, is_wrong) in _WINDOWS.items():
+    for op, (by_library, is_wrong) in _GRADIENTS_BY_LIBRARY.items():
         for node in gm.graph.find_nodes(op="call_function", target=op):
             if is_wrong(*node.args):
                 node.target = by_library
 
 
-# Operators that are bound to the strides of their arguments, for a compiler that lays its own results out.
+# Operators that depend on the strides of their arguments, while Inductor chooses those of its results.
 #
-# Products in 8 bits take one matrix by rows and the other by columns, and what a user registers may read
-# memory as it lies. Inductor keeps the strides that eager has for such operators if it is told them.
+# Products in 8 bits take one matrix by rows and the other by columns, and a user's operator may read memory
+# as it lies. Inductor keeps eager's strides for such operators if nodes say which these are.
 
 
 def tell_strides(gm: GraphModule) -> None:
-    """Tell Inductor what operators that are bound to strides are given in eager, in place."""
+    """Note the arguments that stride-bound operators get in eager, for Inductor, in place."""
     for node in gm.graph.nodes:
         if node.op == "call_function" and needs_exact_strides(node.target):
             node.meta[EAGER_ARGUMENTS] = map_arg((node.args, node.kwargs), _val)
@@ -181,11 +181,11 @@ _SCATTERS = {
     _ATEN.diagonal_scatter.default: True,
     _ATEN.as_strided_scatter.default: True,
 }
-"""What Inductor lets write in place, and makes other scatters of; whether windows stay such in eager."""
+"""Scatters that Inductor runs in place, or makes others of; whether eager keeps windows as they are."""
 
 
 def lay_out_what_is_written(gm: GraphModule) -> None:
-    """Let scatters write to copies of what overlaps itself, in place."""
+    """Copy tensors whose elements overlap before scatters write them, in place."""
     for scatter, keeps_windows in _SCATTERS.items():
         for node in gm.graph.find_nodes(op="call_function", target=scatter):
             written = node.args[0]
@@ -199,7 +199,7 @@ def lay_out_what_is_written(gm: GraphModule) -> None:
 
 
 def _overlaps(tensor: torch.Tensor, *, windows: bool) -> bool:
-    """Whether a tensor is expanded, or, if `windows` count, whether elements may share memory otherwise.
+    """Whether a tensor is expanded, or, if `windows` count, whether elements share memory in another way.
 
     Where sizes are symbols, they do if a stride occurs twice.
     """
@@ -211,10 +211,10 @@ def _overlaps(tensor: torch.Tensor, *, windows: bool) -> bool:
     return may_repeat(tensor)
 
 
-# Outputs lie in memory of their own as in the user's program, whatever a rewrite of its graph made of them.
+# Outputs keep memory of their own, as in the user's program, whatever a rewrite of the graph did.
 #
-# Inductor drops operators that change nothing: of `x + zeros` it leaves `x`. An output that was computed so
-# would be another output, an argument or a saved value by another name, and be written whenever that is.
+# Inductor drops operators that change nothing: `x + zeros` becomes `x`. An output that was computed so would
+# share memory with another output, an argument or a saved value, and change when that is written.
 
 _CLONE = torch.ops.aten.clone.default
 
@@ -233,14 +233,15 @@ class Memory:
 
 
 def memory_of(graph: Graph) -> Memory:
-    """What `restore_own_memory` asks for; the nodes are those that the rewrite is about to change."""
+    """Whose memory results lie in now: to be taken before a rewrite, for `restore_own_memory`."""
     return Memory(frozenset(graph.gm.graph.nodes), tuple(map(_owner, graph.results())))
 
 
 def restore_own_memory(graph: Graph, before: Memory) -> None:
     """Copy outputs that had memory of their own, and now lie in that of a node with other uses, in place.
 
-    What a rewrite computes anew is its own. So is what has no other use: nobody can tell.
+    A node that the rewrite added owns its memory. An owner without other uses can be returned: nobody can
+    tell.
     """
     results = list(graph.results())
     owners = [_owner(node) for node in results]
@@ -263,13 +264,13 @@ def _copied(graph: Graph, node: Node) -> Node:
     return copy
 
 
-# Inputs whose numbers lie in memory negated: `z.conj().imag` is one.
+# Inputs with the negative bit, whose numbers lie in memory negated: `z.conj().imag` is one.
 #
-# Its kernels read memory as it is. So it compiles for a tensor of the numbers, and the call makes that.
+# Inductor's kernels ignore the bit. So it compiles for a resolved tensor, and the call resolves the input.
 
 
 def materialise_inputs(gm: GraphModule) -> list[int]:
-    """Let a graph take their numbers for such inputs; the positions of these.
+    """Let a graph take such inputs resolved; returns their positions.
 
     Args:
         gm: a private copy of the graph's module.
@@ -285,7 +286,7 @@ def materialise_inputs(gm: GraphModule) -> list[int]:
 
 
 def materialising(call: BoxedCall, positions: Collection[int]) -> BoxedCall:
-    """`call`, given tensors of the numbers at `positions`."""
+    """`call` with the inputs at `positions` resolved."""
 
     def materialised(args: list[Any]) -> Sequence[Any]:
         for position in positions:
@@ -314,14 +315,14 @@ def _shapes(*args: Any) -> tuple[torch.Tensor, ...]:
 
 
 def keep_for_backward(gm: GraphModule) -> None:
-    """Let the layers of a graph that have a backward keep what it needs, in place."""
+    """Let recurrent layers that have a backward keep what it needs, in place."""
     for node in gm.graph.find_nodes(op="call_function", target=_RNN):
         if node.meta.get("grad", True):
             node.target = _TRAINING_RNN
 
 
 def has_unknown_sizes(gm: GraphModule) -> bool:
-    """Whether a graph passes on what a layer or an operator makes: nobody knows its size before it runs."""
+    """Whether a graph holds results whose sizes nobody knows before they are computed."""
     targets = (_TRAINING_RNN, _RNN_BACKWARD, *functions_of_data.OF_OUR_OWN.values())
     return any(gm.graph.find_nodes(op="call_function", target=target) for target in targets)
 

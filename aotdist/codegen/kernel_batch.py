@@ -247,7 +247,7 @@ class _Unit:
 
 
 class KernelUnits:
-    """Shares kernels out to runs of the compiler."""
+    """Distributes kernels over runs of the compiler."""
 
     def __init__(self) -> None:
         self._waiting: list[PendingKernel] = []
@@ -277,17 +277,17 @@ class KernelUnits:
 
 
 class KernelBatch:
-    """Collects a module's kernels, and puts them in their places once they are compiled.
+    """Collects the kernels of all modules that one compilation generates or loads.
 
-    Args:
-        together: what starts the compiler later, for several modules; without it, `submit` does.
+    Inside `kernels_together` they share runs of the compiler with those of other compilations.
     """
 
-    def __init__(self, together: KernelUnits | None = None) -> None:
+    def __init__(self) -> None:
+        shared = _TOGETHER.get()
+        self._units = shared or KernelUnits()
+        self._is_shared = shared is not None
         self._members: list[PendingKernel] = []
-        self._units = together or KernelUnits()
-        self._starts = together is None
-        self._scope: dict[str, Any] = {}
+        self._scopes: list[dict[str, Any]] = []
 
     def add(self, argtypes: Sequence[str], source: str) -> PendingKernel | None:
         """A stand-in for a kernel that is compiled after `submit`; None if it cannot share a unit."""
@@ -299,20 +299,21 @@ class KernelBatch:
         return pending
 
     def submit(self, scope: dict[str, Any]) -> None:
-        """All kernels are there; `scope` is the globals that hold the stand-ins."""
-        self._scope = scope
+        """A module is complete; `scope` is its globals, which hold the stand-ins."""
+        self._scopes.append(scope)
         self._units.add(self._members)
         self._members = []
-        if self._starts:
+        if not self._is_shared:
             self._units.start()
 
     def finish(self) -> None:
         """Wait for the compiler and replace every stand-in. Idempotent, and safe from any thread."""
         self._units.finish()
-        for name, value in self._scope.items():
-            if isinstance(value, PendingKernel) and value.ready is not None:
-                self._scope[name] = value.ready
-        self._scope = {}
+        for scope in self._scopes:
+            for name, value in scope.items():
+                if isinstance(value, PendingKernel) and value.ready is not None:
+                    scope[name] = value.ready
+        self._scopes = []
 
 
 def _resolve(unit: _Unit) -> None:
@@ -338,30 +339,12 @@ def _balanced(members: Sequence[PendingKernel], threads: int) -> list[list[Pendi
     return groups
 
 
-class KernelBatches:
-    """The batches of everything that one compilation generates or loads."""
-
-    def __init__(self) -> None:
-        self._batches: list[KernelBatch] = []
-        self._together = _TOGETHER.get()
-
-    def start(self) -> KernelBatch:
-        """A batch for one more module."""
-        self._batches.append(KernelBatch(self._together))
-        return self._batches[-1]
-
-    def finish(self) -> None:
-        """Wait for every batch."""
-        for batch in self._batches:
-            batch.finish()
-
-
 _TOGETHER = ContextVar[KernelUnits | None]("kernels_together", default=None)
 
 
 @contextmanager
 def kernels_together() -> Generator[None]:
-    """Compilations meanwhile share runs of the compiler, which start at the end.
+    """Compilations inside share runs of the compiler, which start at the end of the block.
 
     The regions of a Llama's forward have one to six kernels each, and a run costs as much as seven.
     """

@@ -1,7 +1,7 @@
 """Marks in a trace of PyTorch's profiler: which graph runs, and which module an operator belongs to.
 
-Nothing is marked, and no other code runs, while nobody profiles; but what runs a graph also says more of a
-bad index than the kernel that meets it.
+While nobody profiles, nothing is marked and no other code runs. The same wrapper names the user's lines when
+a C++ kernel fails on a bad index.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class MarkedCall:
         communications: what starts a collective or waits for one, in the order of the graph.
     """
 
-    __slots__ = ("__weakref__", "_mark", "_run", "_shown", "_with_modules", "communications")
+    __slots__ = ("__weakref__", "_mark", "_run", "_marked_run", "_with_modules", "communications")
 
     def __init__(
         self,
@@ -69,7 +69,7 @@ class MarkedCall:
     ) -> None:
         self._run = run
         self._with_modules = with_modules
-        self._shown: BoxedCall | None = None
+        self._marked_run: BoxedCall | None = None
         self.communications = communications
         serial = next(_serial)
         self._mark = f"{GRAPH_MARK}{serial}: {name}"
@@ -77,21 +77,21 @@ class MarkedCall:
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Run the graph."""
-        if self._shown is None:
-            self._shown = self._run if self._with_modules is None else self._with_modules()
+        if self._marked_run is None:
+            self._marked_run = self._run if self._with_modules is None else self._with_modules()
         with RecordFunctionFast(self._mark):
-            return self._shown(args)
+            return self._marked_run(args)
 
 
 def communications_of(mark: str) -> tuple[Communication, ...]:
     """Those of the graph that a mark of a trace names; none of a graph that is gone."""
     serial = mark.removeprefix(GRAPH_MARK).partition(":")[0]
-    found = _marked.get(int(serial))
-    return () if found is None else found.communications
+    marked = _marked.get(int(serial))
+    return () if marked is None else marked.communications
 
 
 def with_marks(emitted: Emitted, graph: Graph, name: str) -> Emitted:
-    """The same, which tells a profiler that it runs.
+    """Wrap an emitted graph so that profilers see its name, modules and collectives.
 
     Args:
         emitted: the graph, compiled.
@@ -108,7 +108,7 @@ def with_marks(emitted: Emitted, graph: Graph, name: str) -> Emitted:
         try:
             return marked(args) if is_profiling() else run(args)
         except RuntimeError as error:
-            raise_if_of_an_index(error, lines, name)
+            raise_if_bad_index(error, lines, name)
             raise
 
     return replace(emitted, call=call)
@@ -166,7 +166,7 @@ def _takes_indices(node: Node) -> bool:
     return isinstance(op, OpOverload) and not _INDICES.isdisjoint(argument_names(op))
 
 
-def raise_if_of_an_index(error: RuntimeError, lines: Sequence[str], name: str) -> None:
+def raise_if_bad_index(error: RuntimeError, lines: Sequence[str], name: str) -> None:
     """Raise what says more, if that is what a kernel failed for.
 
     Args:
@@ -177,10 +177,10 @@ def raise_if_of_an_index(error: RuntimeError, lines: Sequence[str], name: str) -
     Raises:
         IndexOutOfBounds: an index is not one of the dimension.
     """
-    found = None if isinstance(error, IndexOutOfBounds) else _FAILED.search(str(error))
-    if found is None:
+    match = None if isinstance(error, IndexOutOfBounds) else _FAILED.search(str(error))
+    if match is None:
         return
-    size = f" of {found[1]} elements" if found[1] else ""
+    size = f" of {match[1]} elements" if match[1] else ""
     raise IndexOutOfBounds(
         f"an index, or a label, is out of bounds for a dimension{size} in `{name}`",
         where="\n     ".join(lines) or None,

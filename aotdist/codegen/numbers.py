@@ -1,9 +1,9 @@
 """Graphs that compute Python numbers (`aotdist.trace.numbers.scalars`), for compilers that only know tensors.
 
-What follows from tensors on the CPU of a single element (step counts, a learning rate) is computed ahead of
-the graph, in Python, exactly as in eager; its numbers are handed to the graph as one tensor. What follows
-from other values of the graph becomes tensors of float64 in the graph, and operators that take numbers are
-made of others that take tensors.
+Numbers that follow from single elements on the CPU (step counts, a learning rate) are computed ahead of the
+graph, in Python, exactly as in eager, and handed to the graph as one tensor. Numbers that follow from other
+values of the graph become float64 tensors in it, and operators that take numbers are decomposed into ones
+that take tensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NUMBERS = Slot("primal", "numbers")
 
 
 @dataclass(frozen=True, slots=True)
-class Apart:
+class SplitNumbers:
     """A graph cut in two: what is computed ahead, and the rest.
 
     Args:
@@ -79,11 +79,11 @@ class Apart:
         return call
 
 
-def numbers_apart(graph: Graph, fake_mode: FakeTensorMode) -> Apart | None:
+def split_off_numbers(graph: Graph, fake_mode: FakeTensorMode) -> SplitNumbers | None:
     """Cut a graph in two if it computes numbers.
 
     Raises:
-        UnsupportedProgram: an operator takes a number that is not known how to take a tensor for it.
+        UnsupportedProgram: an operator takes a number, and there is no rule for a tensor in its place.
     """
     nodes = [node for node in graph.gm.graph.nodes if node.op == "call_function"]
     if not any(map(_is_number, (*graph.placeholders(), *nodes))):
@@ -96,13 +96,13 @@ def numbers_apart(graph: Graph, fake_mode: FakeTensorMode) -> Apart | None:
             early.add(node)
     gm = graph.copied().gm
     copies = dict(zip(graph.gm.graph.nodes, gm.graph.nodes, strict=True))
-    there = (*graph.placeholders(), *nodes)
-    wanted = [n for n in there if n in early and _is_number(n) and not early.issuperset(n.users)]
+    everything = (*graph.placeholders(), *nodes)
+    wanted = [n for n in everything if n in early and _is_number(n) and not early.issuperset(n.users)]
     ready = tuple(at for at, n in enumerate(graph.results()) if n in early and n not in graph.placeholders())
     placeholders = gm.graph.find_nodes(op="placeholder")
     values = [placeholder.meta["val"] for placeholder in placeholders]
-    away = (v.device for v in values if isinstance(v, torch.Tensor) and not v.is_cpu)
-    device = next(away, torch.device("cpu"))
+    devices = (v.device for v in values if isinstance(v, torch.Tensor) and not v.is_cpu)
+    device = next(devices, torch.device("cpu"))
     ins, numbers = graph.ins, set[Node]()
     if wanted:
         with no_modes(), fake_mode:
@@ -114,7 +114,7 @@ def numbers_apart(graph: Graph, fake_mode: FakeTensorMode) -> Apart | None:
         if node.op == "call_function" and (_is_number(node) or not numbers.isdisjoint(node.all_input_nodes)):
             numbers |= _take_tensors(gm.graph, node, numbers)
     gm.graph.eliminate_dead_code()
-    return Apart(_early(graph, early, ready, wanted), Graph(gm, ins, graph.outs), ready, device)
+    return SplitNumbers(_early(graph, early, ready, wanted), Graph(gm, ins, graph.outs), ready, device)
 
 
 def _without_results(graph: torch.fx.Graph, ready: Sequence[int]) -> None:
@@ -151,8 +151,8 @@ def _early(graph: Graph, early: set[Node], ready: Sequence[int], wanted: Sequenc
             builder.placeholder(node)
         elif node in early:
             builder.copy(node)
-    given = graph.results()
-    results = [builder.env[cast("Node", given[at])] for at in ready] + [builder.env[n] for n in wanted]
+    old_results = graph.results()
+    results = [builder.env[cast("Node", old_results[at])] for at in ready] + [builder.env[n] for n in wanted]
     outs = [graph.outs[at] for at in ready] + [Slot("output", f"numbers[{k}]") for k in range(len(wanted))]
     return builder.finish(results, graph.ins, outs)
 
@@ -175,7 +175,7 @@ def _take_numbers(
 
 
 def _take_tensors(graph: torch.fx.Graph, node: Node, numbers: set[Node]) -> set[Node]:
-    """Replace a node that makes a number, or takes some that are tensors by now; returns what it made."""
+    """Replace a node that makes a number, or takes tensors in the place of some; returns the new numbers."""
     rule = _RULES.get(node.target)
     if rule is None:
         raise UnsupportedProgram(
@@ -290,4 +290,4 @@ _RULES: dict[Any, Callable[..., Any]] = {
     },
     **ADDED_ROWS,
 }
-"""What operators, and functions of numbers, are if tensors stand for the numbers."""
+"""Decompositions of operators and of functions of numbers, for tensors in the place of numbers."""

@@ -95,7 +95,7 @@ def _mkl_is_slow() -> bool:
     if not torch.backends.mkl.is_available() or torch.backends.cpu.get_cpu_capability() != "AVX512":
         return False
     try:
-        told = Path("/proc/cpuinfo").read_text()
+        cpuinfo = Path("/proc/cpuinfo").read_text()
     except OSError:
         return False
-    return "vendor_id" in told and "GenuineIntel" not in told
+    return "vendor_id" in cpuinfo and "GenuineIntel" not in cpuinfo

@@ -32,19 +32,19 @@ _serial = itertools.count()
 def portable_of(
     call: Callable[..., Any], source: str, output_strides: tuple[Strides | None, ...] | None
 ) -> Portable | None:
-    """What `call` is for another process; None where it needs more of this one than can be taken along.
+    """Take `call` out of this process; None if it needs something that cannot be taken along.
 
     Args:
         call: a function that Inductor generated.
-        source: the module that it stands in.
+        source: the text of its module.
         output_strides: see `Emitted`.
     """
     scope: dict[str, Any] = getattr(call, "__globals__", {})
     if scope.get(_ENTRY) is not call:
         return None
-    module = _Module.parsed(source)
+    module = _Module(source)
     functions = module.attributes_of(_LIBRARY_CALLS)
-    known = {_LIBRARY_CALLS} if _are_of_torch(functions, scope.get(_LIBRARY_CALLS)) else set[str]()
+    bound_elsewhere = {_LIBRARY_CALLS} if _are_of_torch(functions, scope.get(_LIBRARY_CALLS)) else set[str]()
     kernels: dict[str, tuple[Path, str]] = {}
     constants: dict[str, torch.Tensor] = {}
 
@@ -55,7 +55,7 @@ def portable_of(
             kernels[name] = (library, cast("BuiltinFunctionType", value).__name__)
         elif isinstance(value, torch.Tensor):
             constants[name] = value
-        return library is not None or isinstance(value, torch.Tensor) or name in known
+        return library is not None or isinstance(value, torch.Tensor) or name in bound_elsewhere
 
     text = module.text_for(_ENTRY, is_bound)
     if text is None or not all(map(is_plain_constant, constants.values())):
@@ -68,12 +68,12 @@ def portable_of(
         libraries=tuple(path.read_bytes() for path in paths),
         kernels={name: (paths.index(path), function) for name, (path, function) in kernels.items()},
         constants=constants,
-        functions=tuple(sorted(functions)) if known else (),
+        functions=tuple(sorted(functions)) if bound_elsewhere else (),
     )
 
 
 def emitted_from(portable: Portable, label: str) -> Emitted:
-    """What was emitted in another process, for this one.
+    """Load what another process emitted.
 
     Args:
         portable: what was taken along.
@@ -135,29 +135,24 @@ def _are_of_torch(names: Iterable[str], namespace: Any) -> bool:
 
 
 def is_plain_constant(constant: torch.Tensor) -> bool:
-    """Whether dtype, size and elements tell all of a tensor."""
+    """Whether dtype, size and elements are all there is to a tensor."""
     is_plain = type(constant) is torch.Tensor and constant.layout is torch.strided
     return is_plain and constant.device.type == "cpu" and constant.is_contiguous()
 
 
 class _Module:
-    """The statements of a generated module, by the names that they give a meaning."""
+    """The statements of a generated module, by the names that they define."""
 
-    def __init__(self, source: str, tree: ast.Module) -> None:
+    def __init__(self, source: str) -> None:
         self._source = source
-        self._statements = tree.body
+        self._statements = ast.parse(source).body
         self._definitions: dict[str, ast.stmt] = {}
         self._defined_twice = set[str]()
-        for node in tree.body:
+        for node in self._statements:
             for name in _defined_by(node):
                 if name in self._definitions and not isinstance(node, (ast.Import, ast.ImportFrom)):
                     self._defined_twice.add(name)
                 self._definitions[name] = node
-
-    @classmethod
-    def parsed(cls, source: str) -> _Module:
-        """The module of that text."""
-        return cls(source, ast.parse(source))
 
     def attributes_of(self, name: str) -> frozenset[str]:
         """The attributes of `name` that any function reads: a branch is a function beside `call`."""
@@ -169,11 +164,11 @@ class _Module:
         )
 
     def text_for(self, name: str, is_bound: Callable[[str], bool]) -> str | None:
-        """The statements that `name` needs, in order; None if the module does not tell one of them.
+        """The statements that `name` needs, in order; None if a name that they read is not defined once.
 
         Args:
-            name: what is wanted.
-            is_bound: whether a name is given a meaning elsewhere.
+            name: a function of the module.
+            is_bound: whether a name is bound elsewhere.
         """
         needed, wanted, seen = set[ast.stmt](), [name], {name}
         while wanted:
@@ -191,11 +186,9 @@ class _Module:
                 if not is_bound(read) and (read in self._definitions or not hasattr(builtins, read)):
                     wanted.append(read)
         lines = self._source.splitlines()
-        texts = ("\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in self._in_order(needed))
+        in_order = (statement for statement in self._statements if statement in needed)
+        texts = ("\n".join(lines[node.lineno - 1 : node.end_lineno]) for node in in_order)
         return "\n".join(texts) + "\n"
-
-    def _in_order(self, needed: set[ast.stmt]) -> list[ast.stmt]:
-        return [statement for statement in self._statements if statement in needed]
 
 
 def _defined_by(node: ast.stmt) -> Iterator[str]:

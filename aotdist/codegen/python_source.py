@@ -7,9 +7,8 @@ import keyword
 import linecache
 import re
 import weakref
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast, overload
+from typing import Any
 
 import torch
 
@@ -40,9 +39,9 @@ class Bindings:
 
     def name(self, value: Any, like: str) -> str:
         """The name that stands for `value`, made from `like` the first time it is asked for."""
-        known = self._name_of.get(id(value))
-        if known is not None:
-            return known
+        existing = self._name_of.get(id(value))
+        if existing is not None:
+            return existing
         name = self.reserve(like)
         self._name_of[id(value)] = name
         self._values[name] = value
@@ -62,28 +61,6 @@ class Bindings:
         return dict(self._values)
 
 
-class _Lines(Sequence[str]):
-    """The lines of a text, compressed: a traceback asks for a few of thousands, if ever."""
-
-    def __init__(self, text: str) -> None:
-        self._packed = zlib.compress(text.encode("utf-8", "surrogatepass"), 1)
-        self._count = len(text.splitlines())
-
-    def __len__(self) -> int:
-        return self._count
-
-    @overload
-    def __getitem__(self, index: int) -> str: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[str]: ...
-    def __getitem__(self, index: int | slice) -> str | list[str]:
-        text = zlib.decompress(self._packed).decode("utf-8", "surrogatepass")
-        return text.splitlines(keepends=True)[index]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self[:])
-
-
 def load_function(source: str, function: str, bound: Mapping[str, Any], label: str) -> Callable[..., Any]:
     """Execute `source` and return its `function`; tracebacks through it show the generated lines.
 
@@ -98,7 +75,7 @@ def load_function(source: str, function: str, bound: Mapping[str, Any], label: s
     exec(compile(source, filename, "exec"), namespace)
     loaded = namespace.pop(function)  # out of its own globals: no cycle keeps it and its constants alive
     # An mtime of None keeps linecache from looking for the file on disk and dropping the entry.
-    linecache.cache[filename] = (len(source), None, cast("list[str]", _Lines(source)), filename)
+    linecache.cache[filename] = (len(source), None, source.splitlines(keepends=True), filename)
     weakref.finalize(loaded, linecache.cache.pop, filename, None)
     return loaded
 

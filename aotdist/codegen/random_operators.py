@@ -33,7 +33,7 @@ _LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
 
 
 def _ordered(op: OpOverload) -> OpOverload:
-    """A random operator with one more argument, `after`: what another one drew before."""
+    """A random operator with one more argument, `after`: a result of the random operator before it."""
 
     def draw(*args: Any, after: Tensor | None = None, **kwargs: Any) -> Any:
         return op(*args, **kwargs)
@@ -112,7 +112,7 @@ def _first_result(node: Node) -> Node:
 
 
 def _name_no_generator(node: Node) -> None:
-    """Let the default generator be the one that nobody names: Inductor has no text for a generator."""
+    """Drop the default generator from the arguments: Inductor cannot print a generator."""
     generator = node.kwargs.get("generator")
     if not isinstance(generator, torch.Generator):
         return

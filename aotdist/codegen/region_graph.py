@@ -1,6 +1,6 @@
-"""A region by itself: what is compiled for all that are equal, and which are.
+"""A region as a graph of its own, and which regions are equal.
 
-It is written anew, without the names and lines of the program that it comes from.
+The graph is built anew, without the names and lines of the program, so that it is the same for equal regions.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def tensors_of(node: Node) -> Iterator[torch.Tensor]:
 
 
 _PLACES = frozenset({"source", "module", "function", "unit", "seq_nr", "serial", "policy", "stack_trace"})
-"""What nodes say of the program that they come from, and that nothing is compiled by."""
+"""Metadata that says where in the program a node comes from, and does not affect what is compiled."""
 
 
 def region_graph(segment: Segment, gm: GraphModule) -> Graph:
@@ -91,37 +91,37 @@ def region_graph(segment: Segment, gm: GraphModule) -> Graph:
 
 
 def kind_of(segment: Segment, gm: GraphModule) -> Hashable:
-    """What regions have in common that are compiled to the same: operators, constants, metadata of tensors.
+    """Equal for regions that are compiled to the same: operators, constants, metadata of tensors.
 
     Args:
         segment: a region.
         gm: the graph that it is a part of.
     """
     kinds = _Kinds(gm)
-    arguments, nodes = tuple(map(kinds.given, segment.ins)), tuple(map(kinds.node, segment.nodes))
+    arguments, nodes = tuple(map(kinds.argument, segment.ins)), tuple(map(kinds.node, segment.nodes))
     return arguments, nodes, kinds.of(segment.outs), kinds.of(dict(segment.writes))
 
 
 class _Numbers(dict[Any, int]):
-    """Numbers what it is asked for, in order."""
+    """Numbers keys in the order in which they are looked up."""
 
     def __missing__(self, key: Any) -> int:
         return self.setdefault(key, len(self))
 
 
 class _Kinds:
-    """What nodes are up to their names.
+    """Hashable descriptions of nodes, equal up to names.
 
     Args:
-        gm: of which they are nodes.
+        gm: the nodes' module.
     """
 
     def __init__(self, gm: GraphModule) -> None:
         self._gm = gm
         self._at = _Numbers()
 
-    def given(self, node: Node) -> Hashable:
-        """What is known of an argument, or is a graph."""
+    def argument(self, node: Node) -> Hashable:
+        """An argument, or a graph inside of the graph."""
         number = self._at[node]
         if not _is_graph(node, self._gm):
             val = node.meta.get("val")
@@ -131,16 +131,16 @@ class _Kinds:
         return number, *map(inner.inside, held.graph.nodes)
 
     def inside(self, node: Node) -> Hashable:
-        """A node of a graph inside of the graph, which nobody gives its constants."""
+        """A node of a graph inside of the graph, whose constants are its own."""
         if node.op in ("call_function", "output"):
             return self.node(node)
         held = attribute_of(self._gm, node) if node.op == "get_attr" else None
-        return self.given(node), id(held) if isinstance(held, torch.Tensor) else None
+        return self.argument(node), id(held) if isinstance(held, torch.Tensor) else None
 
     def node(self, node: Node) -> Hashable:
-        """What is computed."""
-        known = [(key, value) for key, value in node.meta.items() if type(value) in (bool, int, str)]
-        meta = tuple(sorted(item for item in known if item[0] not in _PLACES))
+        """A node that computes something."""
+        plain = [(key, value) for key, value in node.meta.items() if type(value) in (bool, int, str)]
+        meta = tuple(sorted(item for item in plain if item[0] not in _PLACES))
         arguments = self.of((node.args, node.kwargs))
         start = self.of(_start(node.args[0])) if node.target is _AS_STRIDED else None
         operator = id(node.target)  # PyTorch hashes an operator in Python, each time that a kind is looked up
@@ -155,8 +155,8 @@ class _Kinds:
             return kind, value
         match value:
             case torch.Tensor():
-                known = metadata(value)
-                return tuple(map(self.of, known)) if torch.SymInt in map(type, known) else known
+                facts = metadata(value)
+                return tuple(map(self.of, facts)) if torch.SymInt in map(type, facts) else facts
             case dict():
                 return tuple((self.of(key), self.of(item)) for key, item in value.items())
             case torch.SymInt():

@@ -6,8 +6,8 @@ layers begin (`codegen/repeats.py`). Regions of equal layers are equal (`codegen
 compiled once and called for each layer with what is that layer's, boxed. The compile cache knows a region by
 its form, too: a deep model finds what a shallow one of its width left.
 
-Values do not change: a region is called with what it was compiled for, down to strides and shared memory, and
-results that Inductor might lay out otherwise are told to lie as they were traced.
+Values do not change: a region is called with arguments like those that it was compiled for, down to strides
+and shared memory, and Inductor keeps the traced strides of its results.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class RegionCall:
         segment: its nodes.
         graph: them alone, the same for all regions of a kind.
         emission: what is known of that graph.
-        kind: see `kind_of`.
+        kind: equal for regions that are compiled to the same, see `kind_of`.
     """
 
     segment: Segment
@@ -141,9 +141,9 @@ def parts_of(graph: Graph, emission: Emission) -> list[Node | RegionCall]:
         if kind not in graphs:
             is_compilable = _is_compilable(segment, graph.gm)
             graphs[kind] = region_graph(segment, graph.gm) if is_compilable else None
-        known = replace(emission, static_ins=static_ins, saved_ins=saved_ins)
-        alone = graphs[kind]
-        return None if alone is None else RegionCall(segment, alone, known, kind)
+        own_emission = replace(emission, static_ins=static_ins, saved_ins=saved_ins)
+        own_graph = graphs[kind]
+        return None if own_graph is None else RegionCall(segment, own_graph, own_emission, kind)
 
     parts = [called(part) if isinstance(part, Segment) else part for part in cut]
     return [] if None in parts else [part for part in parts if part is not None]
@@ -218,19 +218,19 @@ def _between_collectives(
     nodes: Sequence[Node], kind_number: Callable[[Segment], int]
 ) -> list[Node | Segment]:
     fill = _fill_buckets(nodes)
-    found: list[Node | Segment] = []
+    parts: list[Node | Segment] = []
     begins = dict[int, Sequence[int]]()  # by the number of a kind
     for is_boundary, run in groupby(nodes, _is_boundary):
         run = tuple(run)
         segment = Segment.of([node for node in run if node not in fill])
         if is_boundary or all(map(is_view, segment.nodes)) or not segment.outs:
-            found += run
+            parts += run
             continue
         kind = kind_number(segment)
         if kind not in begins:
             begins[kind] = where_layers_begin(segment.nodes)
-        found += (*_layers(segment, begins[kind]), *filter(fill.__contains__, run))
-    return found
+        parts += (*_layers(segment, begins[kind]), *filter(fill.__contains__, run))
+    return parts
 
 
 def _is_boundary(node: Node) -> bool:
@@ -243,18 +243,18 @@ _FILLS = frozenset({torch.ops.aten.view.default, torch.ops.aten.cat.default})
 
 
 def _fill_buckets(nodes: Sequence[Node]) -> set[Node]:
-    """What only puts arguments together for a collective.
+    """The nodes that only concatenate arguments for a collective.
 
-    It is another layer's than what is computed around it, and missing there where no layer is left to gather.
+    They serve another layer than the nodes around them, and the last layers have none.
     """
-    given = {node for node in nodes if node.op == "placeholder"}
+    of_arguments = {node for node in nodes if node.op == "placeholder"}
     for node in nodes:
-        if node.target in _FILLS and given.issuperset(node.all_input_nodes):
-            given.add(node)
+        if node.target in _FILLS and of_arguments.issuperset(node.all_input_nodes):
+            of_arguments.add(node)
     found = set[Node]()
     for node in reversed(nodes):
         is_read = not all(map(found.__contains__, filter(_computes, node.users)))
-        if node.target in _FILLS and node in given and not is_read:
+        if node.target in _FILLS and node in of_arguments and not is_read:
             found.add(node)
     return found
 
@@ -266,11 +266,11 @@ def _computes(node: Node) -> bool:
 def _is_compilable(segment: Segment, gm: GraphModule) -> bool:
     """Whether a region takes tensors and symbols, returns tensors, and has sizes that are made of these."""
     arguments = [node.meta.get("val") for node in arguments_of(segment, gm)]
-    given = {expression(value) for value in arguments if isinstance(value, torch.SymInt)}
+    argument_symbols = {expression(value) for value in arguments if isinstance(value, torch.SymInt)}
     values = [value for node in segment.nodes for value in tensors_of(node)]
     are_known = all(
         value.layout is torch.strided
-        and given.issuperset(name for size in _numbers(value) for name in symbols_in(size))
+        and argument_symbols.issuperset(name for size in _numbers(value) for name in symbols_in(size))
         for value in values
     )
     are_taken = all(isinstance(value, torch.Tensor | torch.SymInt) for value in arguments)
@@ -281,7 +281,7 @@ def _is_compilable(segment: Segment, gm: GraphModule) -> bool:
     )
 
 
-# The whole graph again.
+# The whole graph, with calls of its regions.
 
 
 def _joined(
@@ -330,10 +330,10 @@ def _with_calls(
 def _module_of(segment: Segment) -> str:
     """The path of the innermost module that most of a region is of."""
     paths = [str(node.meta.get("module") or "").split(".") for node in segment.nodes]
-    found = list[str]()
+    prefix = list[str]()
     while True:
-        deeper = Counter(path[len(found)] for path in paths if path[: len(found)] == found != path)
+        deeper = Counter(path[len(prefix)] for path in paths if path[: len(prefix)] == prefix != path)
         name, count = max(deeper.items(), key=operator.itemgetter(1), default=("", 0))
         if not name or 2 * count <= len(paths):
-            return ".".join(found)
-        found.append(name)
+            return ".".join(prefix)
+        prefix.append(name)

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
 from collections.abc import Iterator
 
 import torch
@@ -65,12 +64,12 @@ def _gather_into_buffer(graph: Graph, gather: Node) -> None:
 
 
 def _size_gathered(graph: Graph, gather: Node, dim: int) -> int | Node:
-    """A size of what is gathered; one that depends on data is known by what is given."""
-    number, nodes, (given,) = gather.meta["val"].shape[dim], graph.gm.graph, gather.all_input_nodes
+    """A size of the gathered tensor; one that depends on data is computed from that of the input."""
+    number, nodes, (sent,) = gather.meta["val"].shape[dim], graph.gm.graph, gather.all_input_nodes
     if not depends_on_data(number):
         return number if isinstance(number, int) else spell_number(number, graph.named_sizes(), nodes)
-    size = nodes.call_function(_SIZE, (given, dim))
-    size.meta["val"] = given.meta["val"].shape[dim]
+    size = nodes.call_function(_SIZE, (sent, dim))
+    size.meta["val"] = sent.meta["val"].shape[dim]
     if dim > 0:
         return size
     whole = nodes.call_function(operator.mul, (size, gather.args[1]))
@@ -79,7 +78,7 @@ def _size_gathered(graph: Graph, gather: Node, dim: int) -> int | Node:
 
 
 def _hold_until_waited(graph: Graph, gather: Node) -> None:
-    """Use what a gather reads once more behind its wait; there is nothing to wait for any more."""
+    """Read the gather's input once more behind its wait, by a wait that has nothing to wait for."""
     read = view_base(gather.all_input_nodes[0])
     if read.op == "placeholder":  # compilers leave arguments alone
         return
@@ -90,13 +89,13 @@ def _hold_until_waited(graph: Graph, gather: Node) -> None:
 
 # Tangents of any strides, for a backward that runs operator by operator.
 #
-# A tangent is recorded with the strides of its output, and may arrive expanded or transposed. Copying it
-# first would do, but eager does not: a reduction over other strides adds up in another order. So the graph
-# takes it as it comes. What the trace decided by strides is most often which `reshape` is a `view`;
-# autograd's own formulas say `reshape`, and so does the graph, for whatever depends on a tangent.
+# A tangent is traced with the strides of its output, and may arrive expanded or transposed. Eager does not
+# copy it first, and a reduction over other strides adds up in another order, so the graph takes it as it is.
+# Where the trace depends on strides, it is mostly a `reshape` that became a `view`; whatever depends on a
+# tangent is a `reshape` again.
 #
-# Some formulas say `contiguous`, of which a trace keeps nothing where it is so there, and their kernels rely
-# on it. With these, and where a backward of the user's looks at strides itself, tangents are copied first.
+# Some formulas call `contiguous`, which leaves no node if the traced tensor is contiguous, and their kernels
+# rely on it. With these, and if the user's own backward reads strides, tangents are copied first.
 
 _ATEN = torch.ops.aten
 _VIEWS = (_ATEN.view.default, _ATEN._unsafe_view.default)
@@ -111,7 +110,7 @@ _BOUND_TO_STRIDES = (
     _ATEN.cudnn_batch_norm_backward.default,
     _ATEN.native_group_norm_backward.default,
 )
-"""What spells out strides, or is given a contiguous gradient by autograd's formulas."""
+"""Operators that name strides, or whose gradient autograd's formulas make contiguous."""
 
 
 def takes_any_strides(backward: Graph) -> bool:
@@ -120,7 +119,7 @@ def takes_any_strides(backward: Graph) -> bool:
         *backward.calls(_is_bound_to_strides),
         *(node for node in backward.gm.graph.nodes if "strides_asked" in node.meta),
     }
-    return not bound or bound.isdisjoint(_with_tangents(backward))
+    return not bound or bound.isdisjoint(_tangents_and_descendants(backward))
 
 
 def _is_bound_to_strides(node: Node) -> bool:
@@ -130,75 +129,13 @@ def _is_bound_to_strides(node: Node) -> bool:
 def with_reshapes(backward: Graph) -> Graph:
     """`backward` with a `reshape` for each `view` that depends on a tangent."""
     loose = backward.copied()
-    for node in _with_tangents(loose):
+    for node in _tangents_and_descendants(loose):
         if node.target in _VIEWS:
             node.target = _ATEN.reshape.default
     return loose
 
 
-def _with_tangents(graph: Graph) -> set[Node]:
+def _tangents_and_descendants(graph: Graph) -> set[Node]:
     """The tangents, and what is computed from them."""
     named = graph.named_placeholders()
     return graph.descendants(node for slot, node in named.items() if slot.role in GRADIENT_ROLES)
-
-
-# `unbind`, put back together where the trace broke it up.
-#
-# Before it reaches a graph, PyTorch turns `unbind` (and the backward of `stack`) into one `select` an index.
-# Eager makes those in C++; as operators of a graph each costs 1.5 us, 150 us for a stack of 100.
-
-_SELECT = torch.ops.aten.select.int
-_UNBIND = torch.ops.aten.unbind.int
-_FEWEST = 4  # below, one more operator and its getitems cost as much as they save
-
-
-def rejoin_selects(graph: Graph) -> Graph:
-    """`graph` with every complete set of selects along one dim as one `unbind`; itself when there is none.
-
-    The results are the same views of the same memory.
-    """
-    if not _complete_sets(graph):
-        return graph
-    rejoined = graph.copied()
-    for (source, dim), selects in _complete_sets(rejoined).items():
-        _put_unbind(rejoined, source, dim, selects)
-    return rejoined
-
-
-def _complete_sets(graph: Graph) -> dict[tuple[Node, int], list[Node]]:
-    """Selects by tensor and dim, where every index is taken."""
-    found: dict[tuple[Node, int], list[Node]] = defaultdict(list)
-    for node in graph.gm.graph.find_nodes(op="call_function", target=_SELECT):
-        source, dim, index = node.args
-        if isinstance(index, int):
-            found[source, dim].append(node)
-    return {key: selects for key, selects in found.items() if _is_complete(*key, selects)}
-
-
-def _is_complete(source: Node, dim: int, selects: list[Node]) -> bool:
-    size = source.meta["val"].size(dim)
-    if isinstance(size, torch.SymInt) or size < _FEWEST:
-        return False
-    return {_index(node, size) for node in selects} == set(range(size))
-
-
-def _index(select: Node, size: int) -> int:
-    index = select.args[2]
-    assert isinstance(index, int)
-    return index % size
-
-
-def _put_unbind(graph: Graph, source: Node, dim: int, selects: list[Node]) -> None:
-    """One `unbind` where the first select stood, so that its source lives no longer than before."""
-    size = source.meta["val"].size(dim)
-    first = next(node for node in graph.gm.graph.nodes if node in set(selects))
-    values = {_index(node, size): node.meta["val"] for node in selects}
-    with graph.gm.graph.inserting_before(first):
-        unbind = graph.gm.graph.call_function(_UNBIND, (source, dim))
-        unbind.meta = {**first.meta, "val": [values[index] for index in range(size)]}
-        parts = [graph.gm.graph.call_function(operator.getitem, (unbind, index)) for index in range(size)]
-    for index, part in enumerate(parts):
-        part.meta = {**first.meta, "val": values[index]}
-    for node in selects:
-        node.replace_all_uses_with(parts[_index(node, size)])
-        graph.gm.graph.erase_node(node)

@@ -64,16 +64,16 @@ def _owners(joint: Graph) -> set[Node]:
     return {view_base(node) for slot, node in named if node is not None and slot.role == "output"}
 
 
-# What is equal.
+# Equal blocks.
 
 
 def _equal_blocks(joint: Graph, owners: set[Node]) -> dict[Hashable, list[Segment]]:
-    """What a graph computes in modules that are equal, by what they have in common; largest modules first.
+    """The nodes of modules that compute the same up to names, grouped by kind; largest modules first.
 
     A block is a module with a number in its path: `encoder.layers.3`, or in it `encoder.layers.3.experts.0`.
     """
     left = [node for node in joint.gm.graph.nodes if node.op == "call_function" and node.meta.get("module")]
-    found: dict[Hashable, list[Segment]] = {}
+    equal_blocks: dict[Hashable, list[Segment]] = {}
     level = 0
     while left:
         blocks = dict[str, list[Node]]()
@@ -87,9 +87,9 @@ def _equal_blocks(joint: Graph, owners: set[Node]) -> dict[Hashable, list[Segmen
         equal = {kind: segments for kind, segments in kinds.items() if len(segments) > 1}
         inside = {node for segments in equal.values() for segment in segments for node in segment.nodes}
         left = [node for nodes in blocks.values() for node in nodes if node not in inside]
-        found |= equal
+        equal_blocks |= equal
         level += 1
-    return found
+    return equal_blocks
 
 
 @functools.cache
@@ -100,28 +100,28 @@ def _path_to_number(path: str, level: int) -> str:
     return ".".join(parts[: numbers[level] + 1]) if level < len(numbers) else ""
 
 
-# What is rewritten.
+# The parts and their rewrites.
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Part:
-    """Nodes of a joint graph, and what they were rewritten to.
+    """Nodes of a joint graph, and the graph that replaces them.
 
     Args:
         segment: the nodes.
-        graph: takes the place of them.
+        graph: replaces them.
     """
 
     segment: Segment
     graph: Graph
 
     def origin(self, node: Node) -> Node | None:
-        """The node that one of `graph` is, or was made of; None for one that a rewrite made of several."""
+        """The segment's node that a node of `graph` comes from; None for one that the rewrite added."""
         position = node.meta.get("serial", len(self.segment.nodes))
         return self.segment.nodes[position] if position < len(self.segment.nodes) else None
 
-    def given(self, node: Node) -> Node | None:
-        """The node around the segment that one of `graph` stands for; None if it is computed."""
+    def outer(self, node: Node) -> Node | None:
+        """The node outside of the segment that a node of `graph` stands for; None if it is computed."""
         position = node.meta.get("serial", 0) - len(self.segment.nodes)
         return self.segment.ins[position] if position >= 0 else None
 
@@ -148,10 +148,10 @@ class _Rewriting:
                 self._constants[node] = _Constant(f"{held.dtype} {held.item()}", held)
 
     def parts(self, equal: Sequence[Segment]) -> Iterator[_Part]:
-        """Equal segments with what each was rewritten to; what is constant in it is known from now on."""
+        """A part for each of some equal segments; constants that they compute are remembered."""
         graphs: dict[Hashable, Graph] = {}
         for segment in equal:
-            constants = self._known_to(segment)
+            constants = self._constants_into(segment)
             key = tuple(constants[node].text if node in constants else None for node in segment.ins)
             if key not in graphs:
                 graphs[key] = self._rewritten(segment, constants)
@@ -161,14 +161,17 @@ class _Rewriting:
                     text = f"{result.args} {result.kwargs}"
                     self._constants[node] = _Constant(text, _FULL, result.args, result.kwargs)
 
-    def _known_to(self, segment: Segment) -> Mapping[Node, _Constant]:
-        """The constants that a segment makes itself: an output that is a copy of one would be that one."""
+    def _constants_into(self, segment: Segment) -> Mapping[Node, _Constant]:
+        """The inputs that are constants, to be made inside; not `full`s if the segment has program outputs.
+
+        A rewrite would return such a constant in the place of an output that is a copy of it.
+        """
         has_outputs = any(view_base(node) in self._owners for node in segment.outs)
-        found = ((node, self._constants[node]) for node in segment.ins if node in self._constants)
-        return {node: constant for node, constant in found if not has_outputs or constant.held is not _FULL}
+        into = ((node, self._constants[node]) for node in segment.ins if node in self._constants)
+        return {node: constant for node, constant in into if not has_outputs or constant.held is not _FULL}
 
     def _rewritten(self, segment: Segment, constants: Mapping[Node, _Constant]) -> Graph:
-        """What a segment is rewritten to; nodes say by `serial` which of its nodes, or ins, they are."""
+        """The rewritten segment; a node's `serial` is the position of its origin in `nodes`, then `ins`."""
         graph = region_graph(segment, self._joint.gm)
         nodes, arguments = graph.gm.graph, arguments_of(segment, self._joint.gm)
         computing = [node for node in nodes.nodes if node.op == "call_function"]
@@ -176,23 +179,23 @@ class _Rewriting:
             node.meta["serial"] = position
         positions = {node: position for position, node in enumerate(segment.ins, len(computing))}
         ins = dict[Slot, int]()
-        for placeholder, slot, given in zip(graph.placeholders(), graph.ins, arguments, strict=True):
-            constant = constants.get(given)
+        for placeholder, slot, argument in zip(graph.placeholders(), graph.ins, arguments, strict=True):
+            constant = constants.get(argument)
             if constant is None:
-                ins[slot] = positions[given]
+                ins[slot] = positions[argument]
                 continue
             with nodes.inserting_before(computing[0]):
                 made = constant.put(graph.gm, placeholder)
-            made.meta["serial"] = positions[given]
+            made.meta["serial"] = positions[argument]
             placeholder.replace_all_uses_with(made)
             nodes.erase_node(placeholder)
-        # Outputs lie in memory of their own, whatever rewrites make of them.
+        # Slots of the role `output` make the backend keep these results in memory of their own.
         outs = (
             Slot("output", slot.path) if view_base(node) in self._owners else slot
             for node, slot in zip(segment.outs, graph.outs, strict=True)
         )
         rewritten = self._backend.prepare_joint(Graph(graph.gm, tuple(ins), tuple(outs)))
-        # Where a rewrite leaves `x` of `x + 0`, that says of itself what the sum did.
+        # Restored, since a rewrite that leaves `x` of `x + 0` copies the sum's metadata to `x`.
         for placeholder, position in zip(rewritten.placeholders(), ins.values(), strict=True):
             placeholder.meta["serial"] = position
         return rewritten
@@ -203,7 +206,7 @@ class _Constant:
     """A tensor that is the same in all calls.
 
     Args:
-        text: equal for equal ones.
+        text: the same for equal constants.
         held: the tensor, of one element; or the operator that makes it.
         args: of the operator.
         kwargs: of the operator.
@@ -228,7 +231,7 @@ class _Constant:
 _FULL = torch.ops.aten.full.default
 
 
-# The whole again.
+# The whole graph, put together from parts.
 
 _Place: TypeAlias = tuple[int, Node]
 """A node of a part: the part's position, and the node in its graph."""
@@ -247,7 +250,7 @@ class _Assembly:
         self._parts = parts
         self._made = torch.fx.Graph()
         self._root = torch.nn.Module()
-        self._now: dict[_Place, Node] = {}
+        self._made_at: dict[_Place, Node] = {}
         self._makers = dict[Node, _Place | Node]()  # of the nodes of `joint` that parts read
         for node in joint.placeholders():
             self._makers[node] = copy_node(self._made, node, lambda read: read, node.name)
@@ -266,59 +269,59 @@ class _Assembly:
         return made
 
     def _in_order(self) -> list[_Place]:
-        """What is to be made, as it stood and in its part's order; what is new, ahead of what follows."""
+        """Nodes to make, in the joint graph's order; one that a rewrite added, ahead of what follows it."""
         stood = {node: position for position, node in enumerate(self._joint.gm.graph.nodes)}
-        found = list[tuple[int, int, int, Node]]()
+        places = list[tuple[int, int, int, Node]]()
         for at, part in enumerate(self._parts):
             position = len(stood)
             for back, node in enumerate(reversed(part.graph.gm.graph.nodes)):
-                if node.op == "call_function" and part.given(node) is None:
+                if node.op == "call_function" and part.outer(node) is None:
                     origin = part.origin(node)
                     position = position if origin is None else min(position, stood[origin])
-                    found.append((position, at, -back, node))
-        return [(at, node) for _, at, _, node in sorted(found, key=lambda each: each[:3])]
+                    places.append((position, at, -back, node))
+        return [(at, node) for _, at, _, node in sorted(places, key=lambda each: each[:3])]
 
     def _make(self, place: _Place) -> None:
-        """A node, and first what it is computed from and is not there yet."""
+        """Make a node, after those of its inputs that were not made yet."""
         pending = [place]
         while pending:
             at, node = pending[-1]
-            found = {read: self._found((at, read)) for read in inputs_of(node)}
-            missing = [other for other in found.values() if not isinstance(other, Node)]
+            inputs = {read: self._made_or_place((at, read)) for read in inputs_of(node)}
+            missing = [other for other in inputs.values() if not isinstance(other, Node)]
             pending += reversed(missing)
-            if not missing and pending.pop() not in self._now:
-                self._now[at, node] = self._copied(at, node, found)
+            if not missing and pending.pop() not in self._made_at:
+                self._made_at[at, node] = self._copied(at, node, inputs)
 
-    def _found(self, place: _Place) -> _Place | Node:
-        """The node that was made for one of a part; its place, if none was."""
+    def _made_or_place(self, place: _Place) -> _Place | Node:
+        """The node that was made for a place; if none was, the place where it is computed."""
         at, node = place
-        while (origin := self._parts[at].given(node)) is not None:
+        while (origin := self._parts[at].outer(node)) is not None:
             maker = self._maker(origin)
             if isinstance(maker, Node):
                 return maker
             place = at, node = maker
-        return self._now.get(place, place)
+        return self._made_at.get(place, place)
 
     def _maker(self, node: Node) -> _Place | Node:
-        """What stands for a node of the joint graph: one of a part, an argument, or a tensor that is held."""
+        """What replaces a node of the joint graph: a place in a part, an argument, or a held tensor."""
         if node.op == "get_attr" and node not in self._makers:
             self._makers[node] = self._held(self._joint, node)
         return self._makers[node]
 
     def _result(self, node: Node | None) -> Node | _Place | None:
         maker = None if node is None else self._maker(node)
-        return self._found(maker) if isinstance(maker, tuple) else maker
+        return self._made_or_place(maker) if isinstance(maker, tuple) else maker
 
-    def _copied(self, at: int, node: Node, now: Mapping[Node, Node | _Place]) -> Node:
+    def _copied(self, at: int, node: Node, inputs: Mapping[Node, Node | _Place]) -> Node:
         part = self._parts[at]
         if node.op == "get_attr":
             return self._held(part.graph, node)
         origin = part.origin(node)
-        # What is new has its phase, line and module of its neighbours in the whole.
+        # A node that a rewrite added gets phase, line and module from its neighbours in the whole graph.
         meta = {key: value for key, value in node.meta.items() if key != "phase"}
         meta |= {} if origin is None else origin.meta
-        meta["val"] = map_aggregate(node.meta.get("val"), _again)
-        args, kwargs = map_arg((node.args, node.kwargs), now.__getitem__)
+        meta["val"] = map_aggregate(node.meta.get("val"), _unshared)
+        args, kwargs = map_arg((node.args, node.kwargs), inputs.__getitem__)
         name = origin.name if origin is not None and origin.target is node.target else node.name
         return add_node(self._made, node.op, node.target, args, kwargs, name, meta)
 
@@ -328,8 +331,8 @@ class _Assembly:
         return add_node(self._made, "get_attr", name, (), {}, name, node.meta)
 
 
-def _again(val: Any) -> Any:
-    """A fake tensor in memory of its own: compilers look which values share some."""
+def _unshared(val: Any) -> Any:
+    """The fake tensor in memory of its own: compilers look which `val`s share memory."""
     if not isinstance(val, FakeTensor) or val.is_conj() or val.is_neg():
         return val
     return fake_on(val, val.device)

@@ -18,27 +18,34 @@ import torch
 from torch.fx import Node
 
 from aotdist.codegen.checked_call import CheckedCall, Form
-from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted, Fusion, KernelSummary
+from aotdist.codegen.contract import (
+    Backend,
+    BoxedCall,
+    Decompositions,
+    Emission,
+    Emitted,
+    Fusion,
+    KernelSummary,
+)
 from aotdist.codegen.decompose import decompose
 from aotdist.codegen.fx import load_graph, marked_call, print_graph
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import BadSettings
-from aotdist.kernels import extremes, foreach, scattering, triton_seam
+from aotdist.kernels import triton_seam
 from aotdist.kernels.background import Background
 from aotdist.kernels.checking import Difference, checked, launching, with_checks, with_real_strides
-from aotdist.kernels.choices import Choices
-from aotdist.kernels.compilation import TARGETS, Target
+from aotdist.kernels.compilation import TARGETS, Packed, Target, pack, unpack
 from aotdist.kernels.compilation import check as check_target
+from aotdist.kernels.decompositions import decompositions
 from aotdist.kernels.emission import Fused, fuse, without_kernels
 from aotdist.kernels.few_results import cut_few_results
 from aotdist.kernels.gpus import GPUS, USUAL, Gpu, gpu_here
 from aotdist.kernels.launching import Launch, Result
-from aotdist.kernels.packing import Packed, pack, unpack
 from aotdist.kernels.polynomial import NotProved, Whole
 from aotdist.kernels.side_by_side import bring_side_by_side
 from aotdist.kernels.sized import SizedLaunch
 from aotdist.kernels.splitting import split_reductions
-from aotdist.kernels.tuning import Tuner
+from aotdist.kernels.tuning import Choices, Tuner
 from aotdist.partition.traits import is_collective, is_random
 from aotdist.passes.linear_cross_entropy import MADE_OF
 from aotdist.program import Graph
@@ -69,13 +76,11 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
-class TritonBackend:
+class TritonBackend(Backend):
     """Fuses into Triton kernels of our own."""
 
     name: str = "triton"
     partition: Literal["default", "min_cut"] = "min_cut"
-    any_tangents: bool = False
-    owns_cut: bool = False
 
     def check(self) -> None:
         """See that Triton is there.
@@ -93,13 +98,8 @@ class TritonBackend:
     def decompositions(self) -> Decompositions:
         """Inductor's table, foreach operators by tensor, and operators of our own and of wrappers'."""
         of_operators = {op: made for op, made in inductor_decompositions().items() if op not in _KEPT}
-        own = {**foreach.decompositions(), **extremes.decompositions(), **scattering.decompositions()}
-        table = {**of_operators, **own, **operators.MADE_OF, **operators_made_of_others()}
+        table = {**of_operators, **decompositions(), **operators.MADE_OF, **operators_made_of_others()}
         return norms_laid_out(table)
-
-    def prepare_joint(self, graph: Graph) -> Graph:
-        """The graph itself."""
-        return graph
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Put kernels into the graph, and print what runs them."""
@@ -109,7 +109,7 @@ class TritonBackend:
 
 
 def settled(form: Form, graph: Graph, settings: Settings, label: str) -> Emitted:
-    """What runs a graph with kernels, which is emitted anew where tensors lie otherwise than it was traced.
+    """A graph with kernels as something to call, emitted again if tensors have other strides than traced.
 
     Args:
         form: the graph with kernels.
@@ -120,11 +120,11 @@ def settled(form: Form, graph: Graph, settings: Settings, label: str) -> Emitted
     if not form.is_checked:
         return Emitted(form.call, form.source, fusion=form.fusion, with_modules=form.marked)
 
-    def again(found: Iterable[Difference]) -> Form:
-        return _emitting(settings, label)(with_real_strides(_prepared(graph), found))
+    def emit_for(differences: Iterable[Difference]) -> Form:
+        return _emitting(settings, label)(with_real_strides(_prepared(graph), differences))
 
     sizes = [at for at, slot in enumerate(graph.ins) if slot.role == "size"]
-    return CheckedCall(form, again, sizes, label).emitted()
+    return CheckedCall(form, emit_for, sizes, label).emitted()
 
 
 def form_of(kernels: Graph, graph: Graph, source: str, fusion: Callable[[], Fusion], label: str) -> Form:
@@ -140,14 +140,14 @@ def form_of(kernels: Graph, graph: Graph, source: str, fusion: Callable[[], Fusi
     printed = print_graph(kernels)
 
     @cache
-    def looking() -> BoxedCall:
+    def checking() -> BoxedCall:
         bound = with_checks(printed.bound, kernels, cache(lambda: _prepared(graph)))
-        return load_function(printed.source, "forward", bound, f"{label} that looks")
+        return load_function(printed.source, "forward", bound, f"{label} with checks")
 
     return Form(
         load_graph(printed, kernels, label),
         bool(launching(kernels)),
-        lambda args: checked(looking(), args),
+        lambda args: checked(checking(), args),
         cache(lambda: marked_call(kernels, label)),
         f"{source}{printed.source}",
         fusion,
@@ -162,10 +162,10 @@ def _emitting(settings: Settings, label: str) -> Callable[[Graph], Form]:
         fused = with_kernels(
             graph, keeps_casts=casts, label=label, gpu=gpu, tuner=tuner, background=background
         )
-        known, launches = summary(fused), launches_of(fused)
+        kernels, launches = summary(fused), launches_of(fused)
 
         def fusion() -> Fusion:
-            return with_registers(known, {name: launch.registers for name, launch in launches.items()})
+            return with_registers(kernels, {name: launch.registers for name, launch in launches.items()})
 
         return form_of(fused.graph, graph, f"{fused.source}\n\n", fusion, label)
 
@@ -188,7 +188,7 @@ _KEPT = frozenset(
         torch.ops.aten.soft_margin_loss_backward.default,
     }
 )
-"""What Inductor's decompositions take apart and libraries do better.
+"""Operators that Inductor decomposes, and that libraries do better.
 
 Those of pools ask Inductor how it would lower them. That of an embedding's gradient adds up what arrives for
 one row in any order; the library sorts it first, so that its sums are the same in every run. That of a soft
@@ -278,12 +278,7 @@ def launches_of(fused: Fused) -> dict[str, Launch | SizedLaunch]:
 
 
 def with_registers(fusion: Fusion, registers: Mapping[str, int | None]) -> Fusion:
-    """The same, with what became known of its kernels.
-
-    Args:
-        fusion: of a graph.
-        registers: of a thread, by kernel.
-    """
+    """`fusion` with the registers that a thread of each kernel takes, by the kernel's name."""
     kernels = (replace(kernel, registers=registers.get(kernel.name)) for kernel in fusion.kernels)
     return replace(fusion, kernels=tuple(kernels))
 

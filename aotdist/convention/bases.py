@@ -1,19 +1,19 @@
 """Inputs that share memory, one of them written: the program reads them through one base.
 
-A write to one must be seen through the others, so they cannot be values of their own. Which inputs are
-written is known from a first trace; if some of those meet others (`memory` decides, to the byte), the
+A write to one must be seen through the others, so they cannot be separate values. Which inputs are written is
+known from a first trace; if some of them overlap others (`aliasing/memory.py` decides, to the byte), the
 program is traced a second time over *bases*, of which there are two kinds:
 
-- a **span**, the stretch of storage that a group of inputs lies in, as a flat tensor without history. Each
+- a **span**, the part of the storage that contains a group of inputs, as a flat tensor without history. Each
   plain tensor of the group, also one inside a wrapper, is traced as a view of the span *beneath* autograd:
-  what autograd knows of the inputs, and the gradients that they get, stay as they are.
-- a **view base**, where a write takes part in the backward of inputs that autograd connects: it must see
-  that one is a view of another. `y = x[0]; x.mul_(w)` gives `y` a new history. The tensor that the inputs are
-  views of (an input, or their common `_base`) is traced first, and the views are made of it again. Autograd
-  connects views that share no memory, too. A plain view by itself needs none: autograd knows where it lies.
+  the histories of the inputs, and their gradients, stay as they are.
+- a **view base**, where a write with history changes the history of other inputs: autograd must see that one
+  is a view of another. `y = x[0]; x.mul_(w)` gives `y` a new history. The tensor that the inputs are views of
+  (an input, or their common `_base`) is traced first, and the views are made of it again. This concerns views
+  that share no memory, too. A single plain view needs no base: autograd knows its place in the base.
 
-What memory shares and what autograd sees are two questions: `f(x, x[0], x.detach())` takes a span of `x` and
-`x.detach()`, in which the view base of `x[0]` lies. `sharing` says which bases inputs need.
+`needed_bases.py` decides which are needed. Inputs of a view base must not share memory with others, which
+autograd does not connect with them: `f(x, x[0], x.detach())` is refused if it writes `x` with history.
 
 The inputs stay inputs, for gradients, identity and views of them; bases are put in front of them. Source:
 "Add an opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#85036), where one layer does both.
@@ -36,15 +36,14 @@ from aotdist.torch_seam.tensors import storage_id
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A plain tensor of an input, and where it lies.
+    """A plain tensor of an input, and its place in a span.
 
     Args:
         input: the input.
         leaf: which of the plain tensors beneath it.
         size: its sizes.
         stride: its strides.
-        offset: of its first element, from the beginning of the span, in elements of the span.
-        of_base: whether it is beneath the base of the input (which is no input itself) rather than the input.
+        offset: of its first element in the span, in elements.
     """
 
     input: DistinctIdx
@@ -52,17 +51,15 @@ class Member:
     size: torch.Size
     stride: tuple[int, ...]
     offset: int
-    of_base: bool = False
 
-    def plain(self, distinct: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """The plain tensor; None if the input is a view of nothing."""
-        whole = distinct[self.input]._base if self.of_base else distinct[self.input]
-        return None if whole is None else plain_tensors(whole)[self.leaf]
+    def plain(self, distinct: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The plain tensor."""
+        return plain_tensors(distinct[self.input])[self.leaf]
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A stretch of storage, as a flat tensor of its own.
+    """A part of a storage, as a flat tensor.
 
     Args:
         members: the plain tensors that lie in it; the first tells where it is.
@@ -77,10 +74,7 @@ class Span:
     def of(self, distinct: Sequence[torch.Tensor]) -> torch.Tensor | None:
         """The span of these inputs; None if they lie otherwise."""
         plains = [member.plain(distinct) for member in self.members]
-        found = [plain for plain in plains if plain is not None]
-        if len(found) < len(plains):
-            return None
-        return span_over(found, self.offsets(), self.numel, self.dtype)
+        return span_over(plains, self.offsets(), self.numel, self.dtype)
 
     def offsets(self) -> tuple[int, ...]:
         """Where each member starts."""
@@ -114,12 +108,12 @@ Base: TypeAlias = Span | ViewBase
 
 @dataclass(frozen=True, slots=True)
 class BasePlan:
-    """What the traced program takes: bases, then the distinct inputs that are no bases themselves.
+    """The inputs of the traced program: bases, then the distinct inputs that are no bases themselves.
 
     Args:
-        bases: how to make each; spans are before the view bases that lie in them.
+        bases: how to make each.
         kept: the inputs that follow them.
-        num_inputs: how many inputs there were when it was made; those that only the trace meets follow.
+        num_inputs: how many inputs there were before the trace; those that the trace adds follow them.
     """
 
     bases: Row[PrimalIdx, Base] = field(default_factory=lambda: Row[PrimalIdx, Base]())
@@ -147,10 +141,6 @@ class BasePlan:
         later = idx - self.num_inputs
         return PrimalIdx(len(self.bases) + (self.kept.index(idx) if later < 0 else len(self.kept) + later))
 
-    def place(self, member: Member) -> PrimalIdx:
-        """Where the tensor that a member of a span is a part of stands among the primals."""
-        return self.views()[self.position(member.input)] if member.of_base else self.position(member.input)
-
     def is_new(self, at: PrimalIdx) -> bool:
         """Whether a primal is none of the inputs."""
         if at >= len(self.bases):
@@ -165,7 +155,7 @@ class BasePlan:
     def aliases(self) -> Mapping[tuple[PrimalIdx, int], tuple[PrimalIdx, Member]]:
         """For each plain tensor that lies in a span, by primal and leaf: which span, and where in it."""
         return {
-            (self.place(member), member.leaf): (at, member)
+            (self.position(member.input), member.leaf): (at, member)
             for at, base in self.bases.enumerate()
             if isinstance(base, Span)
             for member in base.members
@@ -187,9 +177,9 @@ NO_BASES = BasePlan()
 def span_over(
     members: Sequence[torch.Tensor], offsets: Sequence[int], numel: int, dtype: torch.dtype
 ) -> torch.Tensor | None:
-    """The memory that `members` lie in, as a flat tensor of `dtype` on a storage of its own.
+    """The memory that contains `members`, as a flat tensor of `dtype`.
 
-    None if they do not start `offsets` elements behind its beginning, all on one storage.
+    None if they are not on one storage, or do not start at `offsets`, in elements from its beginning.
     """
     first, size = members[0], dtype.itemsize
     start, storage = start_of(first) - offsets[0] * size, storage_id(first)
@@ -209,7 +199,7 @@ def base_of(
     creations: Sequence[Any],
     base: torch.Tensor | None,
 ) -> torch.Tensor | None:
-    """What `views` are views of: `base`, if it is given.
+    """The tensor that `views` are views of: `base`, if that is given.
 
     None if they are not views of it, start at other offsets, or have other `CreationMeta`s.
     """
@@ -247,7 +237,5 @@ def _slot(base: Base, program: Program[DistinctIdx]) -> Slot:
 
 
 def _name(program: Program[DistinctIdx], member: Member) -> str:
-    example = program.examples[member.input]
-    whole = example if example._base is None or not member.of_base else example._base
-    inner = [path for path, _ in leaves(recipe_of(whole))]
-    return f"{program.ins[member.input].path}{'._base' * member.of_base}{inner[member.leaf]}"
+    inner = [path for path, _ in leaves(recipe_of(program.examples[member.input]))]
+    return f"{program.ins[member.input].path}{inner[member.leaf]}"

@@ -11,7 +11,7 @@ from aotdist.program import ArgIdx, Call, DistinctIdx, Program, Row
 
 @dataclass(frozen=True, slots=True)
 class DedupePlan:
-    """Which argument stands for each distinct tensor.
+    """The distinct tensors among the arguments.
 
     Args:
         kept: for each distinct tensor, the first argument that is that tensor.

@@ -1,8 +1,8 @@
 """Outputs that are inputs, or views of something, are rebuilt outside of the compiled region.
 
-The region returns bases; views are replayed on them by the operations that made them, so that
-`_base`, shared storage, `grad_fn` and writes through the alias are what eager gives. What the program did in
-place to sizes, strides, storages and history is done in between: a view shows what its base was at the time.
+The region returns bases. The operations that made the views are replayed on them, so `_base`, shared storage,
+`grad_fn` and later writes through the views are as in eager. In-place changes of sizes, strides, storages and
+history are replayed in program order with the views, each of which is made of its base as it was then.
 Source: "Add an opaque epilogue in AOTAutograd for aliasing/mutations" (pytorch#85036).
 """
 
@@ -46,8 +46,8 @@ def replay(
         base: what to view.
         steps: the operations that make the view.
         values: what the region returned.
-        made: by serial, what several views have in common: a tensor that is no view itself, or all the
-            results of one operation.
+        made: by serial, results that several views share: a tensor that is no view itself, or all the results
+            of one operation.
     """
     start = first_to_make(steps, made)
     if start:
@@ -64,19 +64,19 @@ def replay(
 
 
 def viewer(step: FunctionView) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """What makes the views inside of a user's autograd function; None where the step is the base itself."""
+    """The function that makes a view from inside of a user's autograd function; None for the base itself."""
     if not step.steps:
         return None
     return lambda base: replay(base, step.steps, (), {})
 
 
 def first_to_make(steps: Sequence[Step], made: Container[int]) -> int:
-    """The first step to take: behind the last one that is made already."""
+    """The position of the first step whose result is not there yet."""
     return max((at + 1 for at, step in enumerate(steps) if is_made(step, made)), default=0)
 
 
 def is_made(step: Step, made: Container[int]) -> bool:
-    """Whether what a step makes is there, because another view has that step too."""
+    """Whether the result of a step is there, since another view shares the step."""
     return step.is_common() and step.serial in made
 
 
@@ -86,13 +86,13 @@ def _picked(result: Any, step: Step) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class EpiloguePlan:
-    """What each output is, in terms of inputs and of the values that the region returns.
+    """How each output is made of inputs and of the values that the region returns.
 
     Args:
-        outputs: what each is.
-        order: in which order to make them, and to write metadata.
-        rewinds: inputs whose version counters go back first, by as many writes as are repeated.
-        switched_on: inputs that begin to require grad, first of all: the region's node gives them gradients.
+        outputs: the fact of each output.
+        order: the order in which to make them, and to write metadata.
+        rewinds: inputs whose version counters are decreased first, by the number of writes that are repeated.
+        switched_on: inputs that begin to require grad, before the region runs: its node has their gradients.
     """
 
     outputs: Row[OutIdx, OutputFact]
@@ -114,7 +114,7 @@ class EpiloguePlan:
         return lifted
 
     def count(self, primals: Sequence[Any]) -> None:
-        """Set the version counters right once the region has run."""
+        """Correct version counters after the region has run."""
         for idx, count in self.rewinds:
             rewind(primals[idx], count)
 
@@ -123,14 +123,14 @@ class Outputs:
     """The outputs of one call, made one by one, each once.
 
     Args:
-        plan: what each is.
+        plan: how each is made.
         primals: inputs, before the region runs.
     """
 
     def __init__(self, plan: EpiloguePlan, primals: Sequence[Any]) -> None:
         self._plan, self._primals = plan, primals
         self.values: Sequence[Any] = ()
-        """What the region returns; read when an output is made."""
+        """The values that the region returned."""
         self._built: dict[OutIdx, Any] = {}
         self._kept: dict[int, torch.Tensor] = {}
         self._made: dict[int, Any] = {}
@@ -154,7 +154,7 @@ class Outputs:
                 self.make(action)
 
     def make(self, idx: OutIdx) -> Any:
-        """One output, and first what it is made of."""
+        """One output; outputs that it is a view of are made first."""
         if idx not in self._built:
             fact = self._plan.outputs[idx]
             self._built[idx] = fact.value if isinstance(fact, NotATensor) else self._at(fact)
@@ -189,7 +189,7 @@ def rewrite(
         args: its arguments, tensors of the trace replaced by those of the call.
         data: what the tensor's plain tensors are to hold afterwards; None to leave them as they are.
     """
-    history_of(tensor)  # makes it: a view whose base got one is a leaf to autograd until it is asked for
+    history_of(tensor)  # autograd rebuilds the history of a view whose base was written when it is read
     with torch.set_grad_enabled(write.grad):
         write.op(tensor, *args, **dict(write.kwargs))
     if data is not None:
@@ -202,11 +202,11 @@ def plan_epilogue(facts: Facts) -> EpiloguePlan:
     return EpiloguePlan(facts.outputs, facts.order, facts.rewinds, facts.switched_on)
 
 
-# Views that a user's autograd function returns: views of the same base as in eager, with its backward.
+# Views that a user's autograd function returns: of the same base as in eager, with the function's backward.
 #
-# Replaying the views alone would lose the backward, and returning the region's value alone would lose whose
-# memory it shows. So the view is made again inside of an autograd function of our own, which sends the
-# gradient to the region's value; autograd then treats it as a view made by an autograd function, as in eager.
+# Replaying the views would lose the backward, and the region's value does not share the memory of the base.
+# So the view is made again inside of an autograd function of our own, which sends the gradient to the value
+# of the region; to autograd it is then a view made by an autograd function, as in eager.
 
 
 class _FunctionView(torch.autograd.Function):
@@ -233,7 +233,7 @@ def function_view(
     Args:
         base: the tensor whose memory it shows.
         value: the region's result, which has the view's numbers and its history.
-        make: makes the view; None where `base`, out of a wrapper and written, is the view itself.
+        make: makes the view; None where `base`, a written tensor from inside of a wrapper, is the view.
         creation: autograd's `CreationMeta` for the view.
     """
     if make is None:

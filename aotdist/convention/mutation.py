@@ -1,10 +1,9 @@
 """Writes to inputs: the region returns new values, and they are copied in outside of it.
 
-Two layers, because two kinds of write stand on different sides of the autograd node. A write that
-takes part in the backward (`x.mul_(w)` with `w` requiring grad) is a `copy_` on the tensor that the
-user holds, outside of the node, so that autograd gives it its history. Any other write (batch-norm
-statistics, counters, caches, whatever happens under `no_grad`) is a `copy_` on the plain tensors,
-inside: a wrapper's own `copy_`, which may compute, is never called.
+There are two layers, on the two sides of the autograd node. A write that takes part in the backward
+(`x.mul_(w)` with `w` requiring grad) is done outside of the node, to the user's tensor, which so gets its
+history. Any other write (batch-norm statistics, counters, caches, writes under `no_grad`) is a `copy_` on the
+plain tensors, inside of it: a wrapper's own `copy_`, which may compute, is never called.
 """
 
 from __future__ import annotations
@@ -43,9 +42,9 @@ class DifferentiableWrites:
     Args:
         writes: input, position of its new value among the node's outputs, number of writes to count.
         num_values: how many of the node's outputs are results; new values follow them.
-        counted: inputs with a history that are written without one, and how often. These writes are counted
-            before the region runs: autograd then rebuilds the history of views of them, and the region's
-            results come from the new history, as in eager.
+        counted: inputs with a history that are written under `no_grad`, and how often. These writes are
+            counted before the region runs: autograd then rebuilds the history of their views, which the
+            region's results follow from, as in eager.
     """
 
     writes: tuple[tuple[PrimalIdx, NodeOutIdx, int], ...]
@@ -65,7 +64,7 @@ class DifferentiableWrites:
         return lifted
 
     def prepare(self, primals: Sequence[Any]) -> None:
-        """What is done before the region runs."""
+        """Check and count writes before the region runs."""
         refuse_forbidden(*(primals[primal] for primal, _, _ in self.writes))
         for primal, bumps in self.counted:
             bump(primals[primal], bumps)
@@ -128,19 +127,15 @@ def plan_plain(program: Program[PrimalIdx], facts: Facts) -> PlainWrites:
     """How new values without history are written."""
     positions = plain_positions(facts.recipes)
     targets = {
-        # Beneath a wrapper nobody counts: eager bumps the wrapper alone, and `UnwrapPlan` what is to be.
+        # Inside of a wrapper writes are not counted: eager only bumps the wrapper, which `UnwrapPlan` does.
         plain: 0 if isinstance(facts.recipes[idx], Wrapper) or _has_history(program.examples[idx]) else bumps
         for idx, bumps in plain_writes(facts)
         for plain in positions[idx]
     }
-    num_values = sum(_num_leaves(facts, NodeOutIdx(k)) for k in range(len(facts.node_outs))) - len(targets)
+    num_values = sum(1 for out in facts.node_outs for _ in leaves(out.recipe)) - len(targets)
     writes = tuple((idx, num_values + at, bumps) for at, (idx, bumps) in enumerate(targets.items()))
     return PlainWrites(writes, num_values)
 
 
 def _has_history(example: torch.Tensor) -> bool:
     return example.requires_grad and not example.is_leaf and not is_wrapper(example)
-
-
-def _num_leaves(facts: Facts, idx: NodeOutIdx) -> int:
-    return sum(1 for _ in leaves(facts.node_outs[idx].recipe))

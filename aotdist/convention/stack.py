@@ -1,4 +1,4 @@
-"""The plans in order, from the outside in: this is the only place that says so."""
+"""The plans of all steps; their order is defined here alone."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from aotdist.program import Call, PrimalIdx, Program
 
 @dataclass(frozen=True, slots=True)
 class InsidePlans:
-    """What leads from the graph to the autograd node around it.
+    """The plans between the graph and the autograd node around it.
 
     Args:
-        unwrap: how inputs are taken apart and outputs put together.
-        writes: writes without history; what is written has been dropped from the results that remain.
+        unwrap: how inputs are unwrapped and outputs wrapped.
+        writes: writes without history.
         rng: where seed and offset come from, if the graph takes them.
     """
 
@@ -30,7 +30,7 @@ class InsidePlans:
     rng: RngPlan = HIDDEN_STATE
 
     def lift(self, call: Call, sizes: Sequence[int] = ()) -> Call:
-        """What `call`, the graph's convention, is inside of the autograd node.
+        """The function inside of the autograd node, given the one of the graph.
 
         Args:
             call: plain tensors, sizes, seed and offset -> results.
@@ -42,7 +42,7 @@ class InsidePlans:
 
 @dataclass(frozen=True, slots=True)
 class Plans:
-    """What leads from the graph back to the program: outside of the autograd node, then inside of it."""
+    """The plans between the graph and the program: outside of the autograd node, then inside of it."""
 
     epilogue: EpiloguePlan
     writes: DifferentiableWrites
@@ -50,12 +50,12 @@ class Plans:
 
     @classmethod
     def of(cls, program: Program[PrimalIdx], facts: Facts, drawn_on: torch.device | None = None) -> Plans:
-        """What leads from the graph of a trace back to the program.
+        """The plans that the facts of a trace give.
 
         Args:
             program: as it was traced.
             facts: what the trace showed.
-            drawn_on: where seed and offset lie that the graph takes, if it does.
+            drawn_on: the device of the seed and the offset, if the graph takes these.
         """
         return cls(
             plan_epilogue(facts),
@@ -64,11 +64,11 @@ class Plans:
         )
 
     def lift_outside(self, call: Call, *, enables_grad: bool = False) -> Call:
-        """What `call`, the node's convention, is to the caller.
+        """The function that the caller gets, given the one of the autograd node.
 
         Args:
             call: primals -> results of the node.
-            enables_grad: results have a history although the caller has grad mode off.
+            enables_grad: results have a history even if grad mode is off.
         """
         call = self.writes.lift(call)
         return self.epilogue.lift(torch.enable_grad()(call) if enables_grad else call)

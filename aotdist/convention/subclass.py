@@ -1,7 +1,7 @@
-"""Wrapper tensors are taken apart before the graph and put together after it.
+"""Wrapper tensors are unwrapped before the graph, and rebuilt after it.
 
-Source: "AOTDispatch subclass support" (pytorch#104483); here the wrapper is rebuilt around what
-functionalisation sees, so that the layers inside of this one see plain tensors alone.
+Source: "AOTDispatch subclass support" (pytorch#104483); here the wrapper is rebuilt around the functional
+tensors, so the layers inside of this one see plain tensors alone.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, plain_tensors, 
 
 @dataclass(frozen=True, slots=True)
 class UnwrapPlan:
-    """How inputs are taken apart and outputs put together.
+    """How inputs are unwrapped and outputs rebuilt.
 
     Args:
         ins: recipe of each input.
         outs: recipe of each output.
         bumps: inputs whose writes no other layer counts, each with the number of writes.
-        versions: outputs that the program wrote after making them, and how often.
+        versions: outputs that the program wrote, and how often.
     """
 
     ins: Row[PrimalIdx, Recipe]
@@ -35,7 +35,7 @@ class UnwrapPlan:
     versions: Mapping[NodeOutIdx, int]
 
     def lift(self, call: Call) -> Call:
-        """Take the inputs apart, put the outputs together."""
+        """Unwrap the inputs, rebuild the outputs."""
 
         def lifted(primals: Sequence[Any]) -> list[Any]:
             results = call([plain for primal in primals for plain in plain_tensors(primal)])
@@ -45,7 +45,7 @@ class UnwrapPlan:
         return lifted
 
     def rebuilt(self, results: Sequence[Any]) -> list[Any]:
-        """The outputs, put together, with their version counters."""
+        """The outputs, rebuilt, with their version counters."""
         outs = rebuild_all(self.outs, results)
         count_as(outs, self.versions)
         return outs
@@ -76,7 +76,7 @@ def plain_positions(recipes: Row[PrimalIdx, Recipe]) -> Row[PrimalIdx, tuple[Pla
 
 
 def plan_unwrap(facts: Facts) -> UnwrapPlan:
-    """How the call's tensors are taken apart, and results put together."""
+    """How the call's tensors are unwrapped, and results rebuilt."""
     node_outs = [out for out in facts.node_outs if out.slot.role == "output" or out.differentiable]
     versions = {NodeOutIdx(position): out.version for position, out in enumerate(node_outs) if out.version}
     return UnwrapPlan(facts.recipes, Row(out.recipe for out in node_outs), _bumps(facts), versions)
@@ -95,7 +95,7 @@ def _bumps(facts: Facts) -> tuple[tuple[PrimalIdx, int], ...]:
 
 
 def shell_of(recipe: Recipe) -> torch.Tensor:
-    """A tensor that `recipe` puts together, with no data."""
+    """A tensor rebuilt from `recipe`, without data."""
     plains = [
         torch.empty_strided(plain.size, plain.stride, dtype=plain.dtype, device="meta")
         for _, plain in leaves(recipe)

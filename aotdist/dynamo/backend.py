@@ -1,4 +1,4 @@
-"""The backend that `torch.compile(backend="aotdist")` calls with each graph of Dynamo's."""
+"""The backend that `torch.compile(backend="aotdist")` calls with each graph of Dynamo."""
 
 from __future__ import annotations
 
@@ -24,37 +24,28 @@ from aotdist.subclasses.protocol import is_real
 from aotdist.torch_seam.dynamo import dynamo_frame, skip_our_frames
 from aotdist.torch_seam.symbols import hint
 
-_numbers = itertools.count()
-
 
 class Region(Compiled):
-    """A graph of Dynamo's as a callable that compiles itself for each new kind of call.
+    """A graph of Dynamo as a callable that compiles itself for each new kind of call.
 
-    Dynamo guards what it found out itself, and calls a graph for every call that passes. What the compiled
-    graph depends on besides (which inputs share memory, strides, what a trace decided by a symbol) is
-    guarded here, as for every compiled function.
+    Dynamo calls the graph whenever its own guards hold. What a compiled program depends on besides (which
+    inputs share memory, strides, conditions on symbols) is guarded here, as for every compiled function.
 
     Attributes:
-        name: of the frame that Dynamo compiled: `forward [0/0]`.
-
-    Args:
-        gm: the graph.
-        backend: turns graphs into callables.
-        settings: how to compile.
+        name: the frame that Dynamo compiled: `forward [0/0]`.
     """
 
     def __init__(self, gm: GraphModule, backend: Backend, settings: Settings) -> None:
         graph = DynamoGraph.of(gm)
         self.name = dynamo_frame()
         vars(gm)["__name__"] = self.name
-        self.number = next(_numbers)
         self._graph = graph
         super().__init__(
             lambda: graph.gm,
             graph.run,
             Compiling(backend, settings, lambda call: graph.open_dims(call.kwargs)),
         )
-        _every_region.add(self)
+        _regions[next(_numbers)] = self
 
     def __call__(self, *inputs: Any) -> Any:
         """Run the artifact that fits, making one if there is none."""
@@ -67,16 +58,17 @@ class Region(Compiled):
     def compile_for(self, inputs: Sequence[Any]) -> None:
         """Compile for a call with these inputs, without calling."""
         if all(is_real(value) for value in inputs if isinstance(value, torch.Tensor)):
-            # While Dynamo compiles it has symbols in the place of numbers.
+            # While Dynamo compiles, numbers are symbols.
             self._made((), self._graph.named([hint(value) for value in inputs]))
 
 
-_every_region: weakref.WeakSet[Region] = weakref.WeakSet()
+_numbers = itertools.count()
+_regions: weakref.WeakValueDictionary[int, Region] = weakref.WeakValueDictionary()
 
 
 def regions() -> list[Region]:
-    """What Dynamo compiled with this backend and has not let go of, the oldest first."""
-    return sorted(_every_region, key=lambda region: region.number)
+    """The graphs that Dynamo compiled with this backend and still holds, the oldest first."""
+    return list(_regions.values())
 
 
 def backend(
@@ -86,17 +78,17 @@ def backend(
     mode: str | None = None,
     options: Settings | Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
-    """Compile one graph of Dynamo's.
+    """Compile one graph of Dynamo.
 
     Args:
         gm: the graph; parameters and buffers are among its inputs.
-        example_inputs: what it is about to be called with.
+        example_inputs: of its first call.
         mode: of `torch.compile`; `reduce-overhead` is `Settings(cuda_graphs=True)`.
         options: of `torch.compile`: fields of `aotdist.Settings`, and `backend`, as for `aotdist.compile`
             (`eager` runs Dynamo's graphs as they are); or an `aotdist.Settings`.
 
     Raises:
-        BadSettings: the mode or an option is unknown, or belongs elsewhere.
+        BadSettings: the mode or an option is unknown, or is another compiler's.
         UnsupportedProgram: the graph cannot be compiled ahead of time.
         RankDivergence: the ranks compiled different sequences of collectives.
     """
@@ -111,13 +103,11 @@ def backend(
 def compile_graph(
     gm: GraphModule, example_inputs: Sequence[Any], code_backend: Backend, settings: Settings
 ) -> Region:
-    """Compile one graph of Dynamo's.
+    """Compile one graph of Dynamo.
 
     Args:
-        gm: the graph.
-        example_inputs: what it is about to be called with; if these hold no data, the first call compiles.
-        code_backend: turns graphs into callables.
-        settings: how to compile; which sizes are open, Dynamo decides.
+        example_inputs: of its first call; if they are fake, the first call compiles.
+        settings: how to compile; Dynamo decides which sizes are dynamic.
     """
     skip_our_frames()
     settings = replace(settings, dynamic=False)
@@ -140,7 +130,7 @@ def _checked(mode: str | None, options: dict[str, Any]) -> dict[str, Any]:
     """Settings by name.
 
     Raises:
-        BadSettings: a mode that is another compiler's, an option that nothing here could honour.
+        BadSettings: the mode is another compiler's, or `dynamic` is set.
     """
     if options.get("dynamic") not in (None, False, "auto"):  # the last is what Dynamo does by itself
         raise BadSettings(

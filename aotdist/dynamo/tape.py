@@ -1,4 +1,4 @@
-"""`aotdist.compile_backward`: backwards are recorded as tapes, which Dynamo goes through like a program."""
+"""`aotdist.compile_backward`: PyTorch records backwards as tapes, which Dynamo traces like a program."""
 
 from __future__ import annotations
 
@@ -21,20 +21,14 @@ from aotdist.torch_seam.dynamo import compiling_tapes, forget_tapes
 
 @dataclass(frozen=True, slots=True)
 class _TapeCompiler:
-    """Compiles tapes; of two that are equal, one may run what the other compiled.
-
-    Args:
-        backend: as the user named it.
-        settings: how to compile.
-        dynamic: of `torch.compile`.
-    """
+    """Compiles tapes; compilers that are equal share the tapes that PyTorch has cached."""
 
     backend: str | Compiler | Backend
     settings: Settings
     dynamic: bool | None
 
     def __call__(self, tape: GraphModule) -> Callable[..., Any]:
-        """Compile a tape; Dynamo goes through it once more, and through the hooks on it."""
+        """Compile a tape; Dynamo traces it again, with its hooks."""
         compiled = torch.compile(tape, backend=self._compiled, dynamic=self.dynamic)
 
         def call(inputs: Any, sizes: Any, scalars: Any, hooks: Sequence[Any], packed: Any) -> Any:
@@ -48,9 +42,9 @@ class _TapeCompiler:
 
 
 def _refuse_fsdp(hooks: Sequence[Any]) -> None:
-    """Raise for hooks of FSDP2's, which gather parameters and reduce gradients: a tape loses their order.
+    """Raise for hooks of FSDP2, which gather parameters and reduce gradients: a tape loses their order.
 
-    On two ranks gradients are wrong then, whatever compiles the tape (torch 2.13, `backend="eager"`).
+    On two ranks gradients would be wrong, whatever compiles the tape (torch 2.13, `backend="eager"`).
     """
     for hook in hooks:
         called = getattr(hook, "_forward_cls", getattr(hook, "func", hook))
@@ -63,7 +57,7 @@ def _refuse_fsdp(hooks: Sequence[Any]) -> None:
 
 
 _last: _TapeCompiler | None = None
-"""Whose tapes PyTorch keeps: it has one cache for all compilers."""
+"""The compiler of the tapes in PyTorch's cache, which does not tell compilers apart."""
 
 
 @contextmanager
@@ -73,13 +67,12 @@ def compile_backward(
     settings: Settings | Mapping[str, Any] | None = None,
     dynamic: bool | None = None,
 ) -> Generator[None]:
-    """Compile the backwards that run inside, whatever they go through.
+    """Compile the backwards that run inside the context.
 
     The tape that autograd is about to run is recorded first: formulas of operators, hooks of tensors and
-    parameters, what is added to gradients that are there. It is compiled as a graph of Dynamo's, and kept
-    for tapes of the same nodes. Backwards of `autograd.Function`s are part of it, if Dynamo can go through
-    them; those of compiled programs are called where they stand. It holds for all threads, for one backward
-    at a time.
+    parameters, accumulation into gradients. It is compiled as a graph of Dynamo, and kept for tapes of the
+    same nodes. Backwards of `autograd.Function`s are part of it if Dynamo can trace them; those of compiled
+    programs are called. The context holds for all threads, one backward at a time.
 
     Args:
         backend: as for `aotdist.compile`.
@@ -87,8 +80,8 @@ def compile_backward(
         dynamic: of `torch.compile`, for the sizes on the tape; with False there is a tape for each size.
 
     Raises:
-        BadSettings: the backend or a setting is unknown, or `dynamic` is something else.
-        UnsupportedProgram: at a backward: it goes through hooks of FSDP2's. Nothing has been changed then.
+        BadSettings: the backend, a setting or `dynamic` is unknown.
+        UnsupportedProgram: a backward calls hooks of FSDP2. Nothing has been changed then.
     """
     global _last
     given = settings_of(settings)

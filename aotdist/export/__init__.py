@@ -5,9 +5,8 @@ returns the new values of what the program writes, then its results, views and i
 gradients.
 """
 
-from aotdist.export.export_module import aot_export_module
+from aotdist.export.export_module import BackwardSignature, GraphSignature, aot_export_module
 from aotdist.export.joint_simple import aot_export_joint_simple
-from aotdist.export.signature import BackwardSignature, GraphSignature
 from aotdist.export.stored import Exported, load, save
 
 __all__ = [

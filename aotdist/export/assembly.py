@@ -1,4 +1,4 @@
-"""From a trace to the exported graph: inputs first, then operations, then what is asked of the results."""
+"""From a trace to the exported graph: inputs, then operations, then views and gradients as results."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from typing import Any, assert_never
 import torch
 from torch.fx import GraphModule, Node
 
-from aotdist.errors import UnsupportedProgram
-from aotdist.export.call import Input
-from aotdist.export.refusals import view_made_by
-from aotdist.export.trace import ExportTrace
+from aotdist.export.refusals import unsupported, view_made_by
+from aotdist.export.trace import ExportTrace, Input
 from aotdist.facts import (
     DataWritten,
     Fresh,
@@ -39,12 +37,11 @@ from aotdist.trace.numbers.unbacked import MEASURES
 
 
 class Assembly:
-    """Puts the exported graph together out of a trace.
+    """Builds the exported graph of a trace.
 
     Args:
-        traced: the trace.
-        prefix: how the inputs are called.
-        loss: the result that gets a gradient of one. Without, each result that requires grad gets a tangent.
+        prefix: name of the inputs, with a place for their number.
+        loss: the result whose gradient is one. Without, each result that requires grad has a tangent.
     """
 
     def __init__(self, traced: ExportTrace, *, prefix: str, loss: int | None = None) -> None:
@@ -55,16 +52,20 @@ class Assembly:
         self._builder = GraphBuilder(traced.trace.graph.gm)
         self._add_inputs(prefix)
         self._symbols = self._add_symbols()
+        tangents = self._tangents()
         if loss is None:
-            self._add_tangents()
+            for number, tangent in enumerate(tangents, start=1):
+                self._builder.placeholder(tangent, f"tangents_{number}")
+        unseeded = loss
         for node in traced.trace.graph.gm.graph.nodes:
             if node.op in ("placeholder", "output"):
                 continue
-            if loss is not None and self._is_due(node):
-                self._add_seed(loss)
+            if unseeded is not None and not set(tangents).isdisjoint(node.all_input_nodes):
+                self._add_seed(unseeded, tangents)
+                unseeded = None
             self._builder.copy_as_theirs(node)
-        if loss is not None and not self._has_tangents():
-            self._add_seed(loss)
+        if unseeded is not None:
+            self._add_seed(unseeded, tangents)
 
     def values(self) -> list[Any]:
         """The program's results: nodes, and constants."""
@@ -80,11 +81,8 @@ class Assembly:
             elif isinstance(self._facts.inputs[idx], DataWritten):
                 found[leaf] = self._current(idx)
         for path in assigned:
-            raise UnsupportedProgram(
-                f"`{path}`, which is no buffer, is assigned a tensor",
-                stage="export",
-                fix="register it as a buffer, or return the tensor",
-            )
+            what = f"`{path}`, which is no buffer, is assigned a tensor"
+            raise unsupported(what, "register it as a buffer, or return the tensor")
         return self._distinct(found)
 
     def gradients(self) -> dict[Input, Node]:
@@ -94,7 +92,7 @@ class Assembly:
         return self._distinct({leaf: self._builder.env[node] for leaf, node in nodes if node is not None})
 
     def module(self, results: Sequence[Any]) -> GraphModule:
-        """The graph with these results, and nothing that they do not need."""
+        """The graph with these results, without dead code."""
         gm = self._builder.finish(results, (), ()).gm
         gm.graph.eliminate_dead_code()
         return gm
@@ -110,7 +108,7 @@ class Assembly:
                 self._builder.graph.placeholder(name).meta["val"] = leaf.value
 
     def _add_symbols(self) -> dict[str, Node]:
-        """Read sizes off the inputs, and let what the graph takes as numbers be computed of them."""
+        """Read the symbols off the inputs' sizes, and compute the graph's symbolic numbers from them."""
         symbols = self._traced.trace.symbols
         slots = self._traced.trace.program.ins
         found: dict[str, Node] = {}
@@ -126,7 +124,7 @@ class Assembly:
         return found
 
     def _number(self, value: Any) -> Any:
-        """An argument of a view, with nodes in the place of symbolic numbers."""
+        """An argument of a view, with nodes for its symbolic numbers."""
         if isinstance(value, (list, tuple)):
             return [self._number(item) for item in value]
         if not isinstance(value, SYMBOLIC):
@@ -139,32 +137,19 @@ class Assembly:
         outs = [self._facts.node_outs[value] for value in fresh]
         return [self._arguments[Slot("tangent", out.slot.path)] for out in outs if out.differentiable]
 
-    def _add_tangents(self) -> None:
-        for number, old in enumerate(self._tangents(), start=1):
-            self._builder.placeholder(old, f"tangents_{number}")
-
-    def _has_tangents(self) -> bool:
-        return all(tangent in self._builder.env for tangent in self._tangents())
-
-    def _is_due(self, node: Node) -> bool:
-        """Whether `node` reads a tangent that is not there yet."""
-        missing = [tangent for tangent in self._tangents() if tangent not in self._builder.env]
-        return any(tangent in node.all_input_nodes for tangent in missing)
-
-    def _add_seed(self, loss: int) -> None:
+    def _add_seed(self, loss: int, tangents: Sequence[Node]) -> None:
+        """Let a gradient of one stand for the loss's tangent."""
         value = self._value(OutIdx(loss))
         ones_like = torch.ops.aten.ones_like.default
         seed = self._builder.call(ones_like, (value,), like=value, name="ones_like", phase="backward")
         seed.kwargs = {"pin_memory": False, "memory_format": torch.preserve_format}
-        for tangent in self._tangents():
-            self._builder.env[tangent] = seed
+        self._builder.env |= dict.fromkeys(tangents, seed)
 
     def _value(self, position: OutIdx, before: int | None = None) -> Any:
         """The new node of a result, or the constant that it is.
 
         Args:
-            position: which result.
-            before: an action of the program's order, before which it is looked at; after all, if None.
+            before: position in the order of effects at which its value is taken; None for the end.
         """
         made = self._facts.order.index(position)
         match self._facts.outputs[position]:
@@ -188,7 +173,7 @@ class Assembly:
         return self._reshaped(node, ViewOfOutput(position, ()), slice(made, before))
 
     def _reshaped(self, node: Node, place: Place, when: slice) -> Node:
-        """`node`, whose sizes and strides the program has written `when`."""
+        """`node` with the sizes and strides that the program writes in this part of the order of effects."""
         for action in self._facts.order[when]:
             if isinstance(action, MetadataWrite) and action.target == place:
                 view = view_made_by(action)
@@ -203,7 +188,7 @@ class Assembly:
         return self._builder.env[node]
 
     def _current(self, idx: PrimalIdx) -> Node:
-        """The value of an input once the program is over."""
+        """The value of an input at the end of the program."""
         match self._facts.inputs[idx]:
             case DataWritten(value=value):
                 return self._node_out(value)
@@ -229,7 +214,7 @@ class Assembly:
     def _view(
         self, base: Node, op: Callable[..., Any], args: Sequence[Any], kwargs: Iterable[tuple[str, Any]]
     ) -> Node:
-        """The view of `base` that an operator makes, or several in a row."""
+        """The view of `base` that an operator makes."""
         with no_modes(), self._traced.trace.fake_mode:
             val = op(base.meta["val"], *args, **dict(kwargs))
         given = map(self._number, args) if is_symbolic(args) else args
@@ -239,29 +224,21 @@ class Assembly:
         return made
 
     def _assigned(self) -> dict[str, OutIdx]:
-        """Places that the program assigns a tensor to, and the result that has it."""
+        """Paths that the program assigns a tensor to, and the output that is this tensor."""
         returned = self._traced.returned()
         found: dict[str, OutIdx] = {}
         position = returned.spec.num_leaves
         for source, spec in returned.assigned():
             if not spec.is_leaf():
-                raise UnsupportedProgram(
-                    f"`{source.path}` is assigned a container of tensors",
-                    stage="export",
-                    fix="return the tensors",
-                )
+                raise unsupported(f"`{source.path}` is assigned a container of tensors", "return the tensors")
             found[source.path] = OutIdx(position)
             position += 1
         for _, path in returned.replaced:
-            raise UnsupportedProgram(
-                f"the attribute `{path[1:]}` of a wrapper is replaced",
-                stage="export",
-                fix="return the tensor",
-            )
+            raise unsupported(f"the attribute `{path[1:]}` of a wrapper is replaced", "return the tensor")
         return found
 
     def _distinct(self, nodes: dict[Input, Node]) -> dict[Input, Node]:
-        """The same with a copy of each node that is there twice: signatures go by names."""
+        """The same with a clone of each node that stands twice: signatures go by the names of nodes."""
         seen: set[Node] = set()
         found: dict[Input, Node] = {}
         for leaf, node in nodes.items():

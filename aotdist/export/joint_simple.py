@@ -1,4 +1,4 @@
-"""The graph of a function of flat tuples, called just like the function."""
+"""Export of a function of flat tuples, without a signature."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from torch.fx import GraphModule
 
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export.assembly import Assembly
-from aotdist.export.call import Call
-from aotdist.export.refusals import view_made_by
-from aotdist.export.trace import ExportTrace, trace_for_export
+from aotdist.export.refusals import unsupported, view_made_by
+from aotdist.export.trace import Call, ExportTrace, trace_for_export
 from aotdist.facts import (
     DataWritten,
     Facts,
@@ -36,19 +35,19 @@ def aot_export_joint_simple(
     num_params_buffers: int = 0,
     decompositions: Mapping[OpOverload, Callable[..., Any]] | None = None,
 ) -> GraphModule:
-    """The graph of a function that takes and returns flat tuples, called just like the function.
+    """The graph of a function that takes and returns flat tuples; it is called like the function.
 
-    With `trace_joint`, if a result requires grad, it is a joint graph: `(primals, tangents)` to
-    `(results, gradients)`, with one tangent for each result that requires grad, and one gradient, or None,
-    for each primal.
+    With `trace_joint`, if a result requires grad, it is a joint graph: `(primals, tangents)` to `(results,
+    gradients)`, with one tangent for each result that requires grad, and one gradient, or None, for each
+    primal.
 
     Arguments may be fake tensors, all of one `FakeTensorMode`: the trace runs in it.
 
     Args:
-        func: writes no input; no result is an input or a view of one.
+        func: may not write inputs, or return an input or a view of one.
         args: tensors and constants.
-        trace_joint: trace the backward too. Without, the function runs under `no_grad`.
-        num_params_buffers: how many of the first arguments are parameters and buffers; makes no difference.
+        trace_joint: trace the backward, too. Otherwise the function runs under `no_grad`.
+        num_params_buffers: ignored.
         decompositions: operators to break up.
 
     Raises:
@@ -65,7 +64,7 @@ def aot_export_joint_simple(
         _refuse_what_is_not_simple(traced)
         repeated = [k for k, fact in enumerate(traced.outputs()) if isinstance(fact, ViewOfOutput)]
         if traced.trace.has_backward() and repeated:
-            # A tensor that is returned twice gets two tangents.
+            # A tensor that is returned twice has two tangents: trace again, with clones.
             traced = trace_for_export(call, table, fresh=repeated)
     joint = traced.trace.has_backward()
     assembly = Assembly(traced, prefix="primals_{}" if joint else "arg{}_1")
@@ -83,11 +82,8 @@ def _is_flat(structure: TreeSpec) -> bool:
 
 
 def _not_simple(fault: str) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        f"`aot_export_joint_simple` cannot keep the function's convention: {fault}",
-        stage="export",
-        fix="clone or flatten it, or use `aot_export_module`",
-    )
+    what = f"`aot_export_joint_simple` cannot keep the function's convention: {fault}"
+    return unsupported(what, "clone or flatten it, or use `aot_export_module`")
 
 
 def _refuse_what_is_not_simple(traced: ExportTrace) -> None:
@@ -121,6 +117,6 @@ def _refuse_result(traced: ExportTrace, position: OutIdx, fact: OutputFact) -> N
 
 
 def _is_reshaped(facts: Facts, position: OutIdx) -> bool:
-    """Whether a result shows other dimensions than what its gradient belongs to."""
+    """Whether a result is reshaped in place, so that its gradient has another shape than the node's."""
     writes = (write for write in facts.metadata_writes() if write.target == ViewOfOutput(position, ()))
     return any(view_made_by(write) is not None for write in writes)

@@ -24,14 +24,19 @@ _OF_HISTORY = frozenset[Any](
         torch.Tensor.retain_grad,
     }
 )
-"""Writes of metadata after which a tensor holds and shows what it did before."""
+"""Writes that change neither data nor sizes nor strides."""
+
+
+def unsupported(what: str, fix: str) -> UnsupportedProgram:
+    """The error for a program that cannot be exported."""
+    return UnsupportedProgram(what, stage="export", fix=fix)
 
 
 def refuse_call(mod: Any, args: Any, kwargs: Any) -> None:
-    """Refuse what is no call of a module.
+    """Refuse what `aot_export_module` cannot call.
 
     Raises:
-        BadSettings: naming what is something else.
+        BadSettings: `mod` is no module, or an argument is no container of arguments.
     """
     if not isinstance(mod, nn.Module):
         raise BadSettings(
@@ -43,10 +48,10 @@ def refuse_call(mod: Any, args: Any, kwargs: Any) -> None:
 
 
 def refuse_arguments(args: Any, kwargs: Any = None, *, stage: str | None = None) -> None:
-    """Refuse what are no arguments of a call; keyword arguments may be left out.
+    """Refuse `args` that are no sequence, and `kwargs` that are no mapping.
 
     Raises:
-        BadSettings: naming what is something else.
+        BadSettings: naming the argument.
     """
     if not isinstance(args, Sequence):  # a tensor would be taken row by row
         fix = "pass a tuple of arguments: `(x,)`"
@@ -57,19 +62,12 @@ def refuse_arguments(args: Any, kwargs: Any = None, *, stage: str | None = None)
 
 
 def refuse_example(path: str, example: torch.Tensor) -> None:
-    """Refuse an input that is no plain tensor, or that a trace around this one made."""
+    """Refuse an input that is a wrapper, or a stand-in of a trace around this one."""
     if not isinstance(recipe_of(example), Plain):
-        raise UnsupportedProgram(
-            f"`{path}` is a {type(example).__name__}",
-            stage="export",
-            fix="export a program of plain tensors: a graph alone cannot take a wrapper apart",
-        )
+        fix = "export a program of plain tensors: a graph alone cannot take a wrapper apart"
+        raise unsupported(f"`{path}` is a {type(example).__name__}", fix)
     if not is_real(example) and not is_fake(example):
-        raise UnsupportedProgram(
-            f"`{path}` holds no data",
-            stage="export",
-            fix="pass a real tensor, or a fake one of a mode of yours",
-        )
+        raise unsupported(f"`{path}` holds no data", "pass a real tensor, or a fake one of a mode of yours")
 
 
 def refuse_mode_without_symbols(fakes: UserFakes) -> None:
@@ -87,7 +85,7 @@ def refuse_mode_without_symbols(fakes: UserFakes) -> None:
 
 
 def refuse_strays(traced: Traced, num_given: int) -> None:
-    """Refuse a program that uses a tensor which is neither argument nor state."""
+    """Refuse a program that reads a tensor which is neither argument nor state."""
     arguments = traced.graph.named_placeholders()
     returned = {
         fact.input if isinstance(fact, IsInput) else fact.base
@@ -96,29 +94,21 @@ def refuse_strays(traced: Traced, num_given: int) -> None:
     }
     for idx, slot in traced.program.ins.enumerate():
         if idx >= num_given and (arguments[slot].users or idx in returned):
-            raise UnsupportedProgram(
-                f"`{slot}` is reached from outside: neither argument nor parameter nor buffer",
-                stage="export",
-                fix="register it as a buffer of the module, or pass it as an argument",
-            )
+            what = f"`{slot}` is reached from outside: neither argument nor parameter nor buffer"
+            raise unsupported(what, "register it as a buffer of the module, or pass it as an argument")
 
 
 def refuse_metadata_writes(traced: Traced) -> None:
-    """Refuse a program that changes more of a tensor than its data, unless views show the same."""
+    """Refuse metadata that is written in place, unless the graph can make a view with the new metadata."""
     facts = traced.facts
     for idx in sorted({*facts.reshaped(), *facts.switched_on}):
-        raise UnsupportedProgram(
-            f"`{traced.program.ins[idx]}` has its size, strides or history written in place",
-            stage="export",
-            fix="return the changed tensor instead",
-        )
-    kept = (view_made_by(write) or write.op in _OF_HISTORY for write in facts.metadata_writes())
-    if not all(kept):
-        raise UnsupportedProgram(
+        what = f"`{traced.program.ins[idx]}` has its size, strides or history written in place"
+        raise unsupported(what, "return the changed tensor instead")
+    if not all(view_made_by(write) or write.op in _OF_HISTORY for write in facts.metadata_writes()):
+        raise unsupported(
             "a tensor that the program makes is resized in place after it was viewed, or given another "
             "storage",
-            stage="export",
-            fix="make another tensor instead, or clone the view",
+            "make another tensor instead, or clone the view",
         )
 
 
@@ -128,19 +118,14 @@ def view_made_by(write: MetadataWrite) -> OpOverload | None:
 
 
 def refuse_returned(returned: Returned) -> None:
-    """Refuse a program whose result says more than tensors and constants can."""
+    """Refuse results that are one object in two places, and checks of data."""
     if returned.shares:
-        raise UnsupportedProgram(
-            "the program returns an object, which it makes, in two places",
-            stage="export",
-            fix="return it once",
-        )
+        raise unsupported("the program returns an object, which it makes, in two places", "return it once")
     if returned.checks:
-        raise UnsupportedProgram(
+        raise unsupported(
             f"the program checks the data of a tensor (`{returned.checks[0].error}`), and an exported graph "
             "raises no errors",
-            stage="export",
-            fix="export it without the check (`torch._check_tensor_all`, or `validate_args`)",
+            "export it without the check (`torch._check_tensor_all`, or `validate_args`)",
         )
 
 
@@ -158,8 +143,4 @@ def check_loss(outs: Sequence[Any], loss: int | None) -> None:
         )
     for position, out in enumerate(values):
         if out is not chosen and isinstance(out, torch.Tensor) and out.requires_grad:
-            raise UnsupportedProgram(
-                f"`out[{position}]` requires grad and is not the loss",
-                stage="export",
-                fix="return it detached",
-            )
+            raise unsupported(f"`out[{position}]` requires grad and is not the loss", "return it detached")

@@ -1,7 +1,7 @@
-"""Exported graphs in files: saved as data, checked when they are loaded, and the same graphs again.
+"""Exported graphs in files.
 
-The file is that of `aotdist.artifacts`: JSON in a zip, operators by their names, a checksum of each member.
-Of a graph with symbolic sizes only the inputs' sizes are written; what follows from them is found out again.
+The format is that of `aotdist.artifacts`: JSON in a zip, operators by their names, a checksum of each member.
+Of symbolic sizes only those of the inputs are written; loading computes the others.
 """
 
 from __future__ import annotations
@@ -15,17 +15,16 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
-from aotdist.artifacts.archive import FORMAT, Manifest, check_versions, open_archive, version_of
+from aotdist.artifacts.archive import FORMAT, Manifest, check_versions, merged, open_archive, version_of
 from aotdist.artifacts.archive import save as save_archive
 from aotdist.artifacts.graphs import Graphs
 from aotdist.artifacts.kinds import Shape
 from aotdist.artifacts.live import GroupName, Live
-from aotdist.artifacts.ranks import merged
 from aotdist.artifacts.typed import damaged, made, only_ours, require
 from aotdist.artifacts.values import Json, Values
 from aotdist.codegen.fx import attribute_of
 from aotdist.errors import BadSettings, UnsupportedProgram
-from aotdist.export.signature import BackwardSignature, GraphSignature
+from aotdist.export.export_module import BackwardSignature, GraphSignature
 from aotdist.files import refuse_unwritable
 from aotdist.partition.builder import GraphBuilder
 from aotdist.program import Graph, Slot
@@ -39,12 +38,7 @@ from aotdist.trace.numbers.symbols import symbolic_strides
 
 
 class Exported(NamedTuple):
-    """What a file holds.
-
-    Attributes:
-        graph_module: the graph.
-        signature: what it takes and returns; None of a graph by `aot_export_joint_simple`.
-    """
+    """A graph and its signature, which is None for a graph of `aot_export_joint_simple`."""
 
     graph_module: GraphModule
     signature: GraphSignature | None
@@ -53,17 +47,16 @@ class Exported(NamedTuple):
 def save(exported: GraphModule | tuple[GraphModule, GraphSignature | None], path: str | Path) -> None:
     """Write an exported graph, and its signature, to a file.
 
-    Parameters and buffers are inputs of the graph: they are not in the file. A file that is there is replaced
-    when all is written.
+    Parameters and buffers are inputs of the graph, so they are not in the file. An existing file is replaced
+    atomically.
 
     Args:
-        exported: what `aot_export_module`, `aot_export_joint_simple` or `load` returned; the graph may have
-            been edited since.
-        path: of the file.
+        exported: result of `aot_export_module`, `aot_export_joint_simple` or `load`; the graph may have been
+            edited.
 
     Raises:
         BadSettings: `exported` is something else, or the file cannot be written.
-        UnsupportedProgram: the graph holds something that a file cannot hold.
+        UnsupportedProgram: the graph contains something that a file cannot.
     """
     gm, signature = _parts(exported)
     refuse_unwritable(Path(path))
@@ -92,17 +85,14 @@ def save(exported: GraphModule | tuple[GraphModule, GraphSignature | None], path
 
 
 def load(path: str | Path) -> Exported:
-    """The graph in a file, and its signature: those that were saved.
+    """Read an exported graph, and its signature, from a file.
 
-    Nothing is unpickled, imported or traced. A graph calls any operator that is registered: load what you
+    Nothing is unpickled, imported or traced. A graph may call any registered operator: load only what you
     would run.
 
-    Args:
-        path: of the file.
-
     Raises:
-        BadArtifact: the file is damaged, was saved by other versions, holds something else than an exported
-            graph, or calls an operator that is not there.
+        BadArtifact: the file is damaged, was saved by other versions, contains no exported graph, or calls an
+            operator that is not registered.
     """
     archive = open_archive(Path(path), "exported")
     check_versions(Path(path), archive.manifest)
@@ -136,14 +126,14 @@ def _refuse_calls(gm: GraphModule) -> None:
 
 
 def _values() -> Values:
-    """Writes and reads what stands in graphs; process groups are known if they are of all ranks."""
+    """Writes and reads the values in graphs; of process groups, only the one of all ranks."""
     world = world_group_name()
     groups = {} if world is None else {world: GroupName(None, 0)}
     return Values(Live("cpu", {}, groups, {}), {})
 
 
 def _without_symbols(gm: GraphModule) -> Graph:
-    """The graph with no value where it says symbols, and slots named as its inputs and results are."""
+    """A copy of the graph without symbolic values, with slots named after its inputs and results."""
     builder = GraphBuilder(gm)
     for node in gm.graph.nodes:
         if node.op == "output":
@@ -159,9 +149,9 @@ def _without_symbols(gm: GraphModule) -> Graph:
 
 
 def _symbolic_inputs(gm: GraphModule) -> dict[str, Json]:
-    """Of each input with symbols: its sizes and strides as they were, and by name where they are symbols.
+    """For each input with symbolic sizes: sizes and strides as numbers, and the names of the symbols.
 
-    A symbol of which the trace made a number has no name, and still counts among those that have one.
+    A symbol that the trace has specialised to a number has an empty name.
     """
     found: dict[str, Json] = {}
     for node in gm.graph.find_nodes(op="placeholder"):
@@ -179,7 +169,7 @@ def _symbolic_inputs(gm: GraphModule) -> dict[str, Json]:
 
 
 def _has_symbols(val: Any) -> bool:
-    """Whether a value is, or has sizes, that differ from call to call."""
+    """Whether a value is a symbol, or has symbolic sizes."""
     if isinstance(val, (tuple, list)):
         return any(map(_has_symbols, val))
     return any(map(is_open, (*val.shape, *val.stride()) if isinstance(val, torch.Tensor) else (val,)))
@@ -210,14 +200,14 @@ def _read(record: Mapping[str, Json]) -> Exported:
         for node in gm.graph.find_nodes(op="placeholder"):
             if node.name in sizes:
                 node.meta["val"] = _symbolic(sizes[node.name], env, symbols, fake_mode, node.name)
-    _tell_values(gm, fake_mode)
+    _propagate_values(gm, fake_mode)
     _call_as_joint(gm, record["joint"])
     signature = record["signature"]
     return Exported(gm, None if signature is None else _read_signature(signature, values, gm))
 
 
-def _tell_values(gm: GraphModule, fake_mode: FakeTensorMode) -> None:
-    """Let nodes that say nothing of their values, as those are of symbolic sizes, say what they compute."""
+def _propagate_values(gm: GraphModule, fake_mode: FakeTensorMode) -> None:
+    """Compute `meta["val"]` of nodes whose value has symbolic sizes."""
 
     def val_of(source: Node) -> Any:
         val = attribute_of(gm, source) if source.op == "get_attr" else source.meta["val"]
@@ -261,7 +251,7 @@ def _read_signature(json: Json, values: Values, gm: GraphModule) -> GraphSignatu
 def _symbolic(
     json: Mapping[str, Json], env: Any, symbols: dict[str, Any], fake_mode: FakeTensorMode, name: str
 ) -> torch.Tensor:
-    """A fake tensor with symbols among its sizes; those of the same name are the same."""
+    """A fake tensor with symbolic sizes; `symbols` are those of earlier inputs, by name."""
     names = require(json["names"], list[str | None], "the names of symbols")
     numbers = require(json["size"], list[int], "a size")
     size: list[Any] = []
@@ -282,5 +272,5 @@ def _symbolic(
         tensor = torch.empty_strided(size, stride, dtype=dtype, device=torch.device(json["device"]))
     for symbol, made_of in zip(names, size, strict=True):
         if symbol == "":
-            int(made_of)  # asking makes a number of it, as the trace did once the tensor was there
+            int(made_of)  # specialises the symbol, as the trace did after the tensor was made
     return tensor

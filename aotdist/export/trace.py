@@ -1,21 +1,21 @@
-"""From a call to its trace, with an input of its own for every name of a parameter."""
+"""What is exported, one call and the inputs that its graph takes; and the trace of that call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from aotdist.capture.arguments import ConstantLeaf, fakes_of
 from aotdist.capture.capture import capture
 from aotdist.capture.captured import Captured, Returned, UserCall
 from aotdist.capture.compile_lock import alone
-from aotdist.capture.modules import swapped
+from aotdist.capture.modules import StatePlace, StateTensor, swapped
 from aotdist.compiled import running_eagerly
-from aotdist.export.call import Call, Input
 from aotdist.export.refusals import (
     check_loss,
     refuse_example,
@@ -38,14 +38,63 @@ from aotdist.trace.trace import Traced, trace
 _STATIC = Settings()
 
 
-@dataclass(frozen=True, slots=True)
-class ExportTrace:
-    """A trace, and what it is about.
+@dataclass(frozen=True, slots=True, eq=False)
+class Input:
+    """One input of an exported graph.
 
     Args:
-        trace: graph and facts; its inputs are the tensors among `inputs`, then what else the program reaches.
-        inputs: what the graph shall take.
-        requires_grad: whether each result requires grad.
+        path: its name in messages; that of a parameter or a buffer is its qualified name.
+        kind: where it comes from.
+    """
+
+    path: str
+    value: Any
+    kind: Literal["parameter", "buffer", "argument"]
+
+    def requires_grad(self) -> bool:
+        """Whether the loss is differentiated for it."""
+        return isinstance(self.value, torch.Tensor) and self.value.requires_grad
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The call that is exported."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    state: tuple[tuple[Input, StatePlace], ...]
+
+    def tied(self) -> list[tuple[int, StateTensor]]:
+        """State that an earlier attribute holds too: its position in `state`, and its own attribute."""
+        first: dict[int, StatePlace] = {}
+        found: list[tuple[int, StateTensor]] = []
+        for position, (leaf, (owner, name)) in enumerate(self.state):
+            earlier_owner, earlier_name = first.setdefault(id(leaf.value), (owner, name))
+            if earlier_owner is not owner or earlier_name != name:
+                found.append((position, StateTensor(leaf.path, leaf.value, ((owner, name),))))
+        return found
+
+
+def state_of(mod: nn.Module) -> tuple[tuple[Input, StatePlace], ...]:
+    """Parameters, then buffers, under each of their names, and the attribute that holds each."""
+    found: list[tuple[Input, StatePlace]] = []
+    kinds: tuple[Literal["parameter", "buffer"], ...] = ("parameter", "buffer")
+    for kind in kinds:
+        named = mod.named_parameters if kind == "parameter" else mod.named_buffers
+        for path, value in named(remove_duplicate=False):
+            prefix, _, name = path.rpartition(".")
+            owner = vars(mod.get_submodule(prefix))[f"_{kind}s"]
+            found.append((Input(path, value, kind), (owner, name)))
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportTrace:
+    """The trace of a call.
+
+    Args:
+        trace: graph and facts; its primals are the tensors among `inputs`, then what else the program reads.
         cloned: results that were cloned, to be tensors of their own.
     """
 
@@ -55,17 +104,16 @@ class ExportTrace:
     cloned: frozenset[int]
 
     def returned(self) -> Returned:
-        """How the result is put together."""
+        """The structure of the result, and what the program assigns."""
         return Returned.of(self.trace.facts)
 
     def primals(self) -> list[tuple[PrimalIdx, Input]]:
-        """The tensors among the inputs, with their positions among those of the trace."""
+        """The tensors among the inputs, with their positions among the primals of the trace."""
         tensors = (leaf for leaf in self.inputs if isinstance(leaf.value, torch.Tensor))
-        row: Row[PrimalIdx, Input] = Row(tensors)
-        return list(row.enumerate())
+        return list(Row[PrimalIdx, Input](tensors).enumerate())
 
     def outputs(self) -> list[OutputFact]:
-        """What each result is, and after the results each tensor that is assigned to an attribute."""
+        """Facts of the results, then of the tensors that are assigned to attributes."""
         return list(self.trace.facts.outputs)[:-1]
 
 
@@ -79,14 +127,12 @@ def trace_for_export(
     fresh: Collection[int] = (),
     settings: Settings = _STATIC,
 ) -> ExportTrace:
-    """Trace the call, with an input of its own for every name of a parameter.
+    """Trace a call. Every name of a parameter is an input, also where parameters are tied.
 
     Args:
-        call: the call.
-        decompositions: operators to break up.
         loss: which result is the loss, if any.
-        fresh: results to clone, so that they are nothing but results.
-        settings: whether sizes of the arguments get symbols, and what the program is told.
+        fresh: results to clone, so that no result is an input or another result.
+        settings: whether sizes of the arguments get symbols.
     """
     given: list[torch.Tensor] = []
     requires_grad: list[bool] = []

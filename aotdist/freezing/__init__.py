@@ -1,13 +1,14 @@
 """Inference programs of modules that do not change: state becomes constants.
 
-Promises: what depends on state alone is computed once, by the very operators of the graph.
+Promises: what depends on state alone is computed once, by the operators of the graph itself.
 
-`freezing` traces a call twice. The first trace is an export, of a graph with state among its inputs. What
-depends on state alone in it is computed, by running those nodes; a constant is identified by what computes it
-(`freezing/folding.py`), so a call of another size finds it again, even after the parameters are gone.
+`freezing` traces a call twice. The first trace is an export: parameters and buffers are inputs of its graph.
+Nodes that depend on these alone are run, and their results become constants. A constant is identified by the
+expression that computes it (`freezing/folding.py`), so a call with another batch size finds it again, even
+after the parameters were discarded.
 
-What is left is a function of the arguments that reads constants as any module reads buffers, and the second
-trace is that of the pipeline: aliases, writes, guards and printing are as for any other call. What the first
-trace decided by symbols, the function decides again, so that it becomes a guard. Results live in memory that
-is allocated at each call: if a result is a constant, the node that allocates its memory is not folded.
+What remains is a function of the arguments that reads constants as a module reads its buffers. The pipeline
+traces that function as it traces any other call, with its aliases, writes and guards. Conditions on symbolic
+sizes that the first trace relied on are checked by the function, so the second trace guards them. Every call
+allocates memory for its results: a node whose memory a result shares is not folded.
 """

@@ -1,8 +1,8 @@
-"""Batch norms of evaluation, folded into the convolution or the product before them.
+"""Batch norms in evaluation mode, folded into the convolution or matrix product before them.
 
 `(W x + b - mean) / sqrt(var + eps) * gamma + beta` is `(s W) x + (b - mean) s + beta`, with `s = gamma /
-sqrt(var + eps)`. The new weights are computed in float64 and rounded once; results differ from eager's by
-rounding, for eager rounds between the two.
+sqrt(var + eps)`. The new weights are computed in float64 and rounded once. Results differ from eager's by
+rounding, since eager rounds between the two operators.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ _NORMS = frozenset(
 
 
 def fold_batch_norms(gm: GraphModule, state: set[str]) -> None:
-    """Edit a graph so that batch norms right behind a convolution or a product are parts of its weights.
+    """Fold each batch norm that is the only user of a convolution or matrix product into its weights.
 
     Args:
-        gm: the graph.
+        gm: the graph; it is edited.
         state: names of the inputs that are parameters and buffers.
     """
     constant = constant_nodes(gm, state)
@@ -55,7 +55,7 @@ def fold_batch_norms(gm: GraphModule, state: set[str]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Norm:
-    """A batch norm by constants: of what, and with what."""
+    """A batch norm whose statistics and weights are constants; `before` is the node that it normalises."""
 
     before: Node
     weight: Node | None
@@ -66,7 +66,7 @@ class _Norm:
 
     @classmethod
     def of(cls, node: Node, constant: set[Node]) -> _Norm | None:
-        """What a node is, if it is one of which nothing but the normalised value is used."""
+        """Read a node; None unless it is such a batch norm, and only its first result is used."""
         if node.target not in _NORMS or any(pick.args[1] != 0 for pick in node.users):
             return None
         names = argument_names(cast("OpOverload", node.target))
@@ -80,7 +80,7 @@ class _Norm:
 
 
 def _with_norm(gm: GraphModule, norm: _Norm, constant: set[Node]) -> Node | None:
-    """What computes the norm of a convolution or a product at once, or None if it is something else."""
+    """One node for the convolution or product and the norm behind it; None if it is another operator."""
     before = norm.before
     args: list[Any] = list(before.args)
     match before.target:
@@ -107,7 +107,7 @@ def _with_norm(gm: GraphModule, norm: _Norm, constant: set[Node]) -> Node | None
 def _scaled(
     graph: torch.fx.Graph, norm: _Norm, weight: Node, bias: Node | None, shape: list[int]
 ) -> tuple[Node, Node]:
-    """The weight and the bias of what computes the norm at once."""
+    """Weight and bias with the norm folded in."""
 
     def call(target: OpOverload, *args: Any, **kwargs: Any) -> Node:
         return emit(graph, target, args, like=norm.before, kwargs=kwargs)

@@ -1,7 +1,7 @@
-"""What depends on nothing but state is computed once, by the very operators of the graph.
+"""Constant folding: what depends on state alone is computed once, by the operators of the graph itself.
 
-A constant is known by what computes it, from operators down to names of parameters: another call of the same
-module (another batch size) finds it again, and does not need the parameters that it is made of.
+A constant is identified by the expression that computes it, from operators down to names of parameters. So
+another call of the same module (with another batch size) finds it again, without the parameters.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from aotdist.torch_seam.proxies import graph_module
 from aotdist.torch_seam.tensors import storage_id
 
 FREE_BYTES = 2**20
-"""A constant may take so much memory whatever it is made of."""
+"""A constant may take this much memory, however small the parameters are that it is computed from."""
 
 _EMPTY = frozenset(
     {
@@ -33,14 +33,13 @@ _EMPTY = frozenset(
         torch.ops.aten.empty_like.default,
     }
 )
-"""What they return is for somebody to write."""
+"""Allocations, which other nodes fill."""
 
 
 def constant_nodes(gm: GraphModule, state: Collection[str]) -> set[Node]:
     """Nodes whose value is the same in every call.
 
     Args:
-        gm: the graph.
         state: names of the inputs that are parameters and buffers.
     """
     found: set[Node] = set()
@@ -57,7 +56,7 @@ def constant_nodes(gm: GraphModule, state: Collection[str]) -> set[Node]:
 
 
 def _computes_alone(node: Node) -> bool:
-    """Whether the node computes the same whenever its arguments are the same, and does nothing else."""
+    """Whether the node is a pure function of its arguments."""
     if node.target is operator.getitem:
         return True
     if not isinstance(node.target, OpOverload) or node.target in _EMPTY:
@@ -66,11 +65,7 @@ def _computes_alone(node: Node) -> bool:
 
 
 class Constants:
-    """The constants of all calls of one module.
-
-    Args:
-        state: parameters and buffers.
-    """
+    """The constants of all calls of one module."""
 
     def __init__(self, state: FrozenState) -> None:
         self._state = state
@@ -79,31 +74,30 @@ class Constants:
         self._names: dict[int, str] = {}
 
     def num_bytes(self) -> int:
-        """Bytes of memory that the constants hold, what they share counted once."""
+        """Bytes of memory that the constants hold; shared memory is counted once."""
         storages = {storage_id(value): value.untyped_storage().nbytes() for value in self._values.values()}
         return sum(storages.values())
 
     def fold(
         self, gm: GraphModule, state: Mapping[str, str]
     ) -> tuple[GraphModule, Mapping[str, torch.Tensor]]:
-        """The graph with constants for all that is not computed from arguments.
+        """The graph with constants for what does not depend on arguments.
 
-        What a result lives in is computed at each call, as eager does: its caller may write it.
+        Memory of results is allocated at each call, as in eager: the caller may write it.
 
         Args:
-            gm: the graph.
-            state: by input, the name of the parameter or buffer that it is.
+            state: names of parameters and buffers, by the input that each is.
 
         Returns:
-            a graph of what differs from call to call, which takes the arguments alone; its constants are
-            attributes, and these by name.
+            a graph that takes the arguments alone and reads the constants as attributes; the constants by
+            name.
 
         Raises:
-            UnsupportedProgram: a constant is made of a parameter that was discarded.
+            UnsupportedProgram: a constant has to be computed from a parameter that was discarded.
         """
         constant = constant_nodes(gm, state.keys())
         numbers = self._numbered(gm, constant, state)
-        folded = _worth_it(gm, constant)
+        folded = _worth_folding(gm, constant)
         edges = {node for node in folded if _is_edge(node, folded)}
         self._evaluate(gm, edges, numbers, state)
         builder = GraphBuilder(gm)
@@ -125,7 +119,7 @@ class Constants:
         return graph_module(held, builder.graph), constants
 
     def _numbered(self, gm: GraphModule, constant: set[Node], state: Mapping[str, str]) -> dict[Node, int]:
-        """A number for each constant node: that of equal ones is the same in every graph of the module."""
+        """A number for each constant node; equal expressions have equal numbers in all graphs."""
         found: dict[Node, int] = {}
         for node in gm.graph.nodes:
             if node not in constant:
@@ -140,11 +134,11 @@ class Constants:
         return found
 
     def _name(self, number: int, wanted: str) -> str:
-        """What to call a constant: as the parameter, if it is one, else as what computes it."""
+        """A constant's attribute: named after the parameter that it is, or the node that computes it."""
         if number not in self._names:
-            known, stem = set(self._names.values()), "constant_" + wanted.replace(".", "_")
-            candidates = (stem if k == 0 else f"{stem}_{k}" for k in range(len(known) + 1))
-            self._names[number] = next(name for name in candidates if name not in known)
+            taken, stem = set(self._names.values()), "constant_" + wanted.replace(".", "_")
+            candidates = (stem if k == 0 else f"{stem}_{k}" for k in range(len(taken) + 1))
+            self._names[number] = next(name for name in candidates if name not in taken)
         return self._names[number]
 
     def _evaluate(
@@ -154,15 +148,15 @@ class Constants:
         numbers: Mapping[Node, int],
         state: Mapping[str, str],
     ) -> None:
-        """Compute the constants that are not known yet; what is only on the way is let go of."""
+        """Compute the constants that have no value yet; intermediates are freed after their last use."""
         values = self._values
-        # The memory that a view shows is there anyway: other views of it find it by its own number.
+        # A view keeps its base in memory anyway: with a value of its own, other views find the base.
         kept = wanted | {root for root in map(storage_root, wanted) if root.op == "call_function"}
         needed = {node for node in wanted if numbers[node] not in values}
         for node in reversed(list(gm.graph.nodes)):
             if node in needed:
                 needed.update(n for n in node.all_input_nodes if numbers[n] not in values)
-        left = {node: sum(user in needed for user in node.users) for node in needed}
+        num_uses = {node: sum(user in needed for user in node.users) for node in needed}
         made: dict[Node, Any] = {}
 
         def value_of(node: Node) -> Any:
@@ -180,14 +174,14 @@ class Constants:
                     args, kwargs = map_arg((node.args, dict(node.kwargs)), value_of)
                     made[node] = node.target(*args, **kwargs)
                 for source in node.all_input_nodes:
-                    left[source] = left.get(source, 0) - 1
-                    if not left[source] and source not in kept:
+                    num_uses[source] = num_uses.get(source, 0) - 1
+                    if not num_uses[source] and source not in kept:
                         del made[source]
         values.update({numbers[node]: made[node] for node in kept if node in made})
 
 
-def _worth_it(gm: GraphModule, constant: set[Node]) -> set[Node]:
-    """Constant nodes less those that would cost more memory than what they are made of, and results' own."""
+def _worth_folding(gm: GraphModule, constant: set[Node]) -> set[Node]:
+    """Constant nodes but for memory of results, and what takes more memory than its parameters do."""
     results = [n for n in gm.graph.output_node().all_input_nodes if n in constant]
     own = {root for root in map(storage_root, results) if root.op == "call_function"}
     left = set(constant)
@@ -196,19 +190,19 @@ def _worth_it(gm: GraphModule, constant: set[Node]) -> set[Node]:
         if node in left and node.op == "call_function" and _is_edge(node, left):
             root = storage_root(node)
             is_value = isinstance(node.meta.get("val"), torch.Tensor)
-            costs = 0 if root.op != "call_function" else value_bytes(root)
-            if root in own or not is_value or costs > max(FREE_BYTES, sizes[node]):
+            num_bytes = 0 if root.op != "call_function" else value_bytes(root)
+            if root in own or not is_value or num_bytes > max(FREE_BYTES, sizes[node]):
                 left.discard(node)
     return left
 
 
 def _is_edge(node: Node, constant: set[Node]) -> bool:
-    """Whether something that is no constant uses a constant node."""
+    """Whether a node that is not constant uses this constant node."""
     return node in constant and any(user not in constant for user in node.users)
 
 
 def _bytes_of_state(gm: GraphModule, constant: set[Node]) -> dict[Node, int]:
-    """Bytes of the parameters and buffers that each constant is made of."""
+    """Bytes of the parameters and buffers that each constant is computed from."""
     leaves: dict[Node, frozenset[Node]] = {}
     for node in gm.graph.nodes:
         if node in constant:
@@ -218,7 +212,7 @@ def _bytes_of_state(gm: GraphModule, constant: set[Node]) -> dict[Node, int]:
 
 
 def _content(tensor: torch.Tensor) -> tuple[Hashable, ...]:
-    """What tells a literal tensor of the program from others."""
+    """What identifies a literal tensor of the program."""
     data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return (tensor.dtype, tensor.device, tuple(tensor.shape), tensor.stride(), data)
 

@@ -18,11 +18,13 @@ from aotdist.codegen.contract import Backend
 from aotdist.codegen.fx import FxBackend
 from aotdist.compiled import Compiled
 from aotdist.compiling import Compiling
-from aotdist.errors import BadSettings, UnsupportedProgram
+from aotdist.errors import BadSettings
 from aotdist.export.refusals import refuse_arguments
+from aotdist.freezing import batch_norm
+from aotdist.freezing.channels_last import lay_channels_last
 from aotdist.freezing.folding import Constants
-from aotdist.freezing.program import Steps, frozen_program
-from aotdist.freezing.state import FrozenState
+from aotdist.freezing.program import Edit, frozen_program
+from aotdist.freezing.state import FrozenState, unsupported
 from aotdist.origins import short_tracebacks
 from aotdist.runtime.artifact import Artifact, Artifacts
 from aotdist.settings import Settings, settings_of
@@ -31,17 +33,10 @@ from aotdist.torch_seam.trees import pytree
 
 
 class Frozen(Compiled):
-    """A frozen module: a callable that is never differentiated, and compiles itself for each kind of call.
+    """A frozen module: a callable for inference, which compiles itself for each kind of call.
 
-    Constants are computed once for all calls. `.source`, `.graphs` and `.explain()` are as of everything that
-    is compiled.
-
-    Args:
-        module: the module, in evaluation mode.
-        backend: turns graphs into callables.
-        settings: how to compile.
-        steps: what is done beside folding.
-        discard_parameters: empty the module's parameters once a call is compiled.
+    Constants are computed once for all calls. `.source`, `.graphs` and `.explain()` are those of all compiled
+    callables.
     """
 
     def __init__(
@@ -49,7 +44,7 @@ class Frozen(Compiled):
         module: nn.Module,
         backend: Backend,
         settings: Settings,
-        steps: Steps,
+        edits: Sequence[Edit],
         *,
         discard_parameters: bool,
     ) -> None:
@@ -58,19 +53,19 @@ class Frozen(Compiled):
         self._state = FrozenState(module)
         self._constants = Constants(self._state)
         self._compile = Compiling(backend, settings, else_eager=False)
-        self._settings, self._steps = settings, steps
+        self._settings, self._edits = settings, edits
         self._discards = discard_parameters
 
     @property
     def constant_bytes(self) -> int:
-        """Bytes of memory that the constants of all calls hold, parameters that are constants included."""
+        """Bytes of memory that the constants of all calls hold, including parameters."""
         return self._constants.num_bytes()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns, detached.
 
         Raises:
-            UnsupportedProgram: an argument requires grad in grad mode; or the module was written since.
+            UnsupportedProgram: an argument requires grad in grad mode; or the module was written meanwhile.
         """
         self._state.refuse_writes()
         _refuse_gradients(args, kwargs)
@@ -78,30 +73,30 @@ class Frozen(Compiled):
             return super().__call__(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Frozen:
-        """A copy of the module, frozen as this is: it has constants of its own, and compiles anew.
+        """A copy of the module, frozen with the same options; it computes its own constants, and recompiles.
 
         Raises:
-            UnsupportedProgram: the parameters were discarded; or the module was written since.
+            UnsupportedProgram: the parameters were discarded; or the module was written meanwhile.
         """
         self._state.refuse_writes()
         self._state.refuse_discarded()
         module = copy.deepcopy(self._module, memo)
-        frozen = Frozen(module, self._backend, self._settings, self._steps, discard_parameters=self._discards)
+        frozen = Frozen(module, self._backend, self._settings, self._edits, discard_parameters=self._discards)
         memo[id(self)] = frozen
         return frozen
 
     @short_tracebacks
     def compile_for(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Compile for such a call, without calling."""
+        """Compile for a call with these arguments, without calling."""
         _refuse_gradients(tuple(args), kwargs)
         with torch.no_grad():
             self._made(tuple(args), kwargs)
 
     def discard_parameters(self) -> None:
-        """Empty the module's parameters, and keep what the calls compiled until now need of them.
+        """Free the module's parameters; constants of the calls compiled so far stay.
 
-        A call of another kind needs constants of its own then: it is refused if these are made of parameters
-        in a way that no call before it did. The module cannot be called any more.
+        A later kind of call is refused if it needs a constant that no earlier call has computed. The module
+        itself cannot be called any more.
         """
         self._state.discard_parameters()
 
@@ -109,7 +104,7 @@ class Frozen(Compiled):
         """See `aotdist.api.Maker`."""
         _refuse_training(call.target)
         program = frozen_program(
-            call.target, call.args, call.kwargs, self._state, self._constants, self._steps, self._settings
+            call.target, call.args, call.kwargs, self._state, self._constants, self._edits, self._settings
         )
         artifact = self._compile(replace(call, target=program.holder, run=program), artifacts)
         if self._discards:
@@ -128,27 +123,27 @@ def freeze(
     channels_last: bool | None = None,
     discard_parameters: bool = False,
 ) -> Frozen:
-    """An inference program of a module in evaluation, with its parameters and buffers as constants.
+    """An inference program of a module in evaluation mode, with its parameters and buffers as constants.
 
-    What is computed from them alone (casts, transposes, quantised weights, tables) is computed once, by the
-    operators of the program itself, unless it would take more memory than what it is made of, and more than
-    1 MiB. The module itself stays as it is, unless its parameters are discarded; until then, constants share
-    its memory, and a call after one of its parameters was written is refused.
+    What depends on them alone (casts, transposes, quantised weights, tables) is computed once, by the
+    operators of the program itself, unless it takes more than 1 MiB and more memory than the parameters it is
+    computed from. The module stays as it is, unless its parameters are discarded. Until then, constants share
+    its memory: a call after one of its parameters was written is refused.
 
-    With the backend `fx` results are eager's bit for bit. Batch norms and layouts round otherwise, and are
-    left alone there unless they are asked for.
+    With the backend `fx` results are eager's bit for bit. Folded batch norms and channels last change the
+    rounding, so `fx` applies them only when asked to.
 
     Args:
-        module: a plain module, all of it in evaluation.
-        args: positional arguments to compile for at once; without, the first call compiles.
-        kwargs: keyword arguments likewise.
+        module: a plain module in evaluation mode.
+        args: positional arguments to compile for now; by default the first call compiles.
+        kwargs: keyword arguments to compile for.
         backend: as for `aotdist.compile`.
         settings: as for `aotdist.compile`.
-        fold_batch_norms: make batch norms parts of the convolutions and linear layers before them. None is
-            yes, but for the backend `fx`.
-        channels_last: lay convolutions out with channels last; results keep eager's strides. None as above.
-        discard_parameters: empty the module's parameters once the first call is compiled, so that memory
-            holds the constants alone. The module cannot be called any more then.
+        fold_batch_norms: fold batch norms into the convolutions and linear layers before them. None means
+            True, but False for the backend `fx`.
+        channels_last: run convolutions in channels last; results keep eager's strides. None means the same.
+        discard_parameters: free the module's parameters once the first call is compiled, so that memory holds
+            the constants alone. The module itself cannot be called any more then.
 
     Returns:
         a callable that takes what the module takes; it has `.source`, `.graphs`, `.explain()` and
@@ -165,11 +160,12 @@ def freeze(
     chosen = settings_of(settings)
     resolved = resolve(backend)
     rounds = not isinstance(resolved, FxBackend)
-    steps = Steps(
-        rounds if fold_batch_norms is None else fold_batch_norms,
-        rounds if channels_last is None else channels_last,
-    )
-    frozen = Frozen(module, caching(resolved, chosen), chosen, steps, discard_parameters=discard_parameters)
+    edits: list[Edit] = []
+    if rounds if fold_batch_norms is None else fold_batch_norms:
+        edits.append(batch_norm.fold_batch_norms)
+    if rounds if channels_last is None else channels_last:
+        edits.append(lay_channels_last)
+    frozen = Frozen(module, caching(resolved, chosen), chosen, edits, discard_parameters=discard_parameters)
     if args is not None or kwargs is not None:
         frozen.compile_for(args or (), kwargs or {})
     return frozen
@@ -179,10 +175,9 @@ def _check_module(module: Any) -> None:
     if not isinstance(module, nn.Module):
         raise BadSettings(f"cannot freeze a {type(module).__name__}", stage="freeze", fix="pass a module")
     if communicates_around(module) or module_rules(module):
-        raise UnsupportedProgram(
+        raise unsupported(
             f"this {type(module).__name__} communicates in hooks: what it has is spread over ranks",
-            stage="freeze",
-            fix="freeze the plain module on each rank, or compile without freezing: `aotdist.compile`",
+            "freeze the plain module on each rank, or compile without freezing: `aotdist.compile`",
         )
     _refuse_training(module)
 
@@ -191,11 +186,8 @@ def _refuse_training(module: nn.Module) -> None:
     for path, part in module.named_modules():
         if part.training:
             name = f"`{path}` ({type(part).__name__})" if path else f"this {type(part).__name__}"
-            raise UnsupportedProgram(
-                f"{name} is in training mode, and what is frozen is never trained",
-                stage="freeze",
-                fix="call `eval()` on the module first",
-            )
+            what = f"{name} is in training mode, and what is frozen is never trained"
+            raise unsupported(what, "call `eval()` on the module first")
 
 
 def _refuse_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -206,8 +198,5 @@ def _refuse_gradients(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         arguments, tensors, _ = read_arguments(args, kwargs)
         pairs = zip(arguments.tensor_paths(), tensors, strict=True)
         path = next(path for path, tensor in pairs if tensor.requires_grad)
-        raise UnsupportedProgram(
-            f"`{path}` requires grad, and nothing that is frozen is differentiated",
-            stage="freeze",
-            fix="call it under `torch.no_grad()`, or pass it detached",
-        )
+        what = f"`{path}` requires grad, and nothing that is frozen is differentiated"
+        raise unsupported(what, "call it under `torch.no_grad()`, or pass it detached")

@@ -1,10 +1,10 @@
-"""One call of a frozen module as a function of its arguments: traced, rewritten, folded."""
+"""One call of a frozen module as a function of its arguments: traced, edited, folded."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -13,14 +13,11 @@ from torch.fx import GraphModule, Interpreter, Node
 from aotdist.capture.constants import is_leaf
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.export.assembly import Assembly
-from aotdist.export.call import Call, Input, state_of
 from aotdist.export.export_module import refuse_writes
-from aotdist.export.trace import ExportTrace, trace_for_export
+from aotdist.export.trace import Call, ExportTrace, state_of, trace_for_export
 from aotdist.facts import DataWritten, IsInput, OutputFact, ViewOfInput, ViewOfOutput
-from aotdist.freezing.batch_norm import fold_batch_norms
-from aotdist.freezing.channels_last import lay_channels_last
 from aotdist.freezing.folding import Constants
-from aotdist.freezing.state import FrozenState
+from aotdist.freezing.state import FrozenState, unsupported
 from aotdist.origins import set_current_line, set_current_module
 from aotdist.program import OutIdx
 from aotdist.settings import Settings
@@ -28,18 +25,8 @@ from aotdist.sizes import Expression, evaluate
 from aotdist.torch_seam.functional import is_fake
 from aotdist.torch_seam.trees import TreeSpec, pytree
 
-
-@dataclass(frozen=True, slots=True)
-class Steps:
-    """What is done to a graph beside folding; each changes results by rounding.
-
-    Args:
-        batch_norms: fold batch norms into the weights before them.
-        channels_last: lay convolutions out with channels last.
-    """
-
-    batch_norms: bool
-    channels_last: bool
+Edit: TypeAlias = Callable[[GraphModule, set[str]], None]
+"""Edits a graph, given the names of the inputs that are parameters and buffers; it changes the rounding."""
 
 
 def frozen_program(
@@ -48,24 +35,18 @@ def frozen_program(
     kwargs: Mapping[str, Any],
     state: FrozenState,
     constants: Constants,
-    steps: Steps,
+    edits: Sequence[Edit],
     settings: Settings,
 ) -> FrozenProgram:
     """Trace one call of a module and compute what depends on its state alone.
 
     Args:
-        module: the module, in evaluation mode.
-        args: positional arguments of the call.
-        kwargs: keyword arguments of the call.
-        state: its parameters and buffers.
-        constants: those of earlier calls; more are added.
-        steps: what else to do.
-        settings: how it will be compiled.
+        constants: those of earlier calls; new ones are added.
 
     Raises:
         UnsupportedProgram: the module writes its state, or cannot be expressed as a graph.
     """
-    # In inference mode eager leaves other operators whole, and constants would be other ones.
+    # In inference mode eager decomposes fewer operators: the expressions of constants would be others.
     with state.traceable(), torch.inference_mode(False), torch.no_grad():
         call = Call(module, args, dict(kwargs), state_of(module))
         paths = state.named({leaf.path: leaf.value for leaf, _ in call.state})
@@ -82,22 +63,35 @@ def frozen_program(
         for node, leaf in zip(placeholders, traced.inputs, strict=True)
         if leaf.kind != "argument"
     }
-    if steps.batch_norms:
-        fold_batch_norms(gm, set(of_state))
-    if steps.channels_last:
-        lay_channels_last(gm, set(of_state))
+    for edit in edits:
+        edit(gm, set(of_state))
     gm.graph.eliminate_dead_code()
     folded, held = constants.fold(gm, of_state)
     holder = nn.Module()
     vars(holder)["__name__"] = type(module).__name__
     vars(holder)["_buffers"].update(_in_mode_of(traced, held))
-    return FrozenProgram.of(traced, folded, list(written), holder)
+    arguments = [leaf for leaf in traced.inputs if leaf.kind == "argument"]
+    position = {leaf: at for at, leaf in enumerate(arguments)}
+    leaves, sizes = dict(traced.primals()), traced.trace.symbols.sizes()
+    return FrozenProgram(
+        gm=folded,
+        holder=holder,
+        written=tuple(position[leaf] for leaf in written),
+        same={
+            out: position[leaves[fact.input]]
+            for out, fact in enumerate(traced.outputs())
+            if isinstance(fact, IsInput) and leaves[fact.input] in written
+        },
+        spec=traced.returned().spec,
+        symbols=tuple((name, position[leaves[m.input]], m.dim) for name, m in sizes.symbols),
+        guards=sizes.guards,
+    )
 
 
 def _in_mode_of(traced: ExportTrace, constants: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
-    """Constants as fake tensors, if the call has some: real ones would not meet them."""
-    given = (leaf.value for leaf in traced.inputs if isinstance(leaf.value, torch.Tensor))
-    if not any(map(is_fake, given)):
+    """Constants as fake tensors, if arguments are fake: operators do not mix the two."""
+    tensors = (leaf.value for leaf in traced.inputs if isinstance(leaf.value, torch.Tensor))
+    if not any(map(is_fake, tensors)):
         return constants
     mode = traced.trace.fake_mode
     return {name: mode.from_tensor(value) for name, value in constants.items()}
@@ -107,16 +101,15 @@ def _in_mode_of(traced: ExportTrace, constants: Mapping[str, torch.Tensor]) -> M
 class FrozenProgram:
     """A call of a frozen module as a function of its arguments, for the pipeline to compile.
 
-    It runs a folded graph as the module would: takes the arguments, writes them, and returns the result.
+    It runs a folded graph, writes the arguments that the module writes, and returns the module's result.
 
     Args:
         gm: the graph; its inputs are the leaves of the arguments.
-        holder: a module that has the constants, or what stands for them in a trace, and nothing else.
+        holder: a module whose buffers are the constants; a trace replaces these with its stand-ins.
         written: positions of the leaves that are written; their new values are the first results.
-        same: results that are such a leaf, with its position.
-        spec: structure of the result.
-        symbols: sizes that the trace had symbols for: name, position of the leaf, dimension.
-        guards: what the trace decided by them.
+        same: results that are a written leaf, with the position of the leaf.
+        symbols: sizes that are symbols in the graph: name, position of the leaf, dimension.
+        guards: conditions on these symbols that the graph relies on.
     """
 
     gm: GraphModule
@@ -127,40 +120,10 @@ class FrozenProgram:
     symbols: tuple[tuple[str, int, int], ...]
     guards: tuple[Expression, ...]
 
-    @classmethod
-    def of(
-        cls, traced: ExportTrace, folded: GraphModule, written: list[Input], holder: nn.Module
-    ) -> FrozenProgram:
-        """What runs a folded graph.
-
-        Args:
-            traced: the trace that it is of.
-            folded: the graph.
-            written: the arguments whose new values are its first results.
-            holder: has its constants.
-        """
-        arguments = [leaf for leaf in traced.inputs if leaf.kind == "argument"]
-        position = {leaf: at for at, leaf in enumerate(arguments)}
-        leaves, sizes = dict(traced.primals()), traced.trace.symbols.sizes()
-        same = {
-            out: position[leaves[fact.input]]
-            for out, fact in enumerate(traced.outputs())
-            if isinstance(fact, IsInput) and leaves[fact.input] in written
-        }
-        return cls(
-            gm=folded,
-            holder=holder,
-            written=tuple(position[leaf] for leaf in written),
-            same=same,
-            spec=traced.returned().spec,
-            symbols=tuple((name, position[leaves[m.input]], m.dim) for name, m in sizes.symbols),
-            guards=sizes.guards,
-        )
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it."""
+        """Run the graph on the leaves of these arguments."""
         leaves = pytree.tree_leaves((args, kwargs), is_leaf=is_leaf)
-        self._decide(leaves)
+        self._check_guards(leaves)
         results = list(_Lines(self.gm, self.holder).run(*leaves))
         for at, value in zip(self.written, results, strict=False):
             leaves[at].copy_(value)
@@ -169,8 +132,8 @@ class FrozenProgram:
             values[out] = leaves[at]
         return pytree.tree_unflatten(values, self.spec)
 
-    def _decide(self, leaves: list[Any]) -> None:
-        """Decide by sizes what the trace decided: a guard of the trace is one of what is compiled, too."""
+    def _check_guards(self, leaves: list[Any]) -> None:
+        """Evaluate the guards: a trace of this program records them as guards of its own."""
         sizes = {name: leaves[at].size(dim) for name, at, dim in self.symbols}
         for guard in self.guards:
             if not evaluate(guard, sizes):
@@ -178,12 +141,7 @@ class FrozenProgram:
 
 
 class _Lines(Interpreter):
-    """Runs a folded graph; what is recorded meanwhile has the lines and modules of its nodes.
-
-    Args:
-        gm: the graph.
-        holder: has the constants.
-    """
+    """Runs a folded graph; a trace records the source lines and modules of its nodes."""
 
     def __init__(self, gm: GraphModule, holder: nn.Module) -> None:
         super().__init__(gm)
@@ -197,13 +155,13 @@ class _Lines(Interpreter):
         return super().run_node(n)
 
     def get_attr(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """A constant, or what else the graph holds."""
+        """A constant of the holder, or another attribute of the graph's module."""
         found = self._constants.get(target)
         return super().get_attr(target, args, kwargs) if found is None else found
 
 
 def _refuse_state_writes(traced: ExportTrace) -> None:
-    """Refuse a program that writes what is to be constant, or returns a view of what it writes."""
+    """Refuse a program that writes its state, or returns a view of an argument that it writes."""
     facts, leaves = traced.trace.facts, dict(traced.primals())
     for idx, leaf in leaves.items():
         if isinstance(facts.inputs[idx], DataWritten) and leaf.kind != "argument":
@@ -214,11 +172,8 @@ def _refuse_state_writes(traced: ExportTrace) -> None:
     for position, fact in enumerate(outputs):
         fact = _of_base(fact, outputs)
         if isinstance(fact, ViewOfInput) and isinstance(facts.inputs[fact.base], DataWritten):
-            raise UnsupportedProgram(
-                f"`out[{position}]` is a view of `{leaves[fact.base].path}`, which is written",
-                stage="freeze",
-                fix="return a clone of it, or take the view outside",
-            )
+            what = f"`out[{position}]` is a view of `{leaves[fact.base].path}`, which is written"
+            raise unsupported(what, "return a clone of it, or take the view outside")
 
 
 def _of_base(fact: OutputFact, outputs: list[OutputFact]) -> OutputFact:
@@ -228,8 +183,7 @@ def _of_base(fact: OutputFact, outputs: list[OutputFact]) -> OutputFact:
 
 
 def _written(path: str) -> UnsupportedProgram:
-    return UnsupportedProgram(
+    return unsupported(
         f"`{path}` is written by a call, and frozen state stays as it is",
-        stage="freeze",
-        fix="pass it as an argument and return its new value, or compile without freezing: `aotdist.compile`",
+        "pass it as an argument and return its new value, or compile without freezing: `aotdist.compile`",
     )

@@ -1,7 +1,7 @@
-"""The state of a frozen module: what parameters and buffers were when it was frozen.
+"""The state of a frozen module: its parameters and buffers when it was frozen.
 
-Nothing is copied: constants share memory with the module until its parameters are discarded. So writes to
-the module's state are noticed, by version counters.
+Nothing is copied: constants share memory with the module until its parameters are discarded. Version counters
+show whether the module was written meanwhile.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from aotdist.subclasses.protocol import is_real, is_wrapper
 from aotdist.torch_seam.modules import compiled_call_of, set_compiled_call
 
 
-class FrozenState:
-    """Parameters and buffers of a module; tied ones go by the first of their names.
+def unsupported(what: str, fix: str) -> UnsupportedProgram:
+    """The error for a module, or a call of it, that cannot be frozen."""
+    return UnsupportedProgram(what, stage="freeze", fix=fix)
 
-    Args:
-        module: the module.
-    """
+
+class FrozenState:
+    """Parameters and buffers of a module; tied ones have the first of their names."""
 
     def __init__(self, module: nn.Module) -> None:
         self._modules = named_modules([("", module)])
@@ -35,13 +36,15 @@ class FrozenState:
         self._values = {one.path: one.value.detach() for one in self._held if not is_wrapper(one.value)}
         self._versions = {one.path: version_of(one.value) for one in self._held}
         self._shells: dict[str, torch.Tensor] = {}
+        """Tensors without memory, in place of the parameters that were discarded, for later traces."""
         self._calls: dict[nn.Module, Any] = {}
+        """What each module ran when called, before its parameters were discarded."""
 
     def named(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
-        """The names of parameters and buffers, or of their shells: of tied ones the first.
+        """The name that each tensor had when the module was frozen, by its present name.
 
         Args:
-            tensors: by another name, or by one that they have now.
+            tensors: parameters and buffers, or their shells, by their present names.
 
         Raises:
             UnsupportedProgram: one of them was not there when the module was frozen.
@@ -49,33 +52,30 @@ class FrozenState:
         paths = {id(self._shells.get(one.path, one.value)): one.path for one in self._held}
         for name, tensor in tensors.items():
             if id(tensor) not in paths:
-                raise UnsupportedProgram(
-                    f"`{name}` was not there when its module was frozen",
-                    stage="freeze",
-                    fix="freeze the module again",
+                raise unsupported(
+                    f"`{name}` was not there when its module was frozen", "freeze the module again"
                 )
         return {name: paths[id(tensor)] for name, tensor in tensors.items()}
 
     def value(self, path: str) -> torch.Tensor:
-        """What a parameter or buffer was when the module was frozen.
+        """The value of a parameter or buffer.
 
         Raises:
             UnsupportedProgram: it was discarded.
         """
         found = self._values.get(path)
         if found is None:
-            raise UnsupportedProgram(
+            raise unsupported(
                 f"this call needs `{path}`, which was discarded: no call before it needed the same of it",
-                stage="freeze",
-                fix="freeze without `discard_parameters`, and discard them after each kind of call was made",
+                "freeze without `discard_parameters`, and discard them after each kind of call was made",
             )
         return found
 
     def refuse_writes(self) -> None:
-        """Refuse to go on once the state was written, or is another.
+        """Refuse a module whose state was written or replaced since it was frozen.
 
         Raises:
-            UnsupportedProgram: naming what was written.
+            UnsupportedProgram: naming the parameter or buffer.
         """
         for one in self._held:
             if one.path in self._shells:
@@ -83,29 +83,23 @@ class FrozenState:
             owner, key = one.places[0]
             is_same = owner.get(key) is one.value
             if not is_same or version_of(one.value) != self._versions[one.path]:
-                raise UnsupportedProgram(
-                    f"`{one.path}` was {'written' if is_same else 'replaced'} after its module was frozen",
-                    stage="freeze",
-                    fix="freeze the module again: what is frozen shares memory with it",
-                )
+                what = f"`{one.path}` was {'written' if is_same else 'replaced'} after its module was frozen"
+                raise unsupported(what, "freeze the module again: what is frozen shares memory with it")
 
     def refuse_discarded(self) -> None:
-        """Refuse to copy what is gone.
+        """Refuse to copy a module whose parameters were discarded.
 
         Raises:
-            UnsupportedProgram: the parameters were discarded.
+            UnsupportedProgram: they were.
         """
         if self._shells:
-            raise UnsupportedProgram(
-                "what was frozen with `discard_parameters` cannot be copied: its parameters are gone",
-                stage="freeze",
-                fix="copy the module before, and freeze both",
-            )
+            what = "what was frozen with `discard_parameters` cannot be copied: its parameters are gone"
+            raise unsupported(what, "copy the module before, and freeze both")
 
     def discard_parameters(self) -> None:
-        """Empty the parameters: their memory is given back, and nobody may call the module any more.
+        """Free the memory of the parameters, and let calls of the module raise.
 
-        What constants are parameters, or views of them, keep their memory.
+        Constants that are parameters, or views of parameters, keep their memory.
         """
         if self._shells:
             return
@@ -126,7 +120,7 @@ class FrozenState:
 
     @contextlib.contextmanager
     def traceable(self) -> Generator[None]:
-        """Inside, the module may be traced although its parameters were discarded: shells hang in it."""
+        """Inside, the module can be traced although its parameters were discarded: it has shells instead."""
         gone = [one for one in self._held if one.path in self._shells]
         refusals = {module: compiled_call_of(module) for module in self._calls}
         try:
@@ -140,16 +134,13 @@ class FrozenState:
 
 
 def _refuse_without_parameters(name: str, *args: Any, **kwargs: Any) -> NoReturn:
-    """What runs instead when a module is called, or asked for its state, without its parameters."""
-    raise UnsupportedProgram(
-        f"the parameters of {name} are gone: it was frozen with `discard_parameters`",
-        stage="freeze",
-        fix="call what `aotdist.freeze` returned, or make the module again",
-    )
+    """Runs in place of a call, or of `state_dict`, of a module without its parameters."""
+    what = f"the parameters of {name} are gone: it was frozen with `discard_parameters`"
+    raise unsupported(what, "call what `aotdist.freeze` returned, or make the module again")
 
 
 def _shell(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the metadata of another, and no memory; traces read no more of it."""
+    """A tensor with the metadata of another and no memory, which is all that a trace reads."""
     if not is_real(tensor):
         return tensor
     made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=tensor.device)

@@ -1,9 +1,10 @@
 """`functorch.compile`'s entry points, on aotdist's own stages: bring a compiler and a partition of your own.
 
-A compiler is given `(graph_module, fake_arguments)` and returns a callable, boxed if it has a true attribute
-`_boxed_call`. It is asked for a backward when that runs for the first time; ahead of time if the program
-communicates. A partition is given `(joint_module, (primals, tangents), num_fwd_outputs=...)` and returns the
-forward and the backward module; PyTorch's own are accepted too. All graphs keep PyTorch's conventions:
+A compiler takes `(graph_module, fake_arguments)` and returns a callable, which takes its arguments as one
+list if it has a true attribute `_boxed_call`. A backward is compiled when it runs for the first time, or
+ahead of time if the program communicates. A partition takes `(joint_module, (primals, tangents),
+num_fwd_outputs=...)` and returns the forward and the backward module; PyTorch's partitions are accepted. All
+graphs keep PyTorch's conventions:
 
 - joint: `primals_1, ..., tangents_1, ...` -> new values of written inputs, results, a gradient, or None, for
   each primal;
@@ -11,16 +12,17 @@ forward and the backward module; PyTorch's own are accepted too. All graphs keep
 - backward: saved values, `tangents_1, ...` -> a gradient, or None, for each primal;
 - inference: `arg0_1, ...` -> new values of written inputs, results.
 
-What an input holds that the backward writes is one more tangent, after the others; its new value follows the
-gradients.
+Where the backward writes an input, the input's value is one more tangent, after the others, and its new value
+follows the gradients.
 
-A backward that neither was shown (from one result to another, where somebody watches; for gradients of other
-kinds than the results) is made of what the forward saves, and runs operator by operator.
+Other backwards (from one result to another, for hooks and `inputs=`; for tangents of another class than the
+results) are derived from the saved values, and run operator by operator: they never reach the user's
+partition or compilers.
 
-Where this differs from PyTorch's: only tensors are arguments and results of graphs, and a result that is an
-input or a view is made outside of them; a closed-over tensor is one more argument, and gets its gradient; a
-call that the compiled program does not fit (another shape, grad mode, constant) is compiled once more,
-instead of running what does not fit; a gradient that is None in eager is None.
+Where this differs from PyTorch's: only tensors are arguments and results of graphs, and results that are
+inputs or views are made outside of the graphs; a closed-over tensor is one more argument, and gets its
+gradient; a call that does not fit what was compiled (another shape, grad mode or constant) is compiled anew;
+a gradient that is None in eager is None.
 """
 
 from aotdist.functorch.backend import FunctorchBackend as FunctorchBackend

@@ -1,18 +1,18 @@
-"""The backend of the drop-ins: the user's partition cuts, the user's compilers compile."""
+"""The backend of `functorch.compile`'s entry points: the user's partition and the user's compilers."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 from torch.fx import GraphModule
 
 from aotdist.aliasing.overwrite import all_uncounted
 from aotdist.codegen.backend import CallableBackend, boxed, hand_over, name_generators
-from aotdist.codegen.contract import BoxedCall, Decompositions, Emission, Emitted
+from aotdist.codegen.contract import Backend, BoxedCall, Decompositions, Emission, Emitted
 from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.codegen.in_place import copy_back, new_values
 from aotdist.compiled import running_eagerly
@@ -27,15 +27,12 @@ from aotdist.torch_seam.inductor import tracing_context
 
 
 @dataclass(frozen=True, slots=True)
-class FunctorchBackend:
+class FunctorchBackend(Backend):
     """Cuts joint graphs with the user's partition, and hands graphs to the user's compilers.
 
     Args:
-        compilers: what the user brought.
-        partition_fn: cuts the joint graph.
         num_params_buffers: how many of the first tensors are parameters and buffers.
-        writes_in_graph: whether forwards copy new values to the inputs themselves, and do not return them.
-        settings: for what happens before the cut.
+        writes_in_graph: whether forwards copy new values to their inputs instead of returning them.
     """
 
     compilers: CallableBackend
@@ -44,19 +41,15 @@ class FunctorchBackend:
     writes_in_graph: bool = False
     settings: Settings = field(default_factory=Settings.from_environment)
     name: str = "functorch"
-    partition: Literal["default", "min_cut"] = "default"
     any_tangents: bool = False
     owns_cut: bool = True
-
-    def check(self) -> None:
-        """Nothing that could be known here."""
 
     def decompositions(self) -> Decompositions:
         """The user's table."""
         return self.compilers.decompositions()
 
     def prepare_joint(self, graph: Graph) -> Graph:
-        """Clean the graph up and let the user's partition cut it, if it is a joint one."""
+        """Run the joint passes, and let the user's partition cut the graph if it has a backward."""
         joint, _ = run_passes(graph, "joint", self.settings)
         order = Order.of(joint)
         if not order.tangents:
@@ -74,7 +67,7 @@ class FunctorchBackend:
         return joined(*halves, joint, order)
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
-        """Compile a copy of the graph in PyTorch's convention."""
+        """Compile a copy of the graph that keeps PyTorch's convention."""
         source = print_graph(graph).source
         match emission.kind:
             case "inference":
@@ -88,7 +81,7 @@ class FunctorchBackend:
                 gm = with_arguments(graph, graph.ins, slots, "primals_{}")
                 return self._emit(gm, graph, cut.order, slots, emission, source)
             case "backward":
-                if not is_cut(graph):  # a part, or for gradients of other kinds: no partition saw it
+                if not is_cut(graph):  # derived from the saved values: the partition never saw it
                     return FxBackend().emit(graph, emission)
                 return Emitted(self._backward(graph, emission), source)
 
@@ -111,10 +104,11 @@ class FunctorchBackend:
         return Emitted(lambda args: _picked(call(args), picks), source, chosen)
 
     def _backward(self, graph: Graph, emission: Emission) -> BoxedCall:
-        """The backward, compiled when it is called for the first time, as PyTorch does.
+        """The backward, compiled at its first call, as PyTorch does.
 
-        Ahead of time if the program communicates: ranks must not find out in the middle of a step that one
-        cannot compile it. With tangents missing it is the same one again, see `_with_zeros`.
+        If the program communicates it is compiled ahead of time: ranks must not find out in the middle of a
+        step that one of them cannot compile it. A backward with fewer tangents is not compiled, see
+        `_with_zeros`.
         """
         cut = cut_of(graph)
         if cut.backward is not None:
@@ -137,7 +131,7 @@ class FunctorchBackend:
         return call
 
     def _compile(self, gm: GraphModule, emission: Emission) -> tuple[BoxedCall, list[Any] | None]:
-        """The user's callable, boxed, and the strides of its results where the compiler says them."""
+        """The user's callable, boxed, and the strides of its results if the compiler reports them."""
         hand_over(gm)
         examples = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
         compiler = self.compilers.compiler_of(emission.kind)
@@ -151,10 +145,10 @@ class FunctorchBackend:
 def _written_in_graph(
     gm: GraphModule, ins: Sequence[Slot], outs: Sequence[Slot], order: Order
 ) -> dict[Slot, int]:
-    """Let `gm` copy new values without history to its arguments, and not return these.
+    """Let `gm` copy new values to its arguments instead of returning them, but for those with history.
 
     Returns:
-        the results that it returned, and positions of the arguments that it writes instead.
+        the results that are no longer returned, each with the position of the argument that is written.
     """
     arguments, written = gm.graph.find_nodes(op="placeholder"), dict[Slot, int]()
     with_history = {(tangent.path, tangent.inner) for tangent in order.tangents}
@@ -169,9 +163,9 @@ def _written_in_graph(
 
 
 def _returning(call: BoxedCall, positions: Sequence[int]) -> BoxedCall:
-    """`call`, which writes the arguments at `positions`, and returns these after its results.
+    """`call` with the arguments at `positions`, which it writes, appended to its results.
 
-    Their version counters are as before: who gets them counts the program's writes, which are others.
+    Their version counters do not change here: the runtime counts the writes of the program itself.
     """
 
     def returning(args: list[Any]) -> list[Any]:
@@ -188,7 +182,7 @@ def _positions(slots: Sequence[Slot]) -> dict[Slot, int]:
 
 
 def _picks(there: Sequence[Slot], wanted: Sequence[Slot]) -> list[int]:
-    """Where each slot that is wanted stands."""
+    """The position of each wanted slot."""
     position = _positions(there)
     return [position[slot] for slot in wanted]
 
@@ -198,9 +192,10 @@ def _picked(results: Sequence[Any], picks: Sequence[int]) -> list[Any]:
 
 
 def _with_zeros(whole: Graph, call: BoxedCall, reduced: Graph) -> BoxedCall:
-    """A backward for which tangents are missing, by the one for all: a compiler is not asked a second time.
+    """A backward with fewer tangents: the whole backward, called with zeros for the missing ones.
 
-    Gradients that depend on nothing else are None, as in eager.
+    So the user's compiler is called once. Gradients that depend on missing tangents alone are None, as in
+    eager.
     """
     absent = {position for position, node in enumerate(reduced.results()) if node is None}
     arguments = [(slot, node.meta["val"]) for slot, node in whole.named_placeholders().items()]

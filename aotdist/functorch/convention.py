@@ -1,8 +1,8 @@
-"""PyTorch's convention for graphs: names and order of what they take and return, names of nodes, tags, sizes.
+"""PyTorch's convention for graphs: order and names of arguments, results and nodes; tags; dynamic sizes.
 
-Whoever brings a graph may leave sizes open, as symbols in the sizes of its example arguments. Dynamo passes
-such sizes as numbers beside the tensors that have them. Here each is read off its tensor, so that it is a
-size like any other; a number that is the size of none is a constant of each call.
+Sizes of example arguments that are symbols are dynamic. Dynamo passes such sizes as numbers, too, beside the
+tensors that have them: each of these is read off its tensor, and one that no tensor has is a constant of the
+call.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from aotdist.torch_seam.symbols import expression, open_sizes
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """The order in which PyTorch's graphs take and return what ours do.
+    """The order of arguments and results in PyTorch's graphs.
 
     Args:
-        primals: what a forward takes: plain tensors, then sizes if they are symbolic.
-        tangents: what a joint graph takes after that: tangents, then what each input that the backward writes
-            holds when it begins.
-        values: what a forward returns: new values of inputs, in their order, then results.
-        grads: what a backward returns: a gradient for each primal, if it has one, then what else there is.
+        primals: arguments of a forward: plain tensors, then symbolic sizes.
+        tangents: further arguments of a joint graph: tangents, then the values, when the backward begins, of
+            inputs that it writes.
+        values: results of a forward: new values of inputs, in their order, then the program's results.
+        grads: results of a backward: a gradient or None for each primal, then its other results.
     """
 
     primals: tuple[Slot, ...]
@@ -41,12 +41,12 @@ class Order:
 
     @classmethod
     def of(cls, joint: Graph) -> Order:
-        """That of a joint or an inference graph."""
+        """The order for a joint or an inference graph."""
         primals = tuple(slot for slot in joint.ins if slot.role in ("primal", "size"))
         outs = set(joint.outs)
         writes = [slot for slot in (Slot("write", p.path, p.inner) for p in primals) if slot in outs]
         grads = dict.fromkeys(Slot("grad", primal.path, primal.inner) for primal in primals)
-        # A plain primal may have a wrapper for a gradient, of several plain tensors.
+        # The gradient of a plain primal may be a wrapper around several plain tensors.
         more = (s for s in joint.outs if s.role in BACKWARD_ROLES and s not in grads)
         return cls(
             primals,
@@ -60,7 +60,7 @@ _TAGS = {"must_save": CheckpointPolicy.MUST_SAVE, "must_recompute": CheckpointPo
 
 
 def joint_module(joint: Graph, order: Order) -> GraphModule:
-    """The joint graph as PyTorch's partitions want it: names, order, tags; called `(primals, tangents)`."""
+    """The joint graph with PyTorch's names, order and tags; it is called `(primals, tangents)`."""
     builder = GraphBuilder(joint.gm)
     arguments = joint.named_placeholders()
     tangents = {arguments[slot] for slot in order.tangents}
@@ -81,7 +81,7 @@ def joint_module(joint: Graph, order: Order) -> GraphModule:
 
 
 def named_as_theirs(gm: GraphModule) -> GraphModule:
-    """A copy whose nodes are called as PyTorch calls them."""
+    """A copy whose nodes have PyTorch's names."""
     builder = GraphBuilder(gm)
     for node in gm.graph.find_nodes(op="placeholder"):
         builder.placeholder(node)
@@ -90,25 +90,25 @@ def named_as_theirs(gm: GraphModule) -> GraphModule:
 
 
 def _copy_operations(builder: GraphBuilder, gm: GraphModule) -> None:
-    """All of a graph but arguments and results; nodes are called as PyTorch calls them."""
+    """Copy all nodes but arguments and results; they get PyTorch's names."""
     for node in gm.graph.nodes:
         if node.op not in ("placeholder", "output"):
             builder.copy_as_theirs(node)
 
 
 def flat_results(gm: GraphModule) -> list[Any]:
-    """What a module returns, flat; nodes or constants."""
+    """The results of a module as a list of nodes and constants."""
     (values,) = gm.graph.output_node().args
     return list(values) if isinstance(values, (tuple, list)) else [values]
 
 
 @dataclass(frozen=True, slots=True)
 class OpenSizes:
-    """What of some arguments is open.
+    """Which sizes of some arguments are dynamic.
 
     Args:
-        dims: the dimensions of each tensor, by its position, that may differ from call to call.
-        places: of each argument that is such a size, by position: which argument has it, in which dimension.
+        dims: dynamic dimensions of tensors, by the position of the tensor.
+        places: for each argument that is such a size: the position and the dimension of a tensor that has it.
     """
 
     dims: Mapping[int, frozenset[int]]
@@ -116,7 +116,7 @@ class OpenSizes:
 
     @classmethod
     def of(cls, mod: nn.Module, args: Sequence[Any]) -> OpenSizes:
-        """Read them off example arguments, or, of a graph of Dynamo's, off what it says of these."""
+        """Read them off example arguments, or off the placeholders if `mod` is a graph of Dynamo's."""
         shown = _examples(mod, args)
         found: dict[str, tuple[int, int]] = {}
         dims: dict[int, set[int]] = {}
@@ -129,11 +129,11 @@ class OpenSizes:
         return cls({position: frozenset(some) for position, some in dims.items()}, places)
 
     def left_out(self, args: Sequence[Any]) -> list[Any]:
-        """The arguments without those that are read off others."""
+        """The arguments without those that are sizes of others."""
         return [value for position, value in enumerate(args) if position not in self.places]
 
     def put_in(self, args: Sequence[Any]) -> list[Any]:
-        """All arguments again."""
+        """The inverse of `left_out`."""
         remaining = iter(args)
         count = len(args) + len(self.places)
         values: list[Any] = [0 if position in self.places else next(remaining) for position in range(count)]
@@ -142,14 +142,14 @@ class OpenSizes:
         return values
 
     def by_identity(self, args: Sequence[Any]) -> dict[int, frozenset[int]]:
-        """The open dimensions of arguments without those that are left out, by the identity of the tensor."""
+        """Dynamic dimensions by the `id` of the tensor; `args` are those that `left_out` returns."""
         positions = (k for k in range(len(args) + len(self.places)) if k not in self.places)
         at = zip(positions, args, strict=True)
         return {id(value): self.dims[position] for position, value in at if position in self.dims}
 
 
 def _examples(mod: nn.Module, args: Sequence[Any]) -> list[Any]:
-    """The arguments, with symbols for sizes where a graph of Dynamo's has some."""
+    """The arguments, or for a graph of Dynamo's its example values, whose sizes may be symbols."""
     if not isinstance(mod, GraphModule):
         return list(args)
     nodes = mod.graph.find_nodes(op="placeholder")

@@ -1,6 +1,6 @@
-"""The partition's two halves as one joint graph again, cut at the same place when its turn comes.
+"""The partition's two halves, joined into one joint graph that the pipeline later cuts at the same place.
 
-What the cut was goes along in the graph: codegen makes PyTorch's graphs out of both halves by it.
+The graph carries a `Cut`, by which the backend gives both halves PyTorch's order of arguments and results.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from aotdist.torch_seam.symbols import SYMBOLIC
 
 @dataclass(slots=True, eq=False)
 class Cut:
-    """What is known of a joint graph that the user's partition has cut; its arguments carry it along.
+    """How the user's partition has cut a joint graph; it lies in the `meta` of the graph's placeholders.
 
     Args:
-        order: what PyTorch's graphs take and return.
-        saved: what the forward hands over, in the partition's order.
-        taken: the same in the order in which the backward takes it: PyTorch's partitions move sizes ahead.
-        communicates: whether the graph holds collectives.
-        backward: the backward for all tangents, once there is one: its graph and its call.
+        order: of arguments and results in PyTorch's graphs.
+        saved: saved values, in the order in which the forward returns them.
+        taken: saved values, in the order in which the backward takes them: PyTorch's move sizes ahead.
+        communicates: whether the graph contains collectives.
+        backward: graph and call of the backward for all tangents, once it exists.
     """
 
     order: Order
@@ -46,11 +46,11 @@ class Cut:
 
 _CUT = "aotdist_cut"
 _NAME = "aotdist_name"
-"""Keys of nodes' `meta`, which no compiler sees: the cut; what the partition calls a saved value."""
+"""Keys of `meta`, hidden from the user's compilers: the `Cut`; the partition's name of a saved value."""
 
 
 def _kept(value: torch.Tensor) -> torch.Tensor:
-    """Stands behind a view that the partition saves; left alone, a view would be made again from its base.
+    """A no-op behind a view that the partition saves, which our own cut would otherwise recompute.
 
     Reports count the view's bytes as if it were a copy.
     """
@@ -77,7 +77,7 @@ def joined(forward: GraphModule, backward: GraphModule, joint: Graph, order: Ord
     reshaped = {slot for slot, node in joint.named_placeholders().items() if node.meta.get("reshaped")}
     changed = overwritten | {node for node, slot in primal_of.items() if slot in reshaped}
     slots: dict[Node, Slot] = {}
-    """The name of each argument of the backward that the forward hands over."""
+    """The slot of each saved value, by the backward's argument for it."""
     handed = _paired(saved, taken)
     for node, old in handed.items():
         builder.env[old] = _handed_over(builder, node, changed)
@@ -103,7 +103,7 @@ def joined(forward: GraphModule, backward: GraphModule, joint: Graph, order: Ord
 
 
 def _paired(saved: Sequence[Node], taken: Sequence[Node]) -> dict[Node, Node]:
-    """Each value that is handed over, with the backward's argument for it: tensors and sizes each in turn."""
+    """Each saved value with the backward's argument for it; tensors and sizes are ordered separately."""
     taken = taken[: len(saved)]
     pairs: dict[Node, Node] = {}
     for symbolic in (False, True):
@@ -116,7 +116,11 @@ def _paired(saved: Sequence[Node], taken: Sequence[Node]) -> dict[Node, Node]:
 
 
 def _saved_nodes(forward: GraphModule, backward: GraphModule, order: Order) -> list[Node]:
-    """What the forward hands over, once it is clear that both keep the convention."""
+    """The saved values that the forward returns.
+
+    Raises:
+        UnsupportedProgram: the halves do not keep PyTorch's convention.
+    """
     handed_over = flat_results(forward)[len(order.values) :]
     saved = [value for value in handed_over if isinstance(value, Node)]
     primals = len(forward.graph.find_nodes(op="placeholder"))
@@ -132,7 +136,7 @@ def _saved_nodes(forward: GraphModule, backward: GraphModule, order: Order) -> l
 def _copy_half(
     builder: GraphBuilder, gm: GraphModule, phase: str, known: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Copy a half's operations; returns its constants by name, none of which is another in `known`."""
+    """Copy a half's operations; returns its constants, renamed where `known` has another of that name."""
     constants: dict[str, Any] = {}
     for node in gm.graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -150,12 +154,12 @@ def _copy_half(
 
 
 def _handed_over(builder: GraphBuilder, node: Node, changed: Collection[Node]) -> Node:
-    """What the backward starts from in the place of a saved value."""
+    """The node that the backward reads for a saved value."""
     new = builder.env[node]
     if not is_view(node):
         return new
-    # What lies in an argument that is written after the forward has other data by then; what views one that
-    # is reshaped has a history that autograd would make again.
+    # An argument that is written after the forward holds other data by then, and a view of an argument that
+    # is reshaped has a history that autograd would replay.
     copies = storage_root(node) in changed
     target = torch.ops.aten.clone.default if copies else _kept
     return builder.call(target, (new,), like=new, name=node.name, **{_NAME: node.name})
@@ -176,26 +180,27 @@ def _bad_partition(fault: str) -> UnsupportedProgram:
 
 
 def is_computed(saved: Slot) -> bool:
-    """Whether the forward computes a saved value; the others are its arguments."""
+    """Whether the forward computes a saved value; otherwise it is an argument of the forward."""
     return saved.path.startswith("%")
 
 
 def is_cut(graph: Graph) -> bool:
-    """Whether it stems from a graph that the user's partition has cut."""
+    """Whether the graph was made from one that the user's partition has cut."""
     return any(_CUT in node.meta for node in graph.placeholders())
 
 
 def cut_of(graph: Graph) -> Cut:
-    """What `joined` left with the graph's arguments: tangents, and what is saved of primals."""
+    """The `Cut` that `joined` put into the placeholders' `meta`."""
     return next(node.meta[_CUT] for node in graph.placeholders() if _CUT in node.meta)
 
 
 def with_arguments(
     graph: Graph, ins: Sequence[Slot], outs: Sequence[Slot], name: str, *, first: int = 1
 ) -> GraphModule:
-    """A copy of a graph that takes and returns these slots, in this order; a result may be absent.
+    """A copy of a graph with these arguments and results, in this order; a result may be absent.
 
-    Arguments that are no saved values are called by `name` and number. A saved argument is a result, too.
+    Arguments are named by `name` and number, saved values as the partition named them. A slot of a saved
+    argument may be among the results.
     """
     builder = GraphBuilder(graph.gm)
     arguments = graph.named_placeholders()

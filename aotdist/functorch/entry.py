@@ -15,8 +15,8 @@ from aotdist.codegen.backend import CallableBackend, Compiler
 from aotdist.compiled import CompiledFunction
 from aotdist.compiling import Compiling, OpenDims
 from aotdist.errors import BadSettings, UnsupportedProgram
-from aotdist.export.call import state_of
 from aotdist.export.refusals import refuse_arguments
+from aotdist.export.trace import state_of
 from aotdist.functorch.backend import FunctorchBackend
 from aotdist.functorch.convention import OpenSizes
 from aotdist.functorch.partitions import PartitionFn, default_partition
@@ -28,7 +28,7 @@ from aotdist.torch_seam.symbols import hint
 
 
 def _refuse(**options: tuple[bool, str]) -> None:
-    """Raise for the first option that is set and that nothing here could honour."""
+    """Raise for the first option that is set; options come with whether they are, and a fix."""
     for name, (is_set, fix) in options.items():
         if is_set:
             raise BadSettings(f"`{name}` cannot be honoured", fix=fix)
@@ -37,10 +37,10 @@ def _refuse(**options: tuple[bool, str]) -> None:
 def _compilers(
     fw_compiler: Any, bw_compiler: Any, inference_compiler: Any, decompositions: Any, **functions: Any
 ) -> CallableBackend:
-    """What the user brought; `functions` are other arguments that have to be some, by name.
+    """The user's compilers and decompositions; `functions` are other arguments that must be callable.
 
     Raises:
-        BadSettings: an argument is something else than what it is called.
+        BadSettings: an argument has the wrong type.
     """
     optional = {"bw_compiler": bw_compiler, "inference_compiler": inference_compiler}
     given = {name: value for name, value in optional.items() if value is not None}
@@ -63,7 +63,7 @@ def _refuse_no_module(mod: Any) -> None:
 
 
 class AotFunction(CompiledFunction):
-    """A function whose graphs go through compilers, and a partition, that the user brought."""
+    """A function that the user's partition and compilers compile."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class AotFunction(CompiledFunction):
     ) -> None:
         settings = replace(
             backend.settings,
-            # The user's compilers get what the user's partition returned: nothing changes a graph in between.
+            # The user's compilers get what the user's partition returned: no pass changes it in between.
             partition="default",
             disabled_passes=frozenset(PASS_NAMES),
             dynamic=dynamic,
@@ -114,18 +114,17 @@ def aot_function(
         bw_compiler: compiles backwards, each when it runs for the first time, ahead of time if the program
             communicates; `fw_compiler` if None.
         partition_fn: cuts the joint graph in two.
-        decompositions: operators that the trace must break up.
-        num_params_buffers: how many of the first tensors are parameters and buffers; partitions are told.
-        keep_inference_input_mutations: graphs of forwards copy new values to the inputs (`copy_`, after all
-            else) and do not return them, but for those that are written with history.
+        decompositions: operators that the trace must decompose.
+        num_params_buffers: how many of the first tensors are parameters and buffers; passed to partitions.
+        keep_inference_input_mutations: graphs of forwards end in a `copy_` for each input that is written
+            without history, instead of returning its new value.
         inference_compiler: compiles programs without a backward; `fw_compiler` if None.
         dynamic: give sizes of the arguments symbols; the graphs take these after all tensors.
-        enable_log: not looked at; `TORCH_LOGS` says what is logged.
+        enable_log: ignored; `TORCH_LOGS` sets what is logged.
         disable_functionalization: not available.
 
     Raises:
-        BadSettings: one of the options that are not available is set, or an argument is something else than
-            what it is called.
+        BadSettings: an option that is not available is set, or an argument has the wrong type.
     """
     brought = (fw_compiler, bw_compiler, inference_compiler, decompositions)
     compilers = _compilers(*brought, fn=fn, partition_fn=partition_fn)
@@ -138,11 +137,11 @@ def aot_function(
 
 
 class AotModule(nn.Module):
-    """A module that runs the compiled call of another, whose parameters stay where they are.
+    """A module that runs the compiled call of another module.
 
     Args:
-        mod: the module whose parameters these are.
-        compiled: takes its parameters and its buffers by name, then the arguments.
+        mod: the other module, which keeps its parameters.
+        compiled: takes parameters and buffers by name, then the arguments.
     """
 
     def __init__(self, mod: nn.Module, compiled: Callable[..., Any]) -> None:
@@ -151,24 +150,24 @@ class AotModule(nn.Module):
         self._compiled = compiled
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the compiled call, with what the module has now: all of it may be assigned, and tied."""
+        """Run the compiled call with the present parameters and buffers, under each of their names."""
         params = dict(self.orig_module.named_parameters(remove_duplicate=False))
         buffers = dict(self.orig_module.named_buffers(remove_duplicate=False))
         return self._compiled(params, buffers, *args, **kwargs)
 
 
 def _num_distinct(mod: nn.Module) -> int:
-    """How many parameters and buffers a module has: a tied one is one argument."""
+    """How many parameters and buffers a module has; tied ones count once."""
     return len({id(leaf.value) for leaf, _ in state_of(mod)})
 
 
 def _called_with(
     mod: nn.Module, state: Mapping[str, torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Any:
-    """`torch.func.functional_call`; what the module assigns to its buffers stays there, as in eager."""
+    """`torch.func.functional_call`, after which assigned buffers keep their new tensors, as in eager."""
     after = dict(state)
     result = torch.func.functional_call(mod, after, args, dict(kwargs))
-    for name, value in after.items():  # PyTorch leaves there what the module has in the end
+    for name, value in after.items():  # `functional_call` stores the final tensors there
         if value is not state[name]:
             owner, _, key = name.rpartition(".")
             setattr(mod.get_submodule(owner), key, value)
@@ -212,34 +211,32 @@ def aot_module_simplified(
     pre_grad_passes: Callable[[GraphModule, Sequence[Any]], GraphModule] | None = None,
     compile_region_name: str | None = None,
 ) -> Callable[..., Any]:
-    """Compile a module for flat arguments at once; its parameters are those that it has now.
+    """Compile a module for flat arguments, now, with the parameters that it has now.
 
     Args:
         mod: returns a flat tuple or list.
-        args: what it is called with. If these hold no data, the first call compiles. Sizes that are symbols
-            there, or in the graph of Dynamo's that `mod` is, are symbols of the graphs; numbers that are such
-            sizes are read off the tensors that have them.
+        args: of a call; if they are fake, the first call compiles. Sizes that are symbols there, or in the
+            placeholders of a graph of Dynamo's, are symbols of the graphs; arguments that are such sizes are
+            read off the tensors that have them.
         fw_compiler: compiles forwards.
         bw_compiler: compiles backwards; `fw_compiler` if None.
         partition_fn: cuts the joint graph in two.
-        decompositions: operators that the trace must break up.
-        keep_inference_input_mutations: graphs of forwards copy new values to the inputs (`copy_`, after all
-            else) and do not return them, but for those that are written with history.
+        decompositions: operators that the trace must decompose.
+        keep_inference_input_mutations: as for `aot_function`.
         inference_compiler: compiles programs without a backward; `fw_compiler` if None.
         compiler_config_extra: not available; it belongs to a cache of PyTorch's.
-        ignore_shape_env: sizes are static, though those of `args` are symbolic.
+        ignore_shape_env: treat all sizes as static.
         disable_functionalization: not available.
         pre_grad_passes: applied to `mod`, if that is a graph module, before anything else.
         compile_region_name: names the compiled function.
 
     Returns:
-        the compiled call: flat arguments to a list. It has the module's `zero_grad`, `named_parameters` and
-        `named_buffers`.
+        a function of flat arguments that returns a list, with the module's `zero_grad`, `named_parameters`
+        and `named_buffers`.
 
     Raises:
-        BadSettings: one of the options that are not available is set, or an argument is something else than
-            what it is called.
-        UnsupportedProgram: the module returns something else than a tuple or a list.
+        BadSettings: an option that is not available is set, or an argument has the wrong type.
+        UnsupportedProgram: the module does not return a tuple or a list.
     """
     _refuse_no_module(mod)
     refuse_arguments(args)

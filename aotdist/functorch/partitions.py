@@ -1,4 +1,4 @@
-"""Partitions of joint graphs in PyTorch's convention: what they take and return is `GraphModule`s."""
+"""Partitions of joint graphs: functions from one `GraphModule` to two, in PyTorch's convention."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def default_partition(
     Args:
         joint_module: a joint graph, ours or PyTorch's.
         num_fwd_outputs: how many of its results are the forward's.
-        static_lifetime_input_indices: arguments that stay at their place; makes no difference here.
-        static_lifetime_input_nodes: the same as nodes.
+        static_lifetime_input_indices: ignored.
+        static_lifetime_input_nodes: ignored.
     """
     return _partition_module(joint_module, num_fwd_outputs, "default")
 
@@ -45,13 +45,13 @@ def min_cut_rematerialization_partition(
     num_fwd_outputs: int,
     static_lifetime_input_indices: Sequence[int] | None = None,
 ) -> tuple[GraphModule, GraphModule]:
-    """Save the fewest bytes and compute cheap operations once more.
+    """Save the fewest bytes, and recompute cheap operations in the backward.
 
     Args:
         joint_module: a joint graph, ours or PyTorch's.
-        compiler: which operations are cheap; only `inductor`'s are known.
+        compiler: whose operations are cheap; only `inductor` is known.
         num_fwd_outputs: how many of its results are the forward's.
-        static_lifetime_input_indices: arguments that stay at their place; makes no difference here.
+        static_lifetime_input_indices: ignored.
 
     Raises:
         BadSettings: `compiler` is another one.
@@ -64,7 +64,7 @@ def min_cut_rematerialization_partition(
 
 
 def _partition_module(gm: GraphModule, num_values: int, policy: Policy) -> tuple[GraphModule, GraphModule]:
-    """Cut a joint graph in PyTorch's convention into two in the same."""
+    """Cut a joint graph in PyTorch's convention; both halves keep that convention."""
     joint, constants = _as_joint(gm, num_values)
     split = partition(joint, policy)
     builder = GraphBuilder(split.forward.gm)
@@ -85,7 +85,7 @@ def _partition_module(gm: GraphModule, num_values: int, policy: Policy) -> tuple
 
 
 def _as_joint(gm: GraphModule, num_values: int) -> tuple[Graph, dict[int, Any]]:
-    """A joint graph in PyTorch's convention as one of ours, and the results that are constants."""
+    """Convert a joint graph of PyTorch's convention to ours; also returns results that are constants."""
     builder = GraphBuilder(gm)
     overwritten = _overwritten(gm)
     ins: list[Slot] = []
@@ -105,12 +105,13 @@ def _as_joint(gm: GraphModule, num_values: int) -> tuple[Graph, dict[int, Any]]:
 
 
 def _overwritten(gm: GraphModule) -> set[Node]:
-    """The arguments that have another value when the backward comes: the forward writes them.
+    """The arguments that the forward overwrites, so that the backward cannot read their old values.
 
-    It returns their new values, and PyTorch's description of a result says so; or it ends with `copy_`.
+    The forward either returns the new value, which PyTorch's description of the result says, or calls
+    `copy_`.
 
     Raises:
-        UnsupportedProgram: the backward writes one of them, too: it would be given what that held before.
+        UnsupportedProgram: the backward writes one of them too, and would be given its old value.
     """
     found = {node for node in gm.graph.find_nodes(op="placeholder") if node.meta.get("overwritten")}
     described = {node.meta.get("desc"): node for node in gm.graph.find_nodes(op="placeholder")}

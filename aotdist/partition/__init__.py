@@ -14,18 +14,18 @@ Under `create_graph=True` autograd computes some gradients by other formulas, wh
 group norm, LSTM cells, determinants), and what a tensor that was written under `no_grad` knows of its history
 matters. A recorded backward shows none of this. So autograd runs through its graph of the trace once more
 (`trace/later_backwards.py`), with a history, and what it records is compiled as a program with a backward of
-its own (`runtime/double_backward.py`), from what the first forward saved (`partition/from_saved.py`). Its
-values and gradients are then eager's, bit for bit; also in parts, and with symbolic sizes. Nothing of this is
-there before it is asked for. The program that was compiled last keeps its trace; of those before it, it is
-made anew (`retracing.py`), node for node as before, or the call is refused; where the arguments and the
-module do not tell the trace alone, it is kept: symbolic sizes, wrapper tensors, autocast, arguments that are
-views or no tensors, branches on data.
+its own (`runtime/double_backward.py`), from what the first forward saved (`partition/other_backwards.py`).
+Its values and gradients are then eager's, bit for bit; also in parts, and with symbolic sizes. Nothing of
+this is there before it is asked for. The program that was compiled last keeps its trace; of those before it,
+it is made anew (`retracing.py`), node for node as before, or the call is refused; where arguments and module
+do not determine the trace, it is kept: symbolic sizes, wrapper tensors, autocast, arguments that are views or
+no tensors, branches on data.
 
 The backward of some results
 ----------------------------
 A backward is linear, so that of some results is the recorded one without the other tangents
-(`partition/reduced.py`): what depends on these alone is not computed. Three things do not follow from that,
-and with one of them the backward is traced for each choice of results (`BackwardFacts.choices`): user
+(`partition/other_backwards.py`): what depends on these alone is not computed. Three things do not follow from
+that, and with one of them the backward is traced for each choice of results (`BackwardFacts.choices`): user
 functions that can tell None from zeros, gradients of other kinds, and what user code in the backward writes
 or keeps. The trace notes in which autograd node each write happens; where every result leads to all of these,
 nothing more is traced. Before each of these traces the stand-ins are set back to what they held at the end of

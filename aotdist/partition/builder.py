@@ -8,7 +8,7 @@ which is put off until someone calls it.
 from __future__ import annotations
 
 import gc
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Container, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from aotdist.partition.traits import is_size
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam.nodes import add_node, copy_node, spell_number
+from aotdist.torch_seam.nodes import add_node, copy_node, inputs_of, spell_number
 from aotdist.torch_seam.operators import operator_name
 from aotdist.torch_seam.proxies import graph_module
 
@@ -26,7 +26,7 @@ from aotdist.torch_seam.proxies import graph_module
 class GraphBuilder:
     """Grows a new graph out of nodes of another.
 
-    `env` says which new node stands for an old one; assign to it to substitute.
+    `env` maps old nodes to new ones; assign to it to substitute.
 
     Args:
         source: the module that holds the old graph's constants (`get_attr` targets).
@@ -38,7 +38,7 @@ class GraphBuilder:
         self.env: dict[Node, Node] = {}
 
     def placeholder(self, node: Node, name: str | None = None) -> Node:
-        """A new argument that stands for `node`, called as `node` is or `name`."""
+        """A new argument in the place of `node`, called as `node` is or `name`."""
         name = node.name if name is None else name
         self.env[node] = add_node(self.graph, "placeholder", name, (), {}, name, node.meta)
         return self.env[node]
@@ -82,15 +82,36 @@ def returning(graph: Graph, outs: Sequence[Slot]) -> Graph:
     builder = GraphBuilder(graph.gm)
     named = graph.named_results()
     order = [node for node in graph.gm.graph.nodes if node.op != "output"]
-    found = [named[slot] for slot in outs]
-    needed = graph.ancestors(node for node in found if node is not None)
+    returned = [named[slot] for slot in outs]
+    needed = graph.ancestors(node for node in returned if node is not None)
     for node in order:
         if node.op == "placeholder":
             builder.placeholder(node)
         elif node in needed:
             builder.copy(node)
-    results = [None if node is None else builder.env[node] for node in found]
+    results = [None if node is None else builder.env[node] for node in returned]
     return builder.finish(results, graph.ins, tuple(outs))
+
+
+def needed_by(
+    roots: Iterable[Node],
+    order: Sequence[Node],
+    stands_for: Mapping[Node, Node],
+    skipped: Container[Node] = (),
+) -> set[Node]:
+    """The roots and what they are computed from, when some nodes are replaced by others.
+
+    Args:
+        roots: nodes that stay.
+        order: all nodes, in order.
+        stands_for: nodes that are replaced, with those that replace them.
+        skipped: nodes that are not computed.
+    """
+    needed = {stands_for.get(root, root) for root in roots}
+    for node in reversed(order):
+        if node in needed and node not in skipped:
+            needed.update(stands_for.get(read, read) for read in inputs_of(node) if read not in skipped)
+    return needed
 
 
 @contextmanager

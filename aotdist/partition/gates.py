@@ -1,4 +1,4 @@
-"""Gates: where the backward stops on its way, so that the caller may watch what passes a waypoint.
+"""Gates: where the backward stops on its way, so that the caller's hooks see the gradient of a waypoint.
 
 The trace cuts the joint graph at every waypoint (`aotdist.trace.observed_grads`). Usually nobody watches: the
 cuts are closed again (`linked`), and the backward is one graph. When somebody does, it runs part by part. A
@@ -92,10 +92,12 @@ def plan_gates(cut: Graph, facts: Facts) -> tuple[Gate, ...]:
     for position, waypoint in enumerate(backward.waypoints):
         latest = len(backward.waypoints)
         for k in range(len(waypoint.pieces)):
-            found = [levels.get(node) for slot in waypoint.piece_slots(k) if (node := results[slot])]
-            known = [level for level in found if level is not None]
-            if known:  # else it stems from a view, and comes back through it
-                latest = min(latest, *known)
+            levels_of_parts = [
+                levels.get(node) for slot in waypoint.piece_slots(k) if (node := results[slot])
+            ]
+            reached = [level for level in levels_of_parts if level is not None]
+            if reached:  # else it stems from a view, and comes back through it
+                latest = min(latest, *reached)
                 pieces.setdefault(latest, []).append((position, k))
     if not pieces or any(level <= position for level, sent in pieces.items() for position, _ in sent):
         return ()

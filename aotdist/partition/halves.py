@@ -31,7 +31,7 @@ class Halves:
         backward_roots: nodes that the backward returns.
         written: primals whose value is replaced once the forward is over.
         rng: seed and offset, which both halves are given.
-        must_save: nodes that are never made again; a tag on a view stands for its base.
+        must_save: nodes that are never recomputed; a tag on a view is one on its base.
         must_recompute: nodes that are never saved; a collective and its wait go together.
     """
 
@@ -144,15 +144,15 @@ def must_recompute_of(order: Sequence[Node], never: Container[Node]) -> frozense
     for node in reversed(order):
         if node in tagged and _follows_source(node):
             tagged.update(node.all_input_nodes)
-    again: set[Node] = set()
+    recomputed: set[Node] = set()
     for node in order:
         if _follows_source(node):
-            wanted = node.all_input_nodes[0] in again
+            is_wanted = node.all_input_nodes[0] in recomputed
         else:
-            wanted = node in tagged
-        if wanted and node not in never:
-            again.add(node)
-    return frozenset(again)
+            is_wanted = node in tagged
+        if is_wanted and node not in never:
+            recomputed.add(node)
+    return frozenset(recomputed)
 
 
 def _check_forward(joint: Graph, after_tangents: set[Node]) -> None:

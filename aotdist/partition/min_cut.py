@@ -72,9 +72,16 @@ NEVER = 1 << 90
 """What costs this is left out of a cut: 10**15 bytes of 10**6 items cost less."""
 
 
-@dataclass(frozen=True, slots=True)
 class Network:
-    """Items, what they cost, and who feeds whom.
+    """Items, what they cost, and who feeds whom; a flow through it finds a cheapest cut.
+
+    Each needed item is filled in turn, along shortest paths (Dinic, 1970). Once no more flow reaches an item,
+    none ever will: a path from the source through the places behind it would go on to the item. So these are
+    skipped from then on. Which items are saved depends on nearby items only, so each is filled from its
+    neighbourhood: 64 layers take 35 ms. scipy's flow through the whole network takes 5 ms, and 140 to import.
+
+    Item i is places 2i (in) and 2i+1 (out); the source comes last. Arcs come in pairs: the way back along
+    `arc` is `arc ^ 1`.
 
     Args:
         save_cost: for each item, what cutting it costs.
@@ -83,48 +90,32 @@ class Network:
         needed: items that feed the sink.
     """
 
-    save_cost: Sequence[int]
-    again_cost: Sequence[int]
-    edges: Sequence[tuple[int, int]]
-    needed: Sequence[int]
-
-    def cut(self) -> list[int]:
-        """The items of a cheapest cut, of all cheapest the one nearest to the sink."""
-        flow = _Flow(self)
-        for item in self.needed:
-            flow.fill(2 * item + 1)
-        full = flow.full
-        return [i for i in range(len(self.save_cost)) if 2 * i + 1 in full and 2 * i not in full]
-
-
-class _Flow:
-    """A flow through a network, each of whose items is filled in turn, along shortest ways (Dinic, 1970).
-
-    Once no more reaches an item, none ever will: a way from the source that met the places behind it would
-    go on to the item. So these are left alone from then on. What is saved follows from what lies close by,
-    so each item is filled from its neighbourhood: 64 layers take 35 ms. scipy's flow through the whole
-    network takes 5, and 140 to import.
-
-    Item i is places 2i (in) and 2i+1 (out); the source comes last. Arcs come in pairs: the way back along
-    `arc` is `arc ^ 1`.
-
-    Attributes:
-        full: places from which an item that was filled can be reached.
-    """
-
-    def __init__(self, network: Network) -> None:
-        num_items = len(network.save_cost)
-        self._source = 2 * num_items
+    def __init__(
+        self,
+        save_cost: Sequence[int],
+        again_cost: Sequence[int],
+        edges: Sequence[tuple[int, int]],
+        needed: Sequence[int],
+    ) -> None:
+        self.save_cost, self.again_cost, self.edges, self.needed = save_cost, again_cost, edges, needed
+        self._source = 2 * len(save_cost)
         self._ends: list[int] = []
         self._room: list[int] = []
         self._arcs: list[list[int]] = [[] for _ in range(self._source + 1)]
-        self.full: set[int] = set()
-        for item in range(num_items):
-            self._connect(2 * item, 2 * item + 1, network.save_cost[item])
-            if network.again_cost[item]:
-                self._connect(self._source, 2 * item, network.again_cost[item])
-        for feeding, fed in network.edges:
+        self._full: set[int] = set()  # places from which an item that was filled can be reached
+        for item, (save, again) in enumerate(zip(save_cost, again_cost, strict=True)):
+            self._connect(2 * item, 2 * item + 1, save)
+            if again:
+                self._connect(self._source, 2 * item, again)
+        for feeding, fed in edges:
             self._connect(2 * feeding + 1, 2 * fed, NEVER)
+
+    def cut(self) -> list[int]:
+        """The items of a cheapest cut, of all cheapest the one nearest to the sink."""
+        for item in self.needed:
+            self._fill(2 * item + 1)
+        full = self._full
+        return [i for i in range(len(self.save_cost)) if 2 * i + 1 in full and 2 * i not in full]
 
     def _connect(self, start: int, end: int, room: int) -> None:
         self._arcs[start].append(len(self._ends))
@@ -132,13 +123,13 @@ class _Flow:
         self._ends += (end, start)
         self._room += (room, 0)
 
-    def fill(self, target: int) -> None:
+    def _fill(self, target: int) -> None:
         """Let as much flow to a place as can: along all shortest ways, then along those that are left."""
-        if target in self.full:
+        if target in self._full:
             return
         while self._source in (distances := self._distances(target)):
             self._flow_along_shortest(target, distances)
-        self.full.update(distances)
+        self._full.update(distances)
 
     def _distances(self, target: int) -> dict[int, int]:
         """How far the places are from which a way leads to one; if the source is, no place is further."""
@@ -146,7 +137,7 @@ class _Flow:
         for place in places:  # it grows
             for arc in self._arcs[place]:
                 before = self._ends[arc]
-                if self._room[arc ^ 1] and before not in distances and before not in self.full:
+                if self._room[arc ^ 1] and before not in distances and before not in self._full:
                     distances[before] = distances[place] + 1
                     places.append(before)
                     if before == self._source:
@@ -299,9 +290,9 @@ def _fixed(halves: Halves) -> set[Node]:
     return fixed | chain_breaks(early, fixed)
 
 
-def _is_fixed(node: Node, again: Container[Node], once: Container[Node]) -> bool:
-    """Whether only the forward may run `node`; `again` and `once` say what else decides it."""
-    if node.op == "get_attr" or node in again:
+def _is_fixed(node: Node, recomputed: Container[Node], once: Container[Node]) -> bool:
+    """Whether only the forward may run `node`; `recomputed` are tagged so, `once` may not run twice."""
+    if node.op == "get_attr" or node in recomputed:
         return False
     if node.op == "placeholder" or not is_cheap(node):
         return True

@@ -1,4 +1,4 @@
-"""Policies: what the backward finds of the forward, and what it makes again.
+"""Policies: which values of the forward are saved for the backward, and which it computes again.
 
 The default keeps eager's schedule and saves what eager saves. Nodes recorded during the forward run in the
 forward, the others in the backward, and every forward value that a backward node reads is saved, except that
@@ -72,35 +72,35 @@ def _choose(halves: Halves, policy: Policy) -> set[Node]:
             assert_never(policy)
 
 
-# A program with a backward inside of it: what stays alive for that is chosen by a cut, too.
+# A program with a backward inside of it: a whole step is one graph.
 #
-# A whole step is one graph, and hands nothing from one half to another. But what its backward reads of its
-# forward is alive in between. So the min-cut policy chooses what that is, as it does for two halves, and what
-# follows from it at little cost is made again right before the backward reads it.
+# The values of the forward that its backward reads are alive in between. So the min-cut policy chooses them
+# as it does for two halves, and what follows from them at little cost is computed again right before the
+# backward reads it.
 
 
 def remade(graph: Graph) -> Graph:
-    """`graph` with cheap operations of its forward made again in its backward; itself if there is none."""
+    """`graph` with cheap operations of its forward repeated in its backward; itself if it has no backward."""
     if not any(phase_of(node) == "backward" for node in graph.gm.graph.nodes):
         return graph
     graph = graph.copied()
     halves = _own_halves(graph)
     saved = _choose(halves, "min_cut")
     needed = graph.ancestors(halves.backward, stop=saved) - halves.late - saved
-    again = {node for node in needed if node.op == "call_function" and not is_effectful(node)}
+    recomputed = {node for node in needed if node.op == "call_function" and not is_effectful(node)}
     copies: dict[Node, Node] = {}
     for reader in halves.backward:
-        for node in again.intersection(reader.all_input_nodes):
-            _make_again(node, reader, again, copies)
+        for node in recomputed.intersection(reader.all_input_nodes):
+            _make_again(node, reader, recomputed, copies)
             reader.replace_input_with(node, copies[node])
     return graph
 
 
-def _make_again(node: Node, reader: Node, again: set[Node], copies: dict[Node, Node]) -> None:
-    """Copy `node`, and what it needs of those that are made again, ahead of `reader`."""
+def _make_again(node: Node, reader: Node, recomputed: set[Node], copies: dict[Node, Node]) -> None:
+    """Copy `node`, and the recomputed nodes that it needs, ahead of `reader`."""
     pending = [node]
     while pending:
-        more = [each for each in pending[-1].all_input_nodes if each in again and each not in copies]
+        more = [each for each in pending[-1].all_input_nodes if each in recomputed and each not in copies]
         if more:
             pending += more
             continue

@@ -45,13 +45,13 @@ def split(halves: Halves, saved: Collection[Node]) -> Split:
         saved: forward nodes and primals that the backward starts from.
 
     Raises:
-        InternalError: the backward would need a primal that is not saved, or make a random value again.
+        InternalError: the backward would need a primal that is not saved, or draw a random value again.
     """
-    kept, again = _kept(halves, saved)
+    kept, recomputed = _kept(halves, saved)
     slots = _saved_slots(halves, kept)
     return Split(
         forward=_build_forward(halves, kept, slots),
-        backward=_build_backward(halves, kept, again, slots),
+        backward=_build_backward(halves, kept, recomputed, slots),
         saved=slots,
         saved_primals=dict(zip(slots, _primal_slots(halves, kept.primals), strict=False)),
         saved_bytes=saved_bytes(halves, kept.in_order()),
@@ -64,15 +64,15 @@ def backward_from(halves: Halves, saved: Collection[Node]) -> Graph:
     Raises:
         InternalError: as `split`.
     """
-    kept, again = _kept(halves, saved)
-    return _build_backward(halves, kept, again, _saved_slots(halves, kept))
+    kept, recomputed = _kept(halves, saved)
+    return _build_backward(halves, kept, recomputed, _saved_slots(halves, kept))
 
 
 def _kept(halves: Halves, saved: Collection[Node]) -> tuple[_Saved, set[Node]]:
     """The values to hand over, of those that may be, and the forward nodes that the backward runs again."""
-    chosen = set(saved) - halves.rng
-    needed = halves.joint.ancestors([*halves.backward, *halves.backward_roots], stop=chosen)
-    kept = _sort_saved(halves, [n for n in halves.order if n in needed and n in chosen])
+    saveable = set(saved) - halves.rng
+    needed = halves.joint.ancestors([*halves.backward, *halves.backward_roots], stop=saveable)
+    kept = _sort_saved(halves, [n for n in halves.order if n in needed and n in saveable])
     return kept, _recomputed(halves, needed, kept)
 
 
@@ -93,13 +93,13 @@ def _sort_saved(halves: Halves, saved: Sequence[Node]) -> _Saved:
 
 def _recomputed(halves: Halves, needed: set[Node], kept: _Saved) -> set[Node]:
     """Forward nodes that the backward runs a second time."""
-    again = {n for n in needed - halves.late - halves.rng - set(kept.in_order()) if not is_size(n)}
-    for node in again:
+    recomputed = {n for n in needed - halves.late - halves.rng - set(kept.in_order()) if not is_size(n)}
+    for node in recomputed:
         if node.op == "placeholder":
             raise _split_error(node, "is needed by the backward but not saved")
         if is_effectful(node):
             raise _split_error(node, "has an effect and would run in the forward and in the backward")
-    return again
+    return recomputed
 
 
 def _split_error(node: Node, fault: str) -> InternalError:
@@ -150,35 +150,35 @@ def _copy_before_write(builder: GraphBuilder, primal: Node) -> Node:
     return builder.call(clone, (builder.env[primal],), like=primal, name=name, phase="forward")
 
 
-def _build_backward(halves: Halves, kept: _Saved, again: set[Node], slots: Sequence[Slot]) -> Graph:
+def _build_backward(halves: Halves, kept: _Saved, recomputed: set[Node], slots: Sequence[Slot]) -> Graph:
     joint = halves.joint
     builder = GraphBuilder(joint.gm)
     for node in kept.in_order():
         builder.placeholder(node)
-    read = {i for n in (*halves.backward, *again) for i in inputs_of(n)}
+    read = {i for n in (*halves.backward, *recomputed) for i in inputs_of(n)}
     late = {*LATE_ROLES, "rng"}
-    given = {
+    arguments = {
         s: n
         for s, n in joint.named_placeholders().items()
         if s.role in late or (s.role == "size" and (n in read or s.path.isidentifier()))
     }
-    for node in given.values():
+    for node in arguments.values():
         builder.placeholder(node)
-    for node in _on_demand(halves, again):
+    for node in _on_demand(halves, recomputed):
         builder.copy(node).meta["phase"] = "backward"
     outs, results = _results(halves, builder, forward=False)
-    return builder.finish(results, (*slots, *given), outs)
+    return builder.finish(results, (*slots, *arguments), outs)
 
 
-def _on_demand(halves: Halves, again: set[Node]) -> Iterator[Node]:
+def _on_demand(halves: Halves, recomputed: set[Node]) -> Iterator[Node]:
     """The backward's nodes in order, each recomputed one right before the first that reads it."""
     done: set[Node] = set()
-    extra_roots = [n for n in halves.backward_roots if n in again]
+    extra_roots = [n for n in halves.backward_roots if n in recomputed]
     for node in (*halves.backward, *extra_roots):
         stack = [node]
         while stack:
             top = stack[-1]
-            pending = [i for i in inputs_of(top) if i in again and i not in done]
+            pending = [i for i in inputs_of(top) if i in recomputed and i not in done]
             if pending:
                 stack.extend(reversed(pending))
                 continue

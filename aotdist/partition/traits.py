@@ -49,7 +49,7 @@ def is_view(node: Node) -> bool:
 
 
 def may_share(node: Node) -> bool:
-    """Whether the result may share memory with an argument, or is read as long as that is."""
+    """Whether the result may share memory with an argument, or is of a collective that still reads it."""
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function"
     name = node.target.name().partition(".")[0]
@@ -57,7 +57,7 @@ def may_share(node: Node) -> bool:
 
 
 def is_size(node: Node) -> bool:
-    """Whether the node is an argument that stands for a symbolic number: both halves are given it."""
+    """Whether the node is an argument that is a symbolic number: both halves take it."""
     return node.op == "placeholder" and isinstance(node.meta.get("val"), SYMBOLIC)
 
 

@@ -45,7 +45,7 @@ REDUCE = _C10D.all_reduce.default
 _WAIT = _C10D.wait_tensor.default
 
 _KINDS: Mapping[Any, str] = MappingProxyType({GATHER: "gather", SCATTER: "scatter", REDUCE: "reduce"})
-"""What a merged collective's name begins with."""
+"""The prefix of a merged collective's name."""
 
 _SAME_ON_A_FLAT_BUFFER = frozenset(
     {_ATEN.div.Tensor, _ATEN.div.Scalar, _ATEN.mul.Tensor, _ATEN.mul.Scalar, _ATEN._to_copy.default}
@@ -161,7 +161,7 @@ def _result_of(wait: Node, results: dict[Node, int]) -> int | None:
 
 
 def _groups(family: Sequence[_Member], limit: int) -> Iterator[list[_Member]]:
-    """Buckets of two and more, moved together in the graph while they grow.
+    """Buckets of two and more members, which are moved next to each other in the graph as a bucket grows.
 
     A bucket holds a parameter once: a unit that runs twice is gathered twice.
     """
@@ -188,7 +188,7 @@ def _joins(group: Sequence[_Member], member: _Member, limit: int) -> bool:
 
 
 def _merge(graph: Graph, group: Sequence[_Member], known: KnownResults) -> None:
-    """Replaces the members, which stand ready at the last one's start, by one collective."""
+    """Replaces the members, whose inputs are all computed before the last one starts, by one collective."""
     last = group[-1].start
     if last.target is not GATHER and all(m.owner is not None for m in group):
         group = sorted(group, key=lambda m: m.owner or 0)
@@ -206,7 +206,7 @@ class _Writer:
     Args:
         graph: the graph being edited.
         last: the start of the last member: the merged one takes after it.
-        known: knows what results are like.
+        known: remembers fake results of equal calls.
     """
 
     graph: FxGraph
@@ -214,7 +214,7 @@ class _Writer:
     known: KnownResults
 
     def write(self, group: Sequence[_Member]) -> tuple[list[Node], list[Node]]:
-        """The nodes that are no longer needed, and for each the one that stands for it."""
+        """The nodes that are no longer needed, and for each the new node that replaces it."""
         head, inputs = _peel([m.input for m in group], _step_before)
         flat = self._replay(head[::-1], self._copy_in(inputs))
         waited = self._emit(_WAIT, self._emit(self.last.target, flat, *self.last.args[1:], name=self._name()))
@@ -257,8 +257,8 @@ class _Writer:
         value = node.meta["val"]
         if not value.is_contiguous():
             node = self._emit(_ATEN.clone.default, node)
-        known = list(value.shape)
-        same = known == shape or (shape == [-1] and len(known) == 1)
+        old_shape = list(value.shape)
+        same = old_shape == shape or (shape == [-1] and len(old_shape) == 1)
         return node if same else self._emit(_ATEN.view.default, node, shape)
 
     def _group_size(self) -> int:
@@ -286,13 +286,13 @@ def _step_of(node: Node) -> _Step | None:
 
 
 def _step_before(node: Node) -> tuple[_Step, Node] | None:
-    """What `node` does, and to what; None if it does more than a step or others need it too."""
+    """The step that `node` is, and its input; None if it is no step, or has other users too."""
     step = _step_of(node)
     return (step, node.all_input_nodes[0]) if step and len(node.users) == 1 else None
 
 
 def _step_after(node: Node) -> tuple[_Step, Node] | None:
-    """What is done to `node`, and the node that does it; None if it has another user."""
+    """The step that follows `node`, and the node that is that step; None if `node` has another user."""
     users = list(node.users)
     step = _step_of(users[0]) if len(users) == 1 else None
     return (step, users[0]) if step else None
@@ -304,14 +304,14 @@ def _peel(
     """The steps that all `nodes` share, and the nodes behind them."""
     current, steps = list(nodes), list[_Step]()
     while True:
-        found = [look(node) for node in current]
-        known = [pair for pair in found if pair is not None]
-        if len(known) < len(current) or len({step for step, _ in known}) != 1:
+        steps_or_none = [look(node) for node in current]
+        pairs = [pair for pair in steps_or_none if pair is not None]
+        if len(pairs) < len(current) or len({step for step, _ in pairs}) != 1:
             return steps, current
-        beyond = [node for _, node in known]
+        beyond = [node for _, node in pairs]
         if len({node.meta["val"].dtype for node in beyond}) != 1:
             return steps, current
-        steps.append(known[0][0])
+        steps.append(pairs[0][0])
         current = beyond
 
 

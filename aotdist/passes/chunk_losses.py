@@ -1,14 +1,15 @@
 """Computes losses of a linear layer's logits by chunks of rows, so that all logits are never there at once.
 
-What `linear_losses` finds becomes (N rows, D features, V classes)
+A loss that `linear_losses` finds becomes (N rows, D features, V classes)
 
     forward   linear_cross_entropy(x, w, labels) -> loss, gradients of x and w for a gradient of 1
-    backward  each gradient times what arrives
+    backward  each gradient times the incoming one
 
 Rows are left out of x where the program leaves them out of its logits (`logits[:, :-1]`). Sums are taken in
-another order than in eager, and what arrives is multiplied last. A loss is left as it is where anything else
-reads the logits, or what is computed on the way: results, hooks, collectives of a sharded vocabulary; and
-where classes have weights, the layer has a bias, or every row keeps its own loss.
+another order than in eager, and the incoming gradient is multiplied last. A loss is left as it is if anything
+else reads the logits, or the steps between them and the loss: results, hooks, collectives of a sharded
+vocabulary; and where classes have weights, labels are smoothed, the layer has a bias, or every row keeps its
+own loss.
 """
 
 from __future__ import annotations
@@ -53,21 +54,21 @@ def _large_losses(graph: FxGraph, most: int) -> list[LinearLoss]:
 def _rewrite(graph: FxGraph, loss: LinearLoss, most: int) -> None:
     gradients = loss.gradients
     wanted = (gradients.of_input, gradients.of_weight) if gradients else (None, None)
-    asked = [node for node in wanted if node is not None]
+    replaced = [node for node in wanted if node is not None]
     with graph.inserting_before(loss.nll):
         rows = _rows(graph, loss)
         num_rows = _rows_of_a_chunk(loss, most)
         of_what = (node is not None for node in wanted)
-        args = (rows, loss.weight, loss.labels, loss.ignore_index, loss.label_smoothing, num_rows, *of_what)
+        args = (rows, loss.weight, loss.labels, loss.ignore_index, num_rows, *of_what)
         whole = emit(graph, LINEAR_CROSS_ENTROPY, args, loss.nll)
-        picks = [emit(graph, operator.getitem, (whole, at), loss.nll) for at in range(2 + len(asked))]
-        result, count, *found = picks
+        picks = [emit(graph, operator.getitem, (whole, at), loss.nll) for at in range(2 + len(replaced))]
+        result, count, *unscaled = picks
         if loss.is_mean:
             result = emit(graph, _ATEN.div.Tensor, (result, count), loss.nll)
         result = _cast(graph, result, loss.result.meta["val"].dtype, loss.nll)
     loss.result.replace_all_uses_with(result)
     if gradients is not None:
-        _scale(graph, loss, gradients, count, dict(zip(asked, found, strict=True)))
+        _scale(graph, loss, gradients, count, dict(zip(replaced, unscaled, strict=True)))
     erase_unused(graph, loss.result)
 
 
@@ -78,7 +79,7 @@ def _rows_of_a_chunk(loss: LinearLoss, most: int) -> int:
 
 
 def _rows(graph: FxGraph, loss: LinearLoss) -> Node:
-    """The rows of the layer's input that the loss is of: what is done to rows of logits, done to them."""
+    """The rows of the layer's input that the loss is of: views and slices of logits, applied to the input."""
     rows = loss.input
     if not any(step.target is SLICE for step in loss.way):
         return rows
@@ -99,12 +100,12 @@ def _arranged(graph: FxGraph, node: Node, sizes: list[int], like: Node) -> Node:
 
 
 def _scale(
-    graph: FxGraph, loss: LinearLoss, gradients: LossGradients, count: Node, found: Mapping[Node, Node]
+    graph: FxGraph, loss: LinearLoss, gradients: LossGradients, count: Node, unscaled_of: Mapping[Node, Node]
 ) -> None:
-    """Put gradients of the sum of losses, times what arrives, in the place of the graph's own."""
+    """Replace the graph's gradients by those of the sum of losses, times the incoming gradient."""
     like = gradients.first
     with graph.inserting_before(like):
-        for old, unscaled in found.items():
+        for old, unscaled in unscaled_of.items():
             # Each has a factor of its own, so that a compiler that fuses needs no kernel for one number.
             factor = _cast(graph, gradients.arriving, count.meta["val"].dtype, like)
             if loss.is_mean:

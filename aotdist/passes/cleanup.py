@@ -1,12 +1,12 @@
-"""Drops what a functional graph does not need: dead nodes, no-op copies, undone views, what it has already.
+"""Drops what a functional graph does not need: dead nodes, no-op copies, undone views, repeated calls.
 
-Nothing here changes a bit of any result. A copy is dropped only when nobody can tell: not when it
-gives the caller memory of its own (it is what a result lives in), nor when it protects from the
-caller (its source lives in an argument or in a result, which the caller may write before backward).
+Nothing here changes a bit of any result. A copy is dropped only when nobody can tell: not when a result lives
+in its memory, nor when its source lives in an argument or a result, which the caller may write before
+backward.
 
-An operator that always makes the same of the same is run once for all equal calls. A call of the backward
-that repeats one of the forward stays, as its result would have to be saved; unless that is small beside what
-it is made from: the scale of a tensor in FP8 is a number, and computing it again reads the tensor again.
+A deterministic operator is run once for all equal calls. A call of the backward that repeats one of the
+forward stays, as its result would have to be saved; unless that is small beside its input: the scale of a
+tensor in FP8 is a number, and computing it again reads the tensor again.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from aotdist.partition.builder import GraphBuilder
+from aotdist.partition.builder import GraphBuilder, needed_by
 from aotdist.partition.traits import is_effectful, is_view, phase_of, storage_root, value_bytes
 from aotdist.program import Graph
 from aotdist.settings import Settings
-from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.symbols import surely_equal
 
@@ -36,16 +35,16 @@ _COPIES = frozenset({_ATEN.clone.default, _ATEN._to_copy.default, _ATEN.lift_fre
 """Copies, which are no-ops when layout, dtype and device stay."""
 
 _NAMESPACES = frozenset({"aten", "prims"})
-"""Whose operators do what their schemas say, and nothing besides."""
+"""Namespaces whose operators do what their schemas say, and nothing besides."""
 
 _CHANGEABLE = frozenset({torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape})
-"""Tags of operators of which two equal calls may give results of other values or sizes."""
+"""Tags of operators whose equal calls may give different values or sizes."""
 
 _SMALL = 1024
-"""What is this many times smaller than what it is made from is saved rather than made again; or else:"""
+"""A result that is this many times smaller than its input is saved rather than computed again; and so is:"""
 
 _NUMBER = 8
-"""Bytes of a number, which no launch is worth."""
+"""Bytes of a number: computing one again costs a launch."""
 
 _REARRANGED = frozenset(
     {
@@ -57,14 +56,16 @@ _REARRANGED = frozenset(
         _ATEN.clone.default,
     }
 )
-"""What has the elements of its argument, in another order or shape."""
+"""Operators whose result has the elements of the argument, in another order or shape."""
 
 
 def cleanup(graph: Graph, settings: Settings) -> Graph:
     """The same results from fewer nodes."""
     order = [n for n in graph.gm.graph.nodes if n.op != "output"]
     stands_for = _Simplifier.of(graph).simplify(order)
-    kept = _needed(graph, order, stands_for)
+    roots = [n for n in graph.results() if n is not None]
+    roots += [n for n in order if n.op == "placeholder" or is_effectful(n)]
+    kept = needed_by(roots, order, stands_for)
     if len(kept) == len(order):
         return graph
     builder = GraphBuilder(graph.gm)
@@ -80,29 +81,18 @@ def cleanup(graph: Graph, settings: Settings) -> Graph:
     return builder.finish(results, graph.ins, graph.outs)
 
 
-def _needed(graph: Graph, order: list[Node], stands_for: Mapping[Node, Node]) -> set[Node]:
-    """Nodes that stay: arguments, effects, and what results are computed from."""
-    roots = [n for n in graph.results() if n is not None]
-    roots += [n for n in order if n.op == "placeholder" or is_effectful(n)]
-    needed = {stands_for.get(n, n) for n in roots}
-    for node in reversed(order):
-        if node in needed:
-            needed.update(stands_for.get(i, i) for i in inputs_of(node))
-    return needed
-
-
 @dataclass(frozen=True, slots=True)
 class _Simplifier:
-    """Finds nodes for which an earlier node can stand.
+    """Finds nodes that an earlier node can replace.
 
     Args:
         results: the graph's result nodes.
         result_memory: nodes that own the memory in which results live.
-        returned: what is returned once everything is replaced: no node may be returned twice.
-        written_over: nodes that lie like the results of `copy`, from which it takes strides and offset.
-        stands_for: what was found so far; never chained.
-        first_of: the nodes seen that stand for others, of each kind of call: one for each phase and policy.
-        value_of: the first node seen of the same value, in whatever phase, where that is another.
+        returned: nodes that are results after replacement: no node may be returned twice.
+        written_over: first arguments of `copy`, which takes its strides and offset from them.
+        stands_for: the replacements found so far; never chained.
+        first_of: by kind of call, the earlier nodes that can replace later ones: one per phase and policy.
+        value_of: for a node, the first one of the same value in any phase, if that is another.
     """
 
     results: frozenset[Node]
@@ -140,12 +130,12 @@ class _Simplifier:
         return self._repeated(node) if is_view(node) or _is_repeatable(node) else None
 
     def _undone(self, node: Node) -> Node | None:
-        """What is transposed twice, as in the backward of each linear layer (1.2 us a time)."""
+        """The source of a double transpose, as in the backward of each linear layer (1.2 us each)."""
         transposed = self._source(node)
         return self._shown_by(self._source(transposed), node) if transposed.target is node.target else None
 
     def _shown_by(self, source: Node, node: Node) -> Node | None:
-        """`source`, if it can stand for `node`, a view that shows all of it as it is."""
+        """`source`, if it can replace `node`, a view of all of it without change."""
         if node not in self.results:
             return source
         if source.op in ("placeholder", "get_attr") or source in self.returned:
@@ -164,12 +154,12 @@ class _Simplifier:
         seen = self.first_of.setdefault(self._key(node), [])
         if seen:
             self.value_of[node] = self._value(seen[0])
-        found = next((earlier for earlier in seen if _may_stand_for(earlier, node)), None)
+        replacement = next((earlier for earlier in seen if _may_stand_for(earlier, node)), None)
         if node in self.results or node in self.result_memory:
             return None
-        if found is None:
+        if replacement is None:
             seen.append(node)
-        return found
+        return replacement
 
     def _source(self, node: Node) -> Node:
         (source,) = node.all_input_nodes
@@ -179,7 +169,7 @@ class _Simplifier:
         return self.value_of.get(node, node)
 
     def _key(self, node: Node) -> Hashable:
-        if node.target is _ATEN.max.default:  # finds the same in any order
+        if node.target is _ATEN.max.default:  # the same in any order of elements
             return (node.target, self._magnitudes(node.all_input_nodes[0]))
         kwargs = tuple((name, self._freeze(value)) for name, value in node.kwargs.items())
         return (node.target, self._freeze(node.args), kwargs)
@@ -204,7 +194,7 @@ class _Simplifier:
 
 
 def _is_repeatable(node: Node) -> bool:
-    """Whether the node makes a tensor of its own, the same one whenever it is given the same."""
+    """Whether the node computes a new tensor, which depends on its arguments alone."""
     is_tensor = isinstance(node.meta.get("val"), torch.Tensor)
     return is_tensor and _op_is_repeatable(node.target) and not is_effectful(node)
 
@@ -217,7 +207,7 @@ def _op_is_repeatable(op: Any) -> bool:
 
 
 def _may_stand_for(earlier: Node, node: Node) -> bool:
-    """Whether one of two nodes of equal values will do: within a phase, or where it is cheaper to save it."""
+    """Whether a node can replace a later one of equal value: within a phase, or if saving it is cheaper."""
     labels, own = ((phase_of(n), n.meta.get("policy")) for n in (earlier, node))
     if labels == own:
         return True
@@ -237,7 +227,7 @@ def _same_layout(node: Node, source: Node, *, offset: bool) -> bool:
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
         return False
     same = (a.dtype, a.device) == (b.dtype, b.device)
-    same = same and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())  # a copy takes them at their word
+    same = same and (a.is_conj(), a.is_neg()) == (b.is_conj(), b.is_neg())  # a copy resolves these bits
     same = same and surely_equal((*a.shape, *a.stride()), (*b.shape, *b.stride()))
     same = same and (not offset or surely_equal([a.storage_offset()], [b.storage_offset()]))
     return same and not node.kwargs.get("pin_memory")

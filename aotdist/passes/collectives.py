@@ -75,7 +75,7 @@ def collectives(graph: Graph, state: Collection[str] = ()) -> tuple[Collective, 
 
 
 def reads_of_state(graph: Graph, state: Collection[str]) -> tuple[str, ...]:
-    """Parameters and buffers in the order in which what was made of them first meets anything else."""
+    """Parameters and buffers, in the order in which values computed from them alone first meet others."""
     made = _made_of_state(graph, frozenset(state), behind_collectives=True)
     read: dict[str, None] = {}
     for node in graph.gm.graph.nodes:
@@ -105,19 +105,19 @@ def group_name(node: Node) -> str:
 def _made_of_state(
     graph: Graph, state: Collection[str], *, behind_collectives: bool
 ) -> dict[Node, tuple[str, ...]]:
-    """Nodes that nothing but state goes into, each with its paths in the order in which they go into it."""
-    found: dict[Node, tuple[str, ...]] = {
+    """Nodes that are computed from state alone, each with the paths of that state in order."""
+    made: dict[Node, tuple[str, ...]] = {
         node: (slot.path,)
         for slot, node in graph.named_placeholders().items()
         if slot.role == "primal" and slot.path in state
     }
     for node in graph.gm.graph.nodes:
-        given = inputs_of(node)
-        if node.op != "call_function" or not given.keys() <= found.keys():
+        inputs = inputs_of(node)
+        if node.op != "call_function" or not inputs.keys() <= made.keys():
             continue
-        if behind_collectives or not any(map(is_collective, given)):
-            found[node] = tuple(dict.fromkeys(path for one in given for path in found[one]))
-    return found
+        if behind_collectives or not any(map(is_collective, inputs)):
+            made[node] = tuple(dict.fromkeys(path for one in inputs for path in made[one]))
+    return made
 
 
 def _served(graph: Graph, state: Collection[str]) -> Mapping[Node, tuple[str, ...]]:
@@ -134,9 +134,9 @@ def _served(graph: Graph, state: Collection[str]) -> Mapping[Node, tuple[str, ..
 
 
 def _places_in_collectives(graph: Graph) -> dict[Node, tuple[Any, ...]]:
-    """Nodes that only one collective goes into: which, and the numbers of the users on the way from it.
+    """Nodes computed from one collective alone: which, and the position of each user on the way from it.
 
-    So parts of its result are told apart in their order, whatever is done to one of them afterwards.
+    By these positions, parts of its result have an order, whatever is done to one of them afterwards.
     """
     places: dict[Node, tuple[Any, ...]] = {start: (start,) for start in graph.calls(is_collective)}
     pending = [*places]

@@ -90,10 +90,10 @@ def emit(
         graph: the graph that is edited.
         target: the operator.
         args: its arguments.
-        like: the node from which it takes where it comes from.
+        like: the node whose source line, module and phase it takes.
         name: what it is called.
         kwargs: more arguments.
-        known: knows what results are like, where a pass adds the same for each layer.
+        known: remembers fake results, for a pass that adds the same nodes for each layer.
     """
     meta = {key: like.meta[key] for key in _INHERITED if key in like.meta}
     vals = map_arg(args, lambda n: n.meta["val"])

@@ -1,19 +1,19 @@
 """The loss of a linear layer's logits, by chunks of rows: an operator that never holds all logits.
 
-A chunk's logits are made by one matrix product, and while they are there, everything is taken from them: what
-each row loses, and the gradient of the loss with respect to them, which two more products take to the layer's
-input and weight at once. So a forward that is trained computes its gradients, for a sum of losses whose own
-gradient is 1, and a backward is left to scale them: mean, loss scale and what arrives are one number for all
-rows. To make the logits again in the backward would hold no weight's gradient between the two, but take a
-fourth product of this size; between the end of a forward and the begin of its backward there is not much that
-could use the memory.
+A chunk's logits are made by one matrix product, and while they exist, everything is computed from them: the
+loss of each row, and the gradient with respect to the logits, which two more products propagate to the
+layer's input and weight at once. So the forward computes the gradients, for a sum of losses with an incoming
+gradient of 1, and the backward only scales them: mean, loss scale and incoming gradient are one number for
+all rows. Recomputing the logits in the backward would not hold the weight's gradient between the two, but
+take a fourth product of this size; between the end of a forward and the beginning of its backward there is
+not much that could use the memory.
 
 The weight's gradient is summed up in float32 (float64 for float64), chunk after chunk, in place: in one
 order, so that it is the same in every run. Logits and their gradients are rounded as eager rounds them.
 
-`MADE_OF` says what the operator is made of, for a compiler that fuses: a kernel and three products a chunk.
-There, a chunk's product takes the sum that the last chunk brought up to date, which it does not read: nothing
-else would keep a compiler from making the logits of two chunks side by side.
+`MADE_OF` decomposes the operator for a compiler that fuses: into a kernel and three products a chunk. There,
+a chunk's product takes the sum that the last chunk updated, without reading it: nothing else would keep a
+compiler from making the logits of two chunks at the same time.
 
 Source: the idea of chunks with gradients in the forward is Liger-Kernel's, arXiv:2410.10989.
 Shapes: N rows, D features, V classes.
@@ -32,7 +32,7 @@ _LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What losses of logits of `dtype` are computed in, and gradients summed up."""
+    """The dtype in which losses of logits of `dtype` are computed, and gradients summed."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -41,7 +41,6 @@ def _linear_cross_entropy(
     weight: torch.Tensor,
     labels: torch.Tensor,
     ignore_index: int,
-    label_smoothing: float,
     num_rows: int,
     of_input: bool,
     of_weight: bool,
@@ -52,7 +51,7 @@ def _linear_cross_entropy(
     done: torch.Tensor | None = None
     for rows, own_labels in zip(input.split(num_rows), labels.split(num_rows), strict=True):
         logits = torch.ops.aotdist.product_after(rows, weight.t(), done)
-        loss, gradient = _loss_of_rows(logits, own_labels, ignore_index, label_smoothing)
+        loss, gradient = _loss_of_rows(logits, own_labels, ignore_index)
         losses.append(loss)
         if of_input:
             of_rows.append(gradient @ weight)
@@ -69,9 +68,9 @@ def _linear_cross_entropy(
 
 
 def _loss_of_rows(
-    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int, label_smoothing: float
+    logits: torch.Tensor, labels: torch.Tensor, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each row loses, and the gradient of the sum of those that count, with respect to the logits."""
+    """The loss of each row, and the gradient of the sum of those that count with respect to the logits."""
     is_counted = (labels != ignore_index)[:, None]
     label = torch.where(is_counted, labels[:, None], 0)
     values = logits.to(wide(logits.dtype))
@@ -81,24 +80,14 @@ def _loss_of_rows(
     log_total = largest + torch.log(total)
     loss = log_total - values.gather(1, label)
     is_label = torch.arange(logits.size(1), device=logits.device) == label
-    gradient = shares / total - is_label.to(values.dtype) * (1.0 - label_smoothing)
-    if label_smoothing:
-        even = log_total - values.mean(1, keepdim=True)
-        loss = loss * (1.0 - label_smoothing) + even * label_smoothing
-        gradient = gradient - label_smoothing / logits.size(1)
+    gradient = shares / total - is_label.to(values.dtype)
     return loss[:, 0], torch.where(is_counted, gradient, 0.0).to(logits.dtype)
 
 
 def _like_linear_cross_entropy(
-    input: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    num_rows: int,
-    of_input: bool,
-    of_weight: bool,
+    input: torch.Tensor, weight: torch.Tensor, *options: Any
 ) -> list[torch.Tensor]:
+    *_, of_input, of_weight = options
     dtype = wide(input.dtype)
     gradients = [input.new_empty(input.shape)] if of_input else []
     gradients += [input.new_empty(weight.shape, dtype=dtype)] if of_weight else []
@@ -142,7 +131,7 @@ def _define(schema: str, run: Callable[..., Any], like: Callable[..., Any]) -> O
 
 LINEAR_CROSS_ENTROPY = _define(
     "linear_cross_entropy(Tensor input, Tensor weight, Tensor labels, int ignore_index,"
-    " float label_smoothing, int num_rows, bool of_input, bool of_weight) -> Tensor[]",
+    " int num_rows, bool of_input, bool of_weight) -> Tensor[]",
     _linear_cross_entropy,
     _like_linear_cross_entropy,
 )
@@ -153,7 +142,6 @@ Args:
     input, weight: of the linear layer. Shapes: (N, D), (V, D).
     labels: for each row, int64. Shapes: (N,).
     ignore_index: the label of rows that do not count.
-    label_smoothing: how much of a row's loss is that of all labels alike.
     num_rows: how many rows are one chunk.
     of_input, of_weight: which gradients are asked for.
 """
@@ -167,4 +155,4 @@ _define(
 )
 
 MADE_OF: Mapping[OpOverload, Callable[..., Any]] = {LINEAR_CROSS_ENTROPY: _linear_cross_entropy}
-"""What the operator is made of, for a compiler that fuses."""
+"""The operator's decomposition, for a compiler that fuses."""

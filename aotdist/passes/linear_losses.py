@@ -18,7 +18,6 @@ import torch
 from torch.fx import Graph as FxGraph
 from torch.fx import Node
 
-from aotdist.passes.label_smoothing import MEAN, SUM, arriving_at, smoothed
 from aotdist.torch_seam.symbols import SYMBOLIC
 
 _ATEN = torch.ops.aten
@@ -28,7 +27,7 @@ _NLL = _ATEN.nll_loss_forward.default
 _NLL_BACKWARD = _ATEN.nll_loss_backward.default
 
 WHOLE = frozenset({_SOFTMAX, _SOFTMAX_BACKWARD, _NLL, _NLL_BACKWARD})
-"""Operators that losses are found by: a trace leaves them whole until then."""
+"""Operators by which losses are recognised: the trace does not decompose them."""
 
 VIEWS = frozenset({_ATEN.view.default, _ATEN._unsafe_view.default})
 SLICE = _ATEN.slice.Tensor
@@ -41,6 +40,9 @@ _SAME_ROWS = frozenset(
         _ATEN.detach.default,
     }
 )
+MEAN, SUM = 1, 2
+"""Reductions, as operators number them."""
+
 _TRANSPOSES = frozenset({_ATEN.t.default, _ATEN.permute.default, _ATEN.transpose.int})
 _ZEROS = frozenset({_ATEN.full.default, _ATEN.zeros.default, _ATEN.new_zeros.default})
 
@@ -50,16 +52,19 @@ class LossGradients:
     """The backward of a loss.
 
     Args:
-        arriving: the gradient of the loss.
-        first: the node that takes it.
+        first: the node that takes the gradient of the loss.
         of_input: computes the gradient of the layer's input, if anything does.
         of_weight: computes that of its weight, if anything does.
     """
 
-    arriving: Node
     first: Node
     of_input: Node | None
     of_weight: Node | None
+
+    @property
+    def arriving(self) -> Node:
+        """The gradient of the loss."""
+        return cast("Node", self.first.args[0])
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +74,9 @@ class LinearLoss:
     Args:
         product: makes the logits.
         weight: of the layer.
-        way: what is done to the logits before they become probabilities, first step first.
-        nll: takes what each row loses.
-        result: the loss: what `nll` returns first, or what smoothed labels make of it.
-        label_smoothing: how much of a row's loss is that of all labels alike.
+        way: the nodes between the logits and the softmax, in order.
+        nll: makes the loss from log probabilities.
+        result: the loss, which `nll` returns first.
         gradients: its backward, if the graph has one.
     """
 
@@ -81,7 +85,6 @@ class LinearLoss:
     way: tuple[Node, ...]
     nll: Node
     result: Node
-    label_smoothing: float
     gradients: LossGradients | None
 
     @property
@@ -124,26 +127,17 @@ def _loss_at(nll: Node) -> LinearLoss | None:
     picks = {pick.args[1]: pick for pick in nll.users}
     if weight is None or len(product.users) != 1 or not _is_static(product) or 0 not in picks:
         return None
-    even, result, amount = smoothed(nll, picks[0]) or (None, picks[0], 0.0)
-    later = set(softmax.users) - {nll, even}
+    later = set(softmax.users) - {nll}
     if not later.issuperset(picks[1].users if 1 in picks else ()):
         return None
-    gradients = _gradients(product, weight, later, amount) if later else None
+    gradients = _gradients(product, weight, later) if later else None
     if later and gradients is None:
         return None
-    return LinearLoss(
-        product=product,
-        weight=weight,
-        way=way,
-        nll=nll,
-        result=result,
-        label_smoothing=amount,
-        gradients=gradients,
-    )
+    return LinearLoss(product, weight, way, nll, picks[0], gradients)
 
 
 def _way_to(softmax: Node) -> tuple[tuple[Node, ...], Node]:
-    """The steps to probabilities that leave classes where they are, and what they begin with."""
+    """The nodes before the softmax that keep the dimension of classes, and the node that they start from."""
     steps: list[Node] = []
     node = softmax.all_input_nodes[0]
     while _keeps_classes(node) and len(node.users) == 1:
@@ -181,7 +175,7 @@ def _is_static(product: Node) -> bool:
 
 
 def _transposed(node: Any) -> Node | None:
-    """What a matrix is the transpose of, if it is one."""
+    """The matrix that a node transposes, if it does."""
     if not isinstance(node, Node) or node.target not in _TRANSPOSES or node.meta["val"].dim() != 2:
         return None
     return (
@@ -189,19 +183,13 @@ def _transposed(node: Any) -> Node | None:
     )
 
 
-def _gradients(product: Node, weight: Node, later: set[Node], label_smoothing: float) -> LossGradients | None:
-    """The backward of which `later` is what reads probabilities, if it is one that ends in the layer."""
+def _gradients(product: Node, weight: Node, later: set[Node]) -> LossGradients | None:
+    """The loss's backward, if it ends in the layer; `later` are its readers of probabilities."""
     by_target = {node.target: node for node in later}
     first, softmax = by_target.get(_NLL_BACKWARD), by_target.get(_SOFTMAX_BACKWARD)
     if len(later) != 2 or first is None or softmax is None:
         return None
-    gradient = cast("Node", softmax.args[0])
-    arriving = cast("Node", first.args[0])
-    if label_smoothing:
-        arriving = arriving_at(gradient, first, label_smoothing)
-    elif gradient is not first:
-        return None
-    if arriving is None or set(gradient.users) != {softmax}:
+    if softmax.args[0] is not first or set(first.users) != {softmax}:
         return None
     of_logits = _way_back(softmax)
     products = dict.fromkeys(
@@ -218,11 +206,11 @@ def _gradients(product: Node, weight: Node, later: set[Node], label_smoothing: f
             of_weight = reader
         else:
             return None
-    return LossGradients(arriving, first, of_input, of_weight) if products else None
+    return LossGradients(first, of_input, of_weight) if products else None
 
 
 def _untransposed(node: Node) -> tuple[Node, bool]:
-    """What a matrix is, or is the transpose of, through any number of transposes; and whether it is."""
+    """The matrix behind any number of transposes, and whether their number is odd."""
     is_transposed = False
     while (source := _transposed(node)) is not None:
         node, is_transposed = source, not is_transposed
@@ -230,7 +218,7 @@ def _untransposed(node: Node) -> tuple[Node, bool]:
 
 
 def _way_back(node: Node) -> Node:
-    """The gradient of a product: what follows from `node` by steps that undo those of a way."""
+    """The gradient of the logits: what follows from `node` by casts, views and padding of slices."""
     while len(node.users) == 1:
         (user,) = node.users
         if not (user.target in VIEWS | _SAME_ROWS or _fills_up(user, node)):
@@ -240,7 +228,7 @@ def _way_back(node: Node) -> Node:
 
 
 def _fills_up(node: Node, part: Node) -> bool:
-    """Whether a node is zeros but for a part."""
+    """Whether a node puts `part` into zeros."""
     if node.target is _ATEN.slice_backward.default:
         return True
     if node.target is not _ATEN.slice_scatter.default or node.args[1] is not part:

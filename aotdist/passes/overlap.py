@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from aotdist.partition.traits import is_collective, is_copy_back, is_effectful, is_wait, phase_of
+from aotdist.partition.traits import is_copy_back, is_wait
 from aotdist.passes.bucket import GATHER, REDUCE, SCATTER
 from aotdist.passes.collectives import wait_of
-from aotdist.passes.editing import hoist, sink, walk
+from aotdist.passes.editing import hoist, sink
 from aotdist.program import Graph
 from aotdist.settings import Settings
 
@@ -56,36 +56,6 @@ def overlap(graph: Graph, settings: Settings) -> Graph:
     for op in (SCATTER, REDUCE):
         _finish_reductions_late(ordered, _stages(ordered, op))
     return ordered
-
-
-def fill_waits(graph: Graph) -> Graph:
-    """Lets what is computed behind the backward run while a collective does that it does not need.
-
-    The norm of all gradients is such a collective: weights decay, and the means of squares, while it is
-    under way. It costs nothing where operators run one by one. A compiler that fuses would compute these
-    apart from the updates that they are parts of.
-    """
-    nodes = list(graph.gm.graph.nodes)
-    last = max((at for at, node in enumerate(nodes) if phase_of(node) == "backward"), default=len(nodes))
-    if not any(map(is_wait, nodes[last:])):
-        return graph
-    filled, moved = graph.copied(), set[Node]()
-    behind = list(filled.gm.graph.nodes)[last:]
-    for wait in filter(is_wait, reversed(behind)):  # what could fill several fills the last
-        late = {wait} | moved
-        for node in list(walk(wait, filled.gm.graph.output_node()))[1:]:
-            if _stays(node) or not late.isdisjoint(node.all_input_nodes):
-                late.add(node)
-            elif node not in moved:
-                moved.add(node)
-                wait.prepend(node)
-    return filled
-
-
-def _stays(node: Node) -> bool:
-    """Whether a node's place among others matters."""
-    is_computed = node.op == "call_function" and not is_copy_back(node)
-    return not is_computed or is_wait(node) or is_collective(node) or is_effectful(node)
 
 
 def _is_sent(node: Node) -> bool:

@@ -7,8 +7,7 @@ the user's line that it came from.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
 
 from torch.fx import Node
 
@@ -22,14 +21,6 @@ _NEIGHBOURS = 10
 
 Fault = tuple[Node, str]
 """The node to point at, and what is wrong with it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Invariant:
-    """A named property of a graph; `faults` yields what breaks it."""
-
-    name: str
-    faults: Callable[[Graph], Iterator[Fault]]
 
 
 def _flat_results(graph: Graph) -> Iterator[Fault]:
@@ -93,14 +84,15 @@ def _waited_once(graph: Graph) -> Iterator[Fault]:
                 yield node, f"is waited for {waits} times and used by {len(result.users)} nodes"
 
 
-INVARIANTS = (
-    Invariant("results are one flat tuple with a slot each", _flat_results),
-    Invariant("arguments come first, with a slot each", _named_arguments),
-    Invariant("nothing is mutated, but arguments by `copy_` at the very end", _no_mutation),
-    Invariant("every value's shape is known", _values_known),
-    Invariant("values are computed before they are used", _in_order),
-    Invariant("every collective is waited for once, and used only through its wait", _waited_once),
-)
+INVARIANTS: Mapping[str, Callable[[Graph], Iterator[Fault]]] = {
+    "results are one flat tuple with a slot each": _flat_results,
+    "arguments come first, with a slot each": _named_arguments,
+    "nothing is mutated, but arguments by `copy_` at the very end": _no_mutation,
+    "every value's shape is known": _values_known,
+    "values are computed before they are used": _in_order,
+    "every collective is waited for once, and used only through its wait": _waited_once,
+}
+"""What must hold of a graph, in words, and what finds where it does not."""
 
 
 def verify(graph: Graph, after: str) -> None:
@@ -112,8 +104,8 @@ def verify(graph: Graph, after: str) -> None:
     Raises:
         InternalError: the first fault found.
     """
-    for invariant in INVARIANTS:
-        for node, fault in invariant.faults(graph):
+    for invariant, faults in INVARIANTS.items():
+        for node, fault in faults(graph):
             raise _error(node, fault, invariant, after)
 
 
@@ -143,9 +135,9 @@ def _names(slots: tuple[object, ...]) -> str:
     return ", ".join(str(slot) for slot in slots) or "nothing"
 
 
-def _error(node: Node, fault: str, invariant: Invariant, after: str) -> InternalError:
+def _error(node: Node, fault: str, invariant: str, after: str) -> InternalError:
     return InternalError(
-        f"`{node.name}` {fault} (after {after}; broken: {invariant.name})\n{_surroundings(node)}",
+        f"`{node.name}` {fault} (after {after}; broken: {invariant})\n{_surroundings(node)}",
         where=node.meta.get("source"),
         stage="verify",
         fix="report this with the listing above; `settings.disabled_passes` may get you past it",

@@ -1,1 +1,1 @@
-"""What happened, for people."""
+"""Reports on what was compiled and what it did: `explain` and its page, `profile`, progress, logs."""

@@ -1,17 +1,31 @@
-"""Everything that a page shows of one artifact, as plain data."""
+"""Everything that the page shows of one artifact, as plain data."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, assert_never
 
 from aotdist.capture.captured import Returned
 from aotdist.codegen.python_source import tensor_text
 from aotdist.convention.dedupe import DedupePlan
-from aotdist.facts import Fresh, NotATensor, OutputFact
+from aotdist.facts import (
+    DataWritten,
+    Facts,
+    Fresh,
+    FunctionView,
+    InputFact,
+    IsInput,
+    NotATensor,
+    OutputFact,
+    Step,
+    Untouched,
+    ViewOfInput,
+    ViewOfIntermediate,
+    ViewOfOutput,
+)
 from aotdist.passes.run import PassRecord
-from aotdist.program import ArgIdx, DistinctIdx, OutIdx, Row, Slot
-from aotdist.report import words
+from aotdist.program import ArgIdx, DistinctIdx, PrimalIdx, Row, Slot
 from aotdist.report.nodes import (
     CollectiveDetails,
     GraphDetails,
@@ -20,14 +34,14 @@ from aotdist.report.nodes import (
     graph_details,
     saved_details,
 )
-from aotdist.report.summary import counted, named_facts, summary_of
+from aotdist.report.summary import counted, format_bytes, named_facts, summary_of
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.compilation import Compilation, Training
 from aotdist.runtime.ranks import board_of_this_process, poll
 from aotdist.subclasses.protocol import Recipe, Wrapper, leaves
 
 _PATIENCE_S = 5.0
-"""How long rank 0 waits for what the others tell when they call `explain` themselves."""
+"""How long rank 0 waits for the facts of the others, who call `explain` themselves."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +50,8 @@ class Ranks:
 
     Args:
         others: ranks that rank 0 is compared with.
-        missing: ranks that did not tell.
-        differences: what is not the same on all ranks, by name: its text on each rank.
+        missing: ranks that sent nothing.
+        differences: facts that are not the same on all ranks, by name: the text of each rank.
     """
 
     others: tuple[int, ...] = ()
@@ -45,53 +59,47 @@ class Ranks:
     differences: Mapping[str, Mapping[int, str]] = field(default_factory=dict[str, Mapping[int, str]])
 
 
-_SHOWN = ("writes", "passes")
-"""What the page shows in sections of its own."""
-
-ALONE = Ranks()
-"""There are no others."""
-
-Told = Mapping[str, str]
-"""What a rank tells of an artifact, by name."""
+_SHOWN_ELSEWHERE = ("writes", "passes")
+"""Facts that have sections of their own on the page."""
 
 
-def compared(told: Mapping[int, Told | None]) -> Ranks:
-    """The differences between ranks, of which some may not have told anything."""
-    known = {rank: facts for rank, facts in told.items() if facts is not None}
+def compare_ranks(by_rank: Mapping[int, Mapping[str, str] | None]) -> Ranks:
+    """The differences between the `comparable_facts` of ranks; None stands for a rank that sent none."""
+    known = {rank: facts for rank, facts in by_rank.items() if facts is not None}
     names = dict.fromkeys(name for facts in known.values() for name in facts)
     rows = {name: {rank: facts.get(name, "not there") for rank, facts in known.items()} for name in names}
     return Ranks(
         others=tuple(rank for rank in known if rank != 0),
-        missing=tuple(rank for rank in told if rank not in known),
+        missing=tuple(rank for rank in by_rank if rank not in known),
         differences={name: row for name, row in rows.items() if len(set(row.values())) > 1},
     )
 
 
-def meet(told: Sequence[Told]) -> tuple[Ranks, ...] | None:
-    """Tell the other ranks of this process's artifacts; on rank 0, compare.
+def differences_of_ranks(facts: Sequence[Mapping[str, str]]) -> tuple[Ranks, ...] | None:
+    """Post the `comparable_facts` of this rank's artifacts for the others; rank 0 compares them.
 
     Returns:
         for each artifact how ranks differ, on rank 0; None on the others.
     """
     board = board_of_this_process()
     if board is None:
-        return tuple(ALONE for _ in told)
-    topic, ranks = f"report/{len(told)}", range(board.num_ranks)
-    board.say(topic, list(told))
+        return tuple(Ranks() for _ in facts)
+    topic, ranks = f"report/{len(facts)}", range(board.num_ranks)
+    board.say(topic, list(facts))
     if board.rank != 0:
         return None
     keys = [f"{topic}/{rank}" for rank in ranks]
     poll(lambda waited: board.has(keys) or waited > _PATIENCE_S or None)
     found = board.said(topic, ranks)
     return tuple(
-        compared({rank: found[rank][at] if rank in found else None for rank in ranks})
-        for at in range(len(told))
+        compare_ranks({rank: found[rank][at] if rank in found else None for rank in ranks})
+        for at in range(len(facts))
     )
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFacts:
-    """An input or an output, its type (`f32[8, 16]`) and what happens to it, in words."""
+    """An input or an output: its name, its type (`f32[8, 16]`), and what happens to it, in words."""
 
     name: str
     type: str
@@ -119,13 +127,13 @@ class Details:
         backend: what emitted the graphs.
         seconds: of each stage, in the order in which they ran.
         passes: what each graph pass did.
-        inputs: what the program takes; `outputs` what it gives.
+        inputs: what the program takes; `outputs` what it returns.
         graphs: the joint graph first.
         saved: from forward to backward.
         collectives: of the graphs that run, in the order in which they start.
         kernels: of a backend that writes its own.
         wrapper: the printed call.
-        facts: what else there is to say, by name: what is saved, blocks that were traced once, memory.
+        facts: further facts by name: saved bytes, blocks that were traced once, memory.
         ranks: how other ranks differ.
     """
 
@@ -142,11 +150,26 @@ class Details:
     kernels: tuple[KernelDetails, ...]
     wrapper: str
     facts: tuple[tuple[str, str], ...] = ()
-    ranks: Ranks = ALONE
+    ranks: Ranks = Ranks()
+
+
+def comparable_facts(program: Details) -> Mapping[str, str]:
+    """The facts of an artifact that ranks compare, by name."""
+    facts = {"backend": program.backend}
+    facts |= {
+        f"operations of the {graph.name} graph": f"{graph.num_operations:,}" for graph in program.graphs
+    }
+    facts |= {name: text for name, text in program.facts if name == "saved for backward"}
+    for role, tensors in (("input", program.inputs), ("output", program.outputs)):
+        facts |= {f"{role} {one.name}": f"{one.type} ({', '.join(one.facts)})" for one in tensors}
+    for position, one in enumerate(program.collectives):
+        text = f"{one.operator}, {format_bytes(one.bytes)}, beside {one.beside} operators"
+        facts[f"collective {position} of the {one.graph} graph"] = text
+    return facts | {f"seconds of {stage}": f"{seconds:.2f}" for stage, seconds in program.seconds.items()}
 
 
 def details_of(artifact: Artifact) -> Details:
-    """What a page shows of an artifact, seen from this rank alone."""
+    """What the page shows of an artifact, without the comparison of ranks."""
     compilation = artifact.compilation
     region = compilation.region
     graphs, emitted = compilation.graphs(), compilation.emitted()
@@ -172,24 +195,24 @@ def details_of(artifact: Artifact) -> Details:
             for kernel in one.fusion().kernels
         ),
         wrapper=artifact.source,
-        facts=tuple((name, text) for name, text in named_facts(summary_of(artifact)) if name not in _SHOWN),
+        facts=tuple(fact for fact in named_facts(summary_of(artifact)) if fact[0] not in _SHOWN_ELSEWHERE),
     )
 
 
 def _inputs(compilation: Compilation) -> Iterator[TensorFacts]:
     facts, program = compilation.traced.facts, compilation.traced.program
-    again = dict(_given_again(compilation.captured.program.ins, compilation.deduped))
+    duplicates = dict(_duplicate_inputs(compilation.captured.program.ins, compilation.deduped))
     for idx, slot in program.ins.enumerate():
-        said = list(words.of_input(facts, idx)) or ["only read"]
+        said = list(_facts_of_input(facts, idx)) or ["only read"]
         if compilation.bases.is_new(idx):
             said.append("memory that several inputs lie in, one of which is written")
-        if str(slot) in again:
-            said.append(f"the same tensor as {again[str(slot)]}")
+        if str(slot) in duplicates:
+            said.append(f"the same tensor as {duplicates[str(slot)]}")
         yield TensorFacts(str(slot), _recipe_text(facts.recipes[idx]), tuple(said))
 
 
-def _given_again(ins: Row[ArgIdx, Slot], plan: DedupePlan) -> Iterator[tuple[str, str]]:
-    """The names of inputs that are given more than once, and the other names that they have."""
+def _duplicate_inputs(ins: Row[ArgIdx, Slot], plan: DedupePlan) -> Iterator[tuple[str, str]]:
+    """The first name of each tensor that is several inputs, with the other names."""
     names: dict[DistinctIdx, list[str]] = {}
     for arg, distinct in plan.source.enumerate():
         names.setdefault(distinct, []).append(str(ins[arg]))
@@ -198,29 +221,103 @@ def _given_again(ins: Row[ArgIdx, Slot], plan: DedupePlan) -> Iterator[tuple[str
 
 def _outputs(compilation: Compilation) -> Iterator[TensorFacts]:
     facts, ins = compilation.traced.facts, compilation.traced.program.ins
-    names = words.output_names(Returned.of(facts), len(facts.outputs))
-
-    def name_of(out: OutIdx) -> str:
-        return names[out]
-
+    names = _output_names(Returned.of(facts), len(facts.outputs))
     for idx, fact in facts.outputs.enumerate():
         if isinstance(fact, NotATensor) and isinstance(fact.value, Returned):
-            continue  # how the results are put together, which the program says in an output of its own
+            continue  # the structure of the results, which is an output of its own
         made = facts.node_outs[fact.value] if isinstance(fact, Fresh) else None
-        differentiable = made is not None and made.differentiable
-        said = words.of_output(fact, ins, name_of, differentiable=differentiable)
-        yield TensorFacts(names[idx], _output_type(fact, compilation), tuple(said))
-
-
-def _output_type(fact: OutputFact, compilation: Compilation) -> str:
-    return (
-        _recipe_text(compilation.traced.facts.node_outs[fact.value].recipe) if isinstance(fact, Fresh) else ""
-    )
+        said = list(_facts_of_output(fact, ins, names))
+        if made is not None and made.differentiable:
+            said.append("takes a gradient")
+        yield TensorFacts(names[idx], "" if made is None else _recipe_text(made.recipe), tuple(said))
 
 
 def _recipe_text(recipe: Recipe) -> str:
-    """A plain tensor, or a wrapper around some: `DTensor[3, 4] around f32[2, 4]`."""
+    """The type of a plain tensor or of a wrapper: `DTensor[3, 4] around f32[2, 4]`."""
     inside = ", ".join(tensor_text(plain.dtype, plain.size) for _, plain in leaves(recipe))
     return (
         f"{recipe.cls.__name__}{list(recipe.size)} around {inside}" if isinstance(recipe, Wrapper) else inside
     )
+
+
+def _facts_of_input(facts: Facts, idx: PrimalIdx) -> Iterator[str]:
+    """What happens to an input, one phrase each; none if it is only read."""
+    yield from _data(facts.inputs[idx])
+    if idx in facts.backward.writes:
+        yield "written in backward, copied back after the graph"
+    repeated = [write for write in facts.metadata_writes() if write.target == IsInput(idx)]
+    yield from (f"`{_operator(write.op)}` is repeated on it" for write in repeated)
+    if idx in facts.switched_on:
+        yield "requires grad from then on"
+    if facts.backward.grads[idx] is not None:
+        yield "gets a gradient"
+
+
+def _data(fact: InputFact) -> Iterator[str]:
+    match fact:
+        case DataWritten(differentiable=True):
+            yield "written in forward, copied back outside of the graph, where its gradient passes"
+        case DataWritten(bumps=0):
+            yield "written in forward, copied back after the graph, and its version counter stays"
+        case DataWritten():
+            yield "written in forward, copied back after the graph"
+        case Untouched(bumps=0):
+            pass
+        case Untouched():
+            yield "not written, but its version counter goes up"
+        case _:
+            assert_never(fact)
+
+
+def _output_names(returned: Returned, count: int) -> list[str]:
+    """The caller's name of each output: of what is returned, then of what is assigned."""
+    names = [f"out[{position}]" for position in range(returned.spec.num_leaves)]
+    for source, spec in returned.assigned():
+        leaves = spec.num_leaves
+        names += [source.path] if leaves == 1 else [f"{source.path}[{leaf}]" for leaf in range(leaves)]
+    names += [path[1:] for _, path in returned.replaced]
+    return [*names, *(f"out[{position}]" for position in range(len(names), count))]
+
+
+_PLAIN_VALUES = (bool, int, float, str, type(None))
+"""Types of values whose text is worth showing."""
+
+
+def _facts_of_output(fact: OutputFact, ins: Row[PrimalIdx, Slot], outs: Sequence[str]) -> Iterator[str]:
+    """What an output is, one phrase each; `ins` and `outs` are the names of inputs and outputs."""
+    match fact:
+        case NotATensor(value=value):
+            shown = repr(value) if isinstance(value, _PLAIN_VALUES) else f"a {type(value).__name__}"
+            yield f"the same at every call: {shown}"
+        case Fresh():
+            yield "a tensor of its own"
+        case IsInput(input=idx):
+            yield f"is `{ins[idx]}`, the same object"
+        case ViewOfInput(base=idx, steps=steps):
+            yield f"a view of `{ins[idx]}`, made again outside: {_views(steps)}"
+        case ViewOfIntermediate(steps=steps):
+            yield f"a view of a tensor that is not returned, made again outside: {_views(steps)}"
+        case ViewOfOutput(base=out, steps=()):
+            yield f"is `{outs[out]}`, the same object"
+        case ViewOfOutput(base=out, steps=steps):
+            yield f"a view of `{outs[out]}`, made again outside: {_views(steps)}"
+        case _:
+            assert_never(fact)
+
+
+def _views(steps: Sequence[Step]) -> str:
+    return ", ".join(map(_view, steps))
+
+
+def _view(step: Step) -> str:
+    if isinstance(step, FunctionView):
+        return "an autograd function"
+    return _operator(step.op) if step.pick is None else f"{_operator(step.op)}[{step.pick}]"
+
+
+def _operator(op: Any) -> str:
+    """The name of an operator or function: `t_` for `aten.t_.default`."""
+    text = str(op)
+    if text.startswith("aten."):
+        return text.split(".")[1]
+    return getattr(op, "__name__", text)

@@ -1,8 +1,8 @@
-"""What a trace of PyTorch's profiler says, by lanes: phases, modules, compute, each process group, waits.
+"""Sorts a trace of PyTorch's profiler into lanes: phases, modules, compute, each process group, waits.
 
-A collective is *exposed* while it runs, or is waited for, and nothing computes. On a GPU that is read off the
-kernels. On a CPU, a group's threads run its collectives, and the program computes while an operator or a
-compiled graph runs and does not wait. Stretches of time are spans, and sums are taken over sets of them.
+A collective is *exposed* while it runs, or is waited for, and nothing computes. On a GPU, kernels tell. On a
+CPU, a group's own threads run its collectives, and the program computes while an operator or a compiled graph
+runs and does not wait.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any, TypeAlias
 from aotdist.codegen.marks import GRAPH_MARK, MODULE_MARK, Communication, communications_of
 
 Stretches: TypeAlias = list[tuple[float, float]]
-"""Beginnings and ends, in order, none touching another."""
+"""Disjoint intervals of time as (start, end) in microseconds, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that went on for a while.
+    """One event of a trace.
 
     Args:
-        name: what went on.
-        start: when it began, in microseconds.
-        end: when it was over.
-        thread: the thread that it went on in.
+        name: of the event.
+        start: in microseconds.
+        end: likewise.
+        thread: the thread that it ran in.
     """
 
     name: str
@@ -35,37 +35,37 @@ class Span:
     thread: int | str = 0
 
     def holds(self, other: Span) -> bool:
-        """Whether `other` began and ended meanwhile."""
+        """Whether `other` lies within this one."""
         return self.start <= other.start and other.end <= self.end
 
 
 def stretches(spans: Iterable[Span]) -> Stretches:
-    """When at least one of them went on."""
+    """When at least one of the spans ran."""
     return _joined((span.start, span.end) for span in spans)
 
 
 def union(*several: Stretches) -> Stretches:
-    """What is in at least one."""
+    """The union of several sets of intervals."""
     return _joined(stretch for one in several for stretch in one)
 
 
 def minus(whole: Stretches, removed: Stretches) -> Stretches:
-    """What is in the first, and not in the second."""
+    """The difference of two sets of intervals."""
     return list(_minus(whole, removed))
 
 
 def within(one: Stretches, other: Stretches) -> Stretches:
-    """What is in both."""
+    """The intersection of two sets of intervals."""
     return minus(one, minus(one, other))
 
 
-def total(several: Stretches) -> float:
-    """How long they are together."""
-    return sum(end - start for start, end in several)
+def total(intervals: Stretches) -> float:
+    """The summed length of the intervals."""
+    return sum(end - start for start, end in intervals)
 
 
 def outermost(spans: Iterable[Span]) -> Iterator[Span]:
-    """Those that no other on the same thread holds."""
+    """The spans that lie within no other span of their thread."""
     ends: dict[int | str, float] = {}
     for span in sorted(spans, key=lambda span: (span.start, -span.end)):
         if span.end > ends.get(span.thread, float("-inf")):
@@ -101,12 +101,12 @@ def _minus(whole: Stretches, removed: Stretches) -> Iterator[tuple[float, float]
 
 
 STEP_MARK = "aotdist step "
-"""Begins the mark around a step; its number follows."""
+"""Prefix of the mark around a step; the step's number follows."""
 
 _SHORT_US = 5.0
-"""Stretches of compiled code between operators that are not worth a span."""
+"""Gaps between operators that are shorter than this get no span of compiled code."""
 _OURS = (GRAPH_MARK, MODULE_MARK)
-"""What traces take for operators."""
+"""Our own marks, which a trace lists among the operators."""
 _COLLECTIVES = "_c10d_functional::"
 _WAIT = "_c10d_functional::wait_tensor"
 _WRAP = "_c10d_functional::_wrap_tensor_autograd"
@@ -125,15 +125,15 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Lanes:
-    """What a trace says.
+    """The lanes of a trace.
 
     Args:
-        steps: the steps, one after the other.
-        phases: graphs that ran, steps of optimizers, and what else was marked.
-        modules: the operators of each module, and around them those of the modules that hold it.
-        compute: kernels of a GPU; of a CPU, operators and graphs.
-        groups: collectives, by process group; of a CPU, those of all groups, which gloo ran.
-        waits: for collectives.
+        steps: the profiled steps.
+        phases: graphs, optimizer steps, and the user's own marks.
+        modules: one span for each module of a graph, nested like the modules.
+        compute: a GPU's kernels, or a CPU's operators and graphs.
+        groups: collectives by process group; on a CPU, one lane for all that gloo ran.
+        waits: waits for collectives.
         exposed: when a collective ran, or was waited for, and nothing computed.
     """
 
@@ -196,7 +196,7 @@ def lanes_of(events: Iterable[Mapping[str, Any]]) -> Lanes:
 
 
 def exposed_percent(lanes: Lanes) -> float:
-    """How much of the steps is exposed communication."""
+    """The share of the steps' time that is exposed communication."""
     whole = total(stretches(lanes.steps.spans))
     return 100 * total(stretches(lanes.exposed.spans)) / whole if whole else 0.0
 
@@ -206,14 +206,14 @@ def _in_order(spans: Iterable[Span]) -> list[Span]:
 
 
 def _is_around(span: Span, graphs: Iterable[Span]) -> bool:
-    """Whether an operator waits, or only calls others: autograd's are around graphs, too."""
+    """Whether an operator is a wait, or only contains a graph, as autograd's nodes do."""
     if span.name == _WAIT or span.name.startswith(_ENGINE):
         return True
     return any(span.holds(graph) and span.thread == graph.thread for graph in graphs)
 
 
 def _between(code: Stretches) -> Iterator[Span]:
-    """What a graph does besides calling operators: on a CPU, Inductor's kernels."""
+    """Spans for the time in which a graph calls no operator: on a CPU, for Inductor's kernels."""
     for start, end in code:
         if end - start >= _SHORT_US:
             yield Span("compiled code", start, end)
@@ -225,7 +225,7 @@ def _named(spans: Iterable[Span], prefix: str) -> Iterator[Span]:
 
 
 def _phases(marks: Iterable[Span]) -> Iterator[Span]:
-    """Marks of graphs, of optimizers, and of the user's own."""
+    """The marks of graphs and optimizers, and the user's own."""
     for span in _in_order(marks):
         if span.name.startswith(GRAPH_MARK):
             yield Span(span.name.partition(": ")[2], span.start, span.end, span.thread)
@@ -234,15 +234,15 @@ def _phases(marks: Iterable[Span]) -> Iterator[Span]:
 
 
 def _modules(graphs: Iterable[Span], marks: Iterable[Span]) -> Iterator[Span]:
-    """Spans of modules within the graphs, each holding those of the modules inside of it."""
+    """Spans of the modules within graphs, nested like the modules."""
     inner = _in_order(span for span in marks if span.name.startswith(MODULE_MARK))
     for graph in graphs:
         yield from _nested([span for span in inner if graph.holds(span) and span.thread == graph.thread])
 
 
 def _nested(marks: Sequence[Span]) -> Iterator[Span]:
-    """Of marks that follow each other, what their paths have in common, level by level."""
-    open_spans: list[Span] = []  # a module, the one inside of it, and so on
+    """Spans for every level of the paths of consecutive marks: a common prefix is one span."""
+    open_spans: list[Span] = []  # the modules that are open now, outermost first
     for mark in marks:
         path = mark.name.removeprefix(MODULE_MARK)
         names = [*_prefixes(path)]
@@ -256,7 +256,7 @@ def _nested(marks: Sequence[Span]) -> Iterator[Span]:
 
 
 def _prefixes(path: str) -> Iterator[str]:
-    """`layers.0`, `layers.0.mlp` of `layers.0.mlp`: a list of layers is no module that runs."""
+    """`layers.0` and `layers.0.mlp` for `layers.0.mlp`; not `layers`, as a list of layers never runs."""
     path, _, note = path.partition(" ")
     parts = path.split(".")
     for length in range(1, len(parts) + 1):
@@ -270,7 +270,7 @@ def _is_communication(span: Span, args: Mapping[str, Any]) -> bool:
 
 
 def _groups_of_kernels(kernels: Iterable[tuple[Span, Mapping[str, Any]]]) -> tuple[Lane, ...]:
-    """Lanes of the process groups whose kernels ran on a GPU."""
+    """A lane for each process group whose kernels ran on a GPU."""
     found: dict[str, list[Span]] = defaultdict(list)
     for span, args in kernels:
         if _is_communication(span, args):
@@ -283,7 +283,7 @@ def _groups_of_kernels(kernels: Iterable[tuple[Span, Mapping[str, Any]]]) -> tup
 
 
 def _waits(graphs: Iterable[Span], operators: Iterable[Span]) -> list[Span]:
-    """What was waited for; by its name, where the compiler kept a graph's collectives in their order."""
+    """Spans of waits, named by their collectives where the compiler kept the collectives' order."""
     functional = _in_order(
         span for span in operators if span.name.startswith(_COLLECTIVES) and span.name != _WRAP
     )
@@ -301,12 +301,6 @@ def _words(what: Communication) -> str:
     return " ".join(filter(None, (what.collective, what.serves and f"of {what.serves}")))
 
 
-def busy_seconds(lane: Lane) -> float:
-    """How long at least one of a lane's spans went on."""
-    return total(stretches(lane.spans)) / 1e6
-
-
 def seconds_exposed(lane: Lane, lanes: Lanes) -> float:
-    """How long a process group ran something while nothing computed."""
-    exposed: Stretches = stretches(lanes.exposed.spans)
-    return total(within(stretches(lane.spans), exposed)) / 1e6
+    """The time in which a process group ran something and nothing computed."""
+    return total(within(stretches(lane.spans), stretches(lanes.exposed.spans))) / 1e6

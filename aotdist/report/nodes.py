@@ -1,4 +1,4 @@
-"""The graphs of an artifact as a page shows them: nodes, what is saved between them, who waits for whom."""
+"""The graphs of an artifact as the page shows them: nodes, saved tensors, collectives and their overlap."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from torch.fx import Node
 from aotdist.codegen.python_source import tensor_text
 from aotdist.partition.traits import is_collective, is_getitem, is_view, is_wait, phase_of, value_bytes
 from aotdist.passes.collectives import collectives
-from aotdist.program import Graph, Slot, Split
-from aotdist.report import words
+from aotdist.program import Graph, Role, Slot, Split
 from aotdist.torch_seam.operators import OpOverload
 
 
@@ -30,10 +29,10 @@ class GraphNode:
         kind: `input`, `call`, `collective` or `wait`.
         module: path of the innermost module; empty outside of all.
         source: the user's line.
-        sequence: what a backward node has in common with its forward node, if it has one.
+        sequence: autograd's sequence number, the same for a forward node and its backward nodes.
         reads: positions of the nodes that it reads.
-        results: what it is to the graph: an argument, a result, in words.
-        is_saved: whether it is handed from forward to backward.
+        results: which argument and which results of the graph it is, in words.
+        is_saved: whether it is saved for the backward.
     """
 
     name: str
@@ -57,8 +56,8 @@ class GraphDetails:
     Args:
         name: which of these.
         nodes: its nodes.
-        num_operations: how many of them compute.
-        source: what runs it, as its backend prints it; nothing for a joint graph.
+        num_operations: how many nodes are neither arguments nor the output.
+        source: the code that its backend printed; empty for a joint graph.
     """
 
     name: str
@@ -69,15 +68,15 @@ class GraphDetails:
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """A tensor that is handed from forward to backward.
+    """A tensor that is saved for the backward.
 
     Args:
         name: of the tensor.
         node: its node in the joint graph, if it is there.
         type: `f32[8, 16]`.
         bytes: of its elements.
-        module: where it is computed.
-        note: what there is to say of it.
+        module: path of the module that computes it.
+        note: whether it is an input, or a view of another node.
     """
 
     name: str
@@ -98,9 +97,9 @@ class CollectiveDetails:
         group: name and size of the process group.
         bytes: of the larger side.
         unit: the FSDP unit that it serves, or nothing.
-        node: that starts it.
-        beside: operators that run between its start and the first wait for it.
-        readers: operators that wait: the first to compute with what it gives.
+        node: the node that starts it.
+        beside: number of operators that run between its start and the first wait for it.
+        readers: the operators that first compute with its result.
     """
 
     graph: str
@@ -114,15 +113,15 @@ class CollectiveDetails:
 
 
 def graph_details(name: str, graph: Graph, split: Split | None, source: str) -> GraphDetails:
-    """A graph by its name; `split` is what was made of the joint one, `source` what runs it."""
-    # In the backward, what is saved is an argument.
+    """The details of a graph; `split` is the partition of the joint graph, `source` the code that runs it."""
+    # In the backward, saved values are arguments.
     saved = () if split is None or name == "backward" else split.saved
     phase = "backward" if name == "backward" else "forward"
     return GraphDetails(name, tuple(_nodes(graph, saved, phase)), num_operations(graph), source)
 
 
 def num_operations(graph: Graph) -> int:
-    """How large a graph is, in every report: arguments and the output are not counted."""
+    """How many nodes a graph has in reports: without its arguments and the output."""
     return sum(node.op not in ("placeholder", "output") for node in graph.gm.graph.nodes)
 
 
@@ -150,16 +149,40 @@ def _nodes(graph: Graph, saved: Iterable[Slot], default_phase: str) -> Iterator[
 
 
 def _said(graph: Graph) -> dict[Node, list[str]]:
-    """What nodes are to their graph."""
-    said = {node: [words.argument(slot)] for slot, node in graph.named_placeholders().items()}
+    """Which arguments and results of the graph nodes are, in words."""
+    said = {
+        node: [_ARGUMENTS.get(slot.role, "{}").format(slot)]
+        for slot, node in graph.named_placeholders().items()
+    }
     for slot, node in graph.named_results().items():
         if node is not None and slot.role != "saved":
-            said.setdefault(node, []).append(words.result(slot))
+            said.setdefault(node, []).append(_RESULTS.get(slot.role, "{}").format(slot))
     return said
 
 
+_ARGUMENTS: dict[Role, str] = {
+    "primal": "input `{}`",
+    "size": "size `{}`",
+    "saved": "saved `{}`",
+    "tangent": "gradient of `{}`, from outside",
+    "total": "whole gradient of `{}`, as it goes on",
+    "buffer": "`{}` as the backward finds it",
+    "rng": "`{}` of the random numbers",
+}
+_RESULTS: dict[Role, str] = {
+    "output": "output `{}`",
+    "write": "new value of `{}`",
+    "total": "whole gradient of `{}`",
+    "grad": "gradient of `{}`",
+    "piece": "summand of the gradient of `{}`",
+    "backward_write": "new value of `{}`, written in backward",
+    "kept": "tensor {} of those that the backward keeps",
+    "saved": "saved for the backward",
+}
+
+
 def _saved_path(node: Node) -> str:
-    """What the partition calls a value that the forward computes for the backward."""
+    """The path that the partition gives to a saved value that the forward computes."""
     return f"%{node.name}"
 
 
@@ -180,7 +203,7 @@ def _operator(node: Node) -> str:
 
 
 def _value_text(value: Any) -> str:
-    """What a node computes: a tensor, several of them, or nothing that has a text."""
+    """The type of a tensor, or of several; empty for anything else."""
     if isinstance(value, torch.Tensor):
         return tensor_text(value.dtype, value.shape)
     if isinstance(value, (tuple, list)):
@@ -189,7 +212,7 @@ def _value_text(value: Any) -> str:
 
 
 def saved_details(joint: Graph, split: Split) -> tuple[Saved, ...]:
-    """What is saved, inputs last: they are there anyway."""
+    """What is saved, largest first, then the inputs, which take no more memory."""
     primals = {str(slot) for slot in split.saved_primals}
     return tuple(sorted(_saved(joint, split), key=lambda one: (one.name in primals, -one.bytes)))
 
@@ -217,7 +240,7 @@ def _saved(joint: Graph, split: Split) -> Iterator[Saved]:
 
 
 def collective_details(graphs: Mapping[str, Graph]) -> Iterator[CollectiveDetails]:
-    """The collectives of the graphs that run, which the joint one does not."""
+    """The collectives of the graphs that run: of all but the joint graph."""
     for name, graph in graphs.items():
         if name != "joint":
             yield from _collectives(name, graph)
@@ -255,7 +278,7 @@ def _waits(start: Node) -> Iterator[Node]:
 
 
 def _readers(node: Node) -> Iterator[Node]:
-    """The nodes that compute with a result, or with views of it."""
+    """The nodes that compute with a value, or with views of it."""
     for user in node.users:
         if is_view(user) or is_getitem(user):
             yield from _readers(user)
@@ -264,7 +287,7 @@ def _readers(node: Node) -> Iterator[Node]:
 
 
 def _computes(node: Node) -> bool:
-    """Whether running it takes time, and is neither a collective nor a wait for one."""
+    """Whether a node is an operator that takes time, and neither a collective nor a wait."""
     return node.op == "call_function" and not (
         is_view(node) or is_getitem(node) or is_wait(node) or is_collective(node)
     )

@@ -1,4 +1,4 @@
-"""`profile`: a few steps, looked at closely: a trace for Perfetto, and a table of where the time goes."""
+"""`profile`: runs a few steps under PyTorch's profiler, for a table of times and a trace for Perfetto."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ from aotdist.report.lanes import (
     STEP_MARK,
     Lane,
     Lanes,
-    busy_seconds,
     exposed_percent,
     lanes_of,
     minus,
@@ -41,7 +40,7 @@ from aotdist.torch_seam.profiling import is_profiling, quiet_kineto
 
 _MOST_ROWS = 8
 _PROCESS = "aotdist"
-"""The trace's process that has our lanes; PyTorch's own keep theirs."""
+"""The name of the process, in the trace, that has our lanes."""
 
 _REST = "outside of these (the loss, Python)"
 
@@ -52,9 +51,9 @@ class GroupTime:
 
     Args:
         name: of the group.
-        collectives: how many.
-        seconds: how long at least one ran.
-        exposed_seconds: for how much of that nothing computed.
+        collectives: number of collectives.
+        seconds: time in which at least one ran.
+        exposed_seconds: the part of that time in which nothing computed.
     """
 
     name: str
@@ -69,14 +68,14 @@ class Profile:
 
     Args:
         steps: seconds of each step.
-        exposed_percent: how much of them communication took that nothing computed beside.
-        phases: seconds of a step, on average, by what was marked: graphs, steps of optimizers; as they
-            follow. The last is what runs outside of these: the loss, say, and Python.
-        modules: likewise by module, those inside of it included; most first.
+        exposed_percent: share of the steps' time that is exposed communication.
+        phases: seconds of an average step by phase (graphs, optimizer steps), in order. The last is
+            everything outside of these: the loss, for example, and Python.
+        modules: likewise by module, with the modules inside of it; longest first.
         groups: what each process group ran.
-        waits: seconds of a step spent waiting, by collective and what it is for; most first.
-        path: where the trace is.
-        losses: what each step returned, if that is a number, or begins with one.
+        waits: seconds of an average step spent waiting, by collective and what it serves; longest first.
+        path: where the trace was written.
+        losses: the loss that each step returned, if it did.
     """
 
     steps: tuple[float, ...]
@@ -102,16 +101,17 @@ class Profile:
 def profile(
     step: Callable[[], Any], *, steps: int = 3, warmup: int = 1, path: str | Path | None = None
 ) -> Profile:
-    """Run a step some times, and see what runs when.
+    """Run a step a few times, and record what runs when.
 
     The trace is one of PyTorch's profiler, for Perfetto (ui.perfetto.dev) or chrome://tracing, with lanes of
-    ours above it: phases, modules, compute, one for each process group, what is waited for, and where
-    communication is exposed. With several ranks, all of them call this, and each has a trace of its own.
+    ours above it: phases, modules, compute, each process group, waits, and exposed communication. With
+    several ranks, all of them call this, and each writes a trace of its own.
 
     Args:
-        step: a training step: no arguments; the loss, if it returns that, is shown.
-        steps: how often it is profiled.
-        warmup: how often it runs before, to compile; then once more, for what profilers are shown.
+        step: a training step without arguments; if it returns the loss, the table shows it.
+        steps: how many steps to profile.
+        warmup: how many steps to run before, so that all is compiled; one more then runs under a profiler,
+            since modules are marked from a profiler's first step on.
         path: where to write the trace: `trace.json`, or `trace.json.gz`; of several ranks, each writes
             `trace-rank1.json.gz`.
 
@@ -130,7 +130,7 @@ def profile(
     for _ in range(warmup):
         step()
     if warmup:
-        with torch_profiler():  # what tells modules apart is made when a profiler is first there
+        with torch_profiler():  # marks of modules are made when a profiler first runs
             step()
     losses = list[float | None]()
     with torch_profiler() as found:
@@ -143,7 +143,7 @@ def profile(
 
 
 def _loss_in(result: Any) -> float | None:
-    """The loss in what a step returned, as `aotdist.train_step` takes it: alone, first, or by name."""
+    """The loss in what a step returned, found as `aotdist.train_step` does: alone, first, or by name."""
     if isinstance(result, Mapping):
         result = result.get("loss")
     elif isinstance(result, tuple | list) and result:
@@ -154,10 +154,10 @@ def _loss_in(result: Any) -> float | None:
 
 
 def profile_of(found: torch_profile, path: Path | None) -> Profile:
-    """Where the time went that a profiler of PyTorch's recorded, in steps that are marked with `STEP_MARK`.
+    """The profile of what PyTorch's profiler recorded, in steps that are marked with `STEP_MARK`.
 
     Args:
-        found: the profiler, stopped.
+        found: the stopped profiler.
         path: where to write the trace with our lanes in it, compressed if it ends in `.gz`; None for nowhere.
     """
     trace = trace_of(found)
@@ -170,7 +170,7 @@ def profile_of(found: torch_profile, path: Path | None) -> Profile:
 
 
 def trace_of(found: torch_profile) -> dict[str, Any]:
-    """What was recorded, in Chrome's format."""
+    """The recorded trace, in Chrome's format."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         found.export_chrome_trace(str(path))
@@ -178,7 +178,7 @@ def trace_of(found: torch_profile) -> dict[str, Any]:
 
 
 def torch_profiler() -> torch_profile:
-    """PyTorch's profiler, of all that is here to be profiled, and for as long as it is not stopped."""
+    """PyTorch's profiler for the CPU, and for GPUs if there are any."""
     quiet_kineto()
     activities = [ProfilerActivity.CPU]
     if torch.cuda.is_available():
@@ -202,13 +202,13 @@ def _of_this_rank(path: Path) -> Path:
 
 
 def refuse_arguments(function: Callable[..., Any], fix: str, stage: str | None = None) -> None:
-    """Refuse what needs arguments, where it will be called without.
+    """Refuse a function that needs arguments, where it will be called without any.
 
     Raises:
-        BadSettings: it does.
+        BadSettings: it needs some.
     """
     called = function.forward if isinstance(function, nn.Module) else function
-    is_own = isinstance(called, types.FunctionType)  # what it wraps may take arguments that it gives
+    is_own = isinstance(called, types.FunctionType)  # a wrapper may pass the arguments itself
     try:
         inspect.signature(called, follow_wrapped=not is_own).bind()
     except TypeError as error:
@@ -224,7 +224,7 @@ def _require(holds: bool, problem: str, fix: str) -> None:  # noqa: FBT001  # re
 
 
 def _events(lanes: Lanes) -> Iterator[dict[str, Any]]:
-    """Our lanes, as a process of their own at the top."""
+    """Our lanes as trace events: a process of their own, shown at the top."""
     here = {"ph": "M", "pid": _PROCESS}
     yield {**here, "name": "process_name", "args": {"name": _PROCESS}}
     yield {**here, "name": "process_sort_index", "args": {"sort_index": -1}}
@@ -243,7 +243,7 @@ def _profile(lanes: Lanes, path: Path | None) -> Profile:
         GroupTime(
             lane.name,
             len(lane.spans) / number,
-            busy_seconds(lane) / number,
+            total(stretches(lane.spans)) / 1e6 / number,
             seconds_exposed(lane, lanes) / number,
         )
         for lane in lanes.groups
@@ -261,7 +261,7 @@ def _profile(lanes: Lanes, path: Path | None) -> Profile:
 
 
 def _seconds(lane: Lane, number: int) -> dict[str, float]:
-    """Seconds by name, of each of a number of steps."""
+    """The seconds of a lane's spans by name, divided by the number of steps."""
     seconds: dict[str, float] = defaultdict(float)
     for span in lane.spans:
         seconds[span.name] += (span.end - span.start) / 1e6 / number
@@ -313,7 +313,7 @@ MIB = 2.0**20
 
 
 def most_allocated_by(work: Callable[[], object]) -> float:
-    """MiB, beyond what is allocated before; what `work` leaves behind counts. Of a GPU, if one is used."""
+    """Peak memory while `work` runs, in MiB above what was allocated before; a GPU's, if one is used."""
     gc.collect()
     return (_on_the_gpu(work) if torch.cuda.is_initialized() else _on_the_cpu(work)) / MIB
 

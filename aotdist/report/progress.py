@@ -1,8 +1,8 @@
-"""What a compilation is at, for the person who waits for it, and what it has made, for PyTorch's own logs.
+"""The progress line of a compilation, and what PyTorch's logs get when it is done.
 
-The first is one line of a terminal, rewritten. Nothing is shown of what takes less than `_PATIENCE_S`, and on
-any rank but the first. The line is standard error's, and is gone when the compilation is done. Where standard
-error is a log, the line is written once. The logs are those of `TORCH_LOGS`, and `TORCH_TRACE` for `tlparse`.
+The line is rewritten in place on standard error and erased at the end; where standard error is a log, it is
+written once. It appears after `_PATIENCE_S`, on the first rank only. The logs are those of `TORCH_LOGS`, and
+of `TORCH_TRACE` for `tlparse`.
 """
 
 from __future__ import annotations
@@ -32,29 +32,45 @@ _PAUSE_S = 0.1
 """Seconds between two updates: a line takes 20 us, and the thread that compiles waits for no other."""
 _ERASE = "\r\x1b[2K"
 
-_shown: list[Progress] = []
-"""The compilation that has the line: of several within each other, the outermost."""
+_shown: list[StageTimes] = []
+"""The compilation whose line is shown: the outermost, where compilations nest."""
 
 
 @dataclass(slots=True)
-class Progress:
-    """What a compilation is at.
+class StageTimes:
+    """The stages of a compilation: how long each took, and which one is running.
 
     Args:
-        name: of what is compiled.
-        started: when it began, by the clock of `time.perf_counter`.
-        stage: the stage that runs.
-        num_nodes: counts the nodes of the graph that there is, if there is one yet.
+        name: what is compiled; empty for a graph that is compiled on the side, whose stages are not logged.
+        started: when it began, by `time.perf_counter`.
+        running: the stage that runs now.
+        num_nodes: counts the nodes of the graph, once there is one.
+        seconds: what each stage took, by name, in the order in which they ran.
     """
 
-    name: str
+    name: str = ""
     started: float = field(default_factory=time.perf_counter)
-    stage: str = ""
+    running: str = ""
     num_nodes: Callable[[], int] | None = None
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+
+    @contextmanager
+    def stage(self, name: str) -> Generator[None]:
+        """Add the time spent inside to stage `name`, and log it (level DEBUG)."""
+        self.running = name
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - started
+            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+            if self.name and log.isEnabledFor(logging.DEBUG):
+                nodes = "" if self.num_nodes is None else f", {self.num_nodes():,} nodes"
+                log.debug("`%s`: %s took %.2f s%s", self.name, name, seconds, nodes)
 
     def line(self) -> str:
         """`aotdist: compiling `Llama`: trace, 12,345 nodes, 7 s`."""
-        facts = [self.stage] if self.stage else []
+        facts = [self.running] if self.running else []
         if self.num_nodes is not None:
             facts.append(f"{self.num_nodes():,} nodes")
         facts.append(f"{time.perf_counter() - self.started:.0f} s")
@@ -62,42 +78,43 @@ class Progress:
 
 
 @contextmanager
-def showing(name: str, stream: TextIO | None = None, patience_s: float = _PATIENCE_S) -> Generator[Progress]:
-    """Show what a compilation is at, as long as the block runs.
+def showing(
+    name: str, stream: TextIO | None = None, patience_s: float = _PATIENCE_S
+) -> Generator[StageTimes]:
+    """Show the progress line of a compilation while the block runs.
 
     Args:
-        name: of what is compiled.
-        stream: where to show it; None for standard error.
-        patience_s: seconds after which it is shown.
+        name: what is compiled.
+        stream: where to show the line; None for standard error.
+        patience_s: seconds after which it appears.
     """
-    progress = Progress(name)
+    times = StageTimes(name)
     stream = _standard_error() if stream is None else stream
     if stream is None or _shown:
-        yield progress
+        yield times
         return
     done = threading.Event()
-    thread = threading.Thread(target=_show, args=(progress, stream, patience_s, done), daemon=True)
-
-    _shown.append(progress)
+    thread = threading.Thread(target=_show, args=(times, stream, patience_s, done), daemon=True)
+    _shown.append(times)
     thread.start()
     try:
-        yield progress
+        yield times
     finally:
         done.set()
         thread.join()
         _shown.clear()
 
 
-def _show(progress: Progress, stream: TextIO, patience_s: float, done: threading.Event) -> None:
+def _show(times: StageTimes, stream: TextIO, patience_s: float, done: threading.Event) -> None:
     if done.wait(patience_s):
         return
     if not stream.isatty():
-        stream.write(f"{progress.line()}\n")
+        stream.write(f"{times.line()}\n")
         stream.flush()
         return
     while True:
         columns = shutil.get_terminal_size().columns - 1
-        stream.write(f"{_ERASE}{progress.line()[:columns]}")
+        stream.write(f"{_ERASE}{times.line()[:columns]}")
         stream.flush()
         if done.wait(_PAUSE_S):
             break
@@ -106,61 +123,15 @@ def _show(progress: Progress, stream: TextIO, patience_s: float, done: threading
 
 
 def _standard_error() -> TextIO | None:
-    """Where a person may be looking; not beneath a bar that has replaced a terminal."""
+    """Standard error of the first rank; None where a progress bar has taken it over from a terminal."""
     if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
         return None
     is_replaced = sys.stderr is not sys.__stderr__
     return None if is_replaced and sys.__stderr__ is not None and sys.__stderr__.isatty() else sys.stderr
 
 
-@dataclass(slots=True)
-class StageTimes:
-    """Seconds of each stage, in the order in which they ran.
-
-    Args:
-        seconds: how long each stage took, by its name.
-        progress: told which stage runs, for somebody who waits for it.
-    """
-
-    seconds: dict[str, float] = field(default_factory=dict)
-    progress: Progress | None = None
-
-    def counting(self, num_nodes: Callable[[], int]) -> None:
-        """Let the progress line count nodes by `num_nodes`."""
-        if self.progress is not None:
-            self.progress.num_nodes = num_nodes
-
-    @contextmanager
-    def stage(self, name: str) -> Generator[None]:
-        """Add the time spent inside to stage `name`."""
-        if self.progress is not None:
-            self.progress.stage = name
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            seconds = time.perf_counter() - started
-            self.seconds[name] = self.seconds.get(name, 0.0) + seconds
-            if self.progress is not None:
-                log_stage(self.progress.name, name, seconds, self.progress.num_nodes)
-
-
-def log_stage(name: str, stage: str, seconds: float, num_nodes: Callable[[], int] | None) -> None:
-    """Log that a stage of a compilation is done (level DEBUG).
-
-    Args:
-        name: of what is compiled.
-        stage: the stage that ran.
-        seconds: how long it took.
-        num_nodes: counts those of the graph, if there is one yet.
-    """
-    if log.isEnabledFor(logging.DEBUG):
-        nodes = "" if num_nodes is None else f", {num_nodes():,} nodes"
-        log.debug("`%s`: %s took %.2f s%s", name, stage, seconds, nodes)
-
-
 def log_compiled(artifact: Artifact) -> None:
-    """Log the report of what was compiled (INFO), its graphs, code and call (DEBUG); and trace all that."""
+    """Log an artifact's report (INFO), graphs, code and call (DEBUG); write all of it to `TORCH_TRACE`."""
     if log.isEnabledFor(logging.INFO):
         log.info("%s", report_of([artifact]))
     if not log.isEnabledFor(logging.DEBUG) and not is_tracing():
@@ -175,7 +146,7 @@ def log_compiled(artifact: Artifact) -> None:
 
 
 def _texts(artifact: Artifact, details: Details) -> Iterator[tuple[str, str]]:
-    """What there is to read, by name."""
+    """The graphs as Python, generated code, kernels and the printed call, by name."""
     for name, graph in artifact.compilation.graphs().items():
         text = graph.gm.print_readable(print_output=False, include_stride=True, include_device=True)
         yield f"{name}_graph", text

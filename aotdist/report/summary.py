@@ -1,4 +1,4 @@
-"""What compiling produced, as data and as plain text for people: `explain()` returns it."""
+"""The report that `explain()` returns: what was compiled, as data and as text."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ class GraphSummary:
 
     Args:
         name: `joint`, `forward`, `backward` or `inference`.
-        num_operations: nodes, placeholders and the output not counted.
+        num_operations: number of nodes that are neither arguments nor the output.
         collectives: its collectives, in order.
-        fusion: its kernels and what was left to the library, from a backend that writes its own.
-        recordings: what became of its calls, if it is recorded as a CUDA graph.
-        from_cache: its code was found in the compile cache.
-        regions: how often each of its regions is called; none if it was compiled as a whole.
+        fusion: its kernels and library calls, if the backend writes kernels of its own.
+        recordings: how often it was recorded and replayed, if it runs as a CUDA graph.
+        from_cache: whether its code was found in the compile cache.
+        regions: how often each of its regions is called; empty if it was compiled as a whole.
     """
 
     name: str
@@ -51,15 +51,13 @@ class GraphSummary:
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What an artifact keeps on the host; in bytes, where nothing else is said.
-
-    Machine code that a compiler loaded, and what the artifact shares with the module, are not counted.
+    """Host memory that an artifact keeps, without loaded machine code and what it shares with the module.
 
     Args:
-        nodes: how many nodes its graphs have, of about two kilobytes each.
-        code: printed code: its text, and what Python made of it.
-        constants: tensors that its graphs hold.
-        trace: whether autograd's graph of the trace is kept, for `create_graph=True`: two kilobytes for each
+        nodes: number of nodes in its graphs, of about two kilobytes each.
+        code: bytes of printed code: source text and code objects.
+        constants: bytes of the tensors that its graphs hold.
+        trace: whether autograd's graph of the trace is kept for `create_graph=True`: two kilobytes for each
             operation of the joint graph.
     """
 
@@ -78,13 +76,13 @@ class ArtifactSummary:
         kind: `training` or `inference`.
         backend: what emitted the graphs.
         graphs: every graph.
-        saved_bytes: activations kept from forward to backward; inputs are not counted.
+        saved_bytes: bytes of the activations saved for the backward, without inputs.
         written: inputs that the program writes.
-        converted: modules that were converted in place, by what they compute in.
-        copies: which blocks were copied rather than traced.
-        seconds: of each stage.
+        converted: modules that were converted in place, by the kind of conversion.
+        copies: which blocks were copied instead of traced.
+        seconds: duration of each stage.
         passes: what each graph pass did.
-        memory: what it keeps.
+        memory: the host memory that it keeps.
     """
 
     name: str
@@ -102,11 +100,11 @@ class ArtifactSummary:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Everything that a compiled callable can tell about itself; to be printed.
+    """What `explain()` says of a compiled callable; print it.
 
     Args:
         artifacts: what was compiled.
-        as_written: why other calls run as they were written (`Settings.unsupported`).
+        as_written: why other kinds of calls run eagerly (`Settings.unsupported`).
     """
 
     artifacts: tuple[ArtifactSummary, ...]
@@ -121,12 +119,12 @@ class Report:
 
 
 def report_of(artifacts: Sequence[Artifact]) -> Report:
-    """The report of a list of artifacts."""
+    """The report of several artifacts."""
     return Report(tuple(summary_of(artifact) for artifact in artifacts))
 
 
 def summary_of(artifact: Artifact) -> ArtifactSummary:
-    """What an artifact can tell about itself."""
+    """The summary of one artifact."""
     compilation = artifact.compilation
     region, facts = compilation.region, compilation.traced.facts
     slots = compilation.traced.program.ins
@@ -169,7 +167,7 @@ def _memory(artifact: Artifact) -> Memory:
 
 
 def _bytes_of_code(code: CodeType | None) -> int:
-    """What a function's code takes, with its constants and the functions inside of it."""
+    """The size of a code object, with its constants and nested functions."""
     if code is None:
         return 0
     inner = sum(_bytes_of_code(one) for one in code.co_consts if isinstance(one, CodeType))
@@ -202,7 +200,7 @@ def _artifact(summary: ArtifactSummary) -> str:
 
 
 def named_facts(summary: ArtifactSummary) -> Iterator[tuple[str, str]]:
-    """What there is to say of an artifact beside its graphs and stages, by name."""
+    """The facts of an artifact besides its graphs and stages, by name."""
     if summary.kind == "training":
         yield "saved for backward", format_bytes(summary.saved_bytes)
     if found := [graph.name for graph in summary.graphs if graph.from_cache]:
@@ -229,7 +227,7 @@ def named_facts(summary: ArtifactSummary) -> Iterator[tuple[str, str]]:
 
 
 def _memory_text(memory: Memory) -> str:
-    """What an artifact keeps on the host: `1,204 nodes, 90.2 KiB of code`."""
+    """`1,204 nodes, 90.2 KiB of code`."""
     parts = {"code": memory.code, "constants": memory.constants}
     held = [f"{format_bytes(count)} of {name}" for name, count in parts.items() if count]
     text = ", ".join([f"{memory.nodes:,} nodes", *held])
@@ -243,7 +241,7 @@ def _some(names: Sequence[str]) -> str:
 
 
 def _collectives(graph: GraphSummary) -> str:
-    """How many collectives there are of each kind, and their bytes; empty if there are none."""
+    """Number and bytes of the collectives of each kind; empty if there are none."""
     if not graph.collectives:
         return ""
     counts = Counter(collective.op for collective in graph.collectives)
@@ -289,7 +287,7 @@ def _fusion(graph: GraphSummary) -> Iterator[str]:
 
 
 def counted(operators: Iterable[str]) -> Iterator[str]:
-    """Operators in the order in which they are first met: `mul.Tensor x3`."""
+    """Operators with their counts, in order of first use: `mul.Tensor x3`."""
     for op, count in Counter(operators).items():
         name = op.removeprefix("aten.")
         yield name if count == 1 else f"{name} x{count}"

@@ -1,25 +1,25 @@
-"""What the user calls: printed wrappers around compiled graphs, with one autograd node.
+"""The compiled callable at run time: a printed function around compiled graphs, with one autograd node.
 
-Promises: an artifact runs only for a call that it fits, and a call is right or raises before anything was
-written; what runs can be read (`.source`).
+Promises: an artifact runs only for a call that passes its guards; a call is right, or raises before anything
+was written; the code that runs can be read (`.source`).
 
 What runs at a call
 -------------------
-The printed function of each artifact fetches the tensors, checks that the artifact fits, and runs it. If it
-does not fit, the function returns `MISS` before anything has happened, and the next artifact is tried; if
-none fits, a new one is compiled. The check covers:
+The printed function of each artifact fetches the tensors, tests the guards, and runs the graph. If a guard
+fails, it returns `MISS` before anything has happened, and the next artifact is tried; if none is left, the
+call is compiled. Guards are on:
 
-- the ambient modes (grad, autocast, deterministic, default dtype and device, which kernels may be chosen,
-  DTensor's contexts);
-- closed-over constants, functions and classes, and which places hold the same object; module constants,
-  children and hooks;
-- all tensors' metadata, in one C++ check, and the wrappers' contexts;
-- if the program writes inputs, that these share memory with others exactly as they did at capture.
+- the ambient modes (grad, autocast, deterministic, default dtype and device, choice of kernels, DTensor's
+  contexts);
+- closed-over constants, functions and classes, and which places hold the same object; constants, children
+  and hooks of modules;
+- the metadata of all tensors, in one C++ check, and the contexts of wrappers;
+- if the program writes inputs, which inputs share memory.
 
-A wrapper that a node saves is saved as the plain tensors inside it, whose version counters its own writes do
-not touch. So the node notes the wrapper's counter, too, and a backward that finds another raises autograd's
-error (`runtime/wrappers.py`).
+A wrapper is saved for the backward as the plain tensors inside it, whose version counters do not count writes
+to the wrapper. So the node notes the wrapper's own counter as well, and the backward raises autograd's error
+if it has changed (`runtime/wrappers.py`).
 
 Memory that a graph frees stays on glibc's heap for the next step (`runtime/artifact.py`); otherwise zeroing
-pages would be a sixth of a small step.
+pages would take a sixth of a small step.
 """

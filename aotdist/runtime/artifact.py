@@ -1,4 +1,4 @@
-"""A compiled call, loaded: what the user's call runs, and what it can be asked about."""
+"""Artifacts: loaded compilations that calls run, and the list of them that each callable keeps."""
 
 from __future__ import annotations
 
@@ -11,12 +11,10 @@ from typing import Any, assert_never
 
 from aotdist.capture.captured import Returned
 from aotdist.capture.effects import NOTHING
-from aotdist.capture.in_backward import InBackward
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.facts import Facts
 from aotdist.program import Call, Graph, PrimalIdx
 from aotdist.runtime.backward import Backward
-from aotdist.runtime.backwards import Guard
 from aotdist.runtime.compilation import Compilation, Inference, Training, without_tensors
 from aotdist.runtime.double_backward import Nodes
 from aotdist.runtime.gate import Gates, schedule
@@ -44,12 +42,12 @@ class Artifact:
     """One compiled signature.
 
     Args:
-        call: `(args, kwargs)` to the user's result, or `MISS`.
-        source: the printed code of `call`, the autograd node included.
-        compilation: how it came to be, without the tensors of the call.
-        fit: when it fits a call, likewise.
-        agreed: what its ranks agreed on, see `fingerprint_of`.
-        check: what stands before a run of its forward.
+        call: from `(args, kwargs)` to the user's result, or `MISS`.
+        source: the printed code of `call`, with the autograd node.
+        compilation: what was compiled, without the tensors of the call.
+        fit: the guards of a call, likewise.
+        agreed: the fingerprint that its ranks agreed on, see `fingerprint_of`.
+        check: the comparison of ranks before each forward, if there is one.
     """
 
     call: Callable[[tuple[Any, ...], Mapping[str, Any]], Any]
@@ -60,16 +58,14 @@ class Artifact:
     check: RunCheck | None
 
 
-_order = process_lock()
+_order_lock = process_lock()
 
 
 class Artifacts(list[Artifact]):
-    """The artifacts of one function, the one used last first.
-
-    Another thread that looks for one finds it at any time.
+    """The artifacts of one function, most recently used first; other threads may read the list at any time.
 
     Attributes:
-        kinds: what was decided about kinds of calls.
+        kinds: the kinds of calls that run eagerly.
     """
 
     def __init__(self) -> None:
@@ -78,16 +74,15 @@ class Artifacts(list[Artifact]):
         self._agreed: set[tuple[Sequenced, ...]] = set()
 
     def put_first(self, artifact: Artifact) -> None:
-        """Let an artifact be the first, new or not.
+        """Put an artifact, new or not, at the front, and drop the least recently used beyond `max_artifacts`.
 
-        As many are kept as its settings say; those used longest ago are dropped. What they computed can be
-        differentiated as before, and what ranks agreed on for them holds: a rank that compiles one again does
-        so alone.
+        Results of dropped artifacts can still be differentiated. What ranks agreed on for them still holds: a
+        rank that compiles one of them again does so without the others.
         """
-        with _order:
+        with _order_lock:
             self._agreed.add(artifact.agreed)
             if all(one is not artifact for one in self):
-                # The last artifact keeps autograd's graph of its trace, for gradients of gradients.
+                # Only the newest artifact keeps autograd's graph of its trace, for gradients of gradients.
                 for region in (one.compilation.region for one in self):
                     if isinstance(region, Training):
                         region.backwards.forget_trace()
@@ -95,19 +90,19 @@ class Artifacts(list[Artifact]):
             self[:] = ordered[: artifact.compilation.settings.max_artifacts]
 
     def agreed(self) -> set[tuple[Sequenced, ...]]:
-        """What ranks agreed on, also for artifacts that were dropped."""
+        """The fingerprints that ranks agreed on, those of dropped artifacts included."""
         return set(self._agreed)
 
     def clear(self) -> None:
-        """Forget all of them, and what ranks agreed on."""
-        with _order:
+        """Forget all artifacts, and what ranks agreed on."""
+        with _order_lock:
             super().clear()
             self.kinds = Kinds()
             self._agreed.clear()
 
 
 def call_fitting(artifacts: Artifacts, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call the artifact that fits and move it to the front, where it is tried first; `MISS` if none fits."""
+    """Call the first artifact that fits and move it to the front; `MISS` if none fits."""
     for position, artifact in enumerate(tuple(artifacts)):
         result = artifact.call(args, kwargs)
         if result is not MISS:
@@ -118,28 +113,27 @@ def call_fitting(artifacts: Artifacts, args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def load(compilation: Compilation, fit: Guards) -> Artifact:
-    """Print the runtime of a compilation, for the calls that it fits, and load it."""
+    """Print the runtime of a compilation, with the guards `fit`, and load it."""
     if compilation.settings.keep_freed_memory:
         keep_freed_memory()
     printer = Printer(fit.variables)
     agreed = fingerprint_of(compilation)
     watches = watches_of(compilation, agreed)
-    hooks = HookPlan((), (), ())
+    hooks, run = HookPlan((), (), ()), "region"
     forward, *_ = compilation.emitted().values()
     printing = ForwardPrinter(
         printer,
         fit.primal_variables(),
         fit.numbers.symbols(),
-        fit.numbers.told,
+        fit.numbers.unbacked,
         _watched(_forward(compilation, forward), watches["forward"]),
     )
     match compilation.region:
         case Training() as region:
             backward = _backward(compilation, region, agreed, watches["backward"])
             hooks = _hooks(compilation, region, backward)
-            changes = compilation.captured.in_backward.whole
+            changes, run = compilation.captured.in_backward.whole, "Node.apply"
             print_node(printing, region.node, backward, changes, has_classes=fit.has_classes())
-            run = "Node.apply"
         case Inference() as region:
             print_inference(
                 printing,
@@ -148,27 +142,28 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
                 views=result_views(region.graph),
                 recorded=_is_recorded(compilation),
             )
-            run = "region"
         case _:
             assert_never(compilation.region)
     enables_grad = _enables_grad(compilation)
     returned = Returned.of(compilation.traced.facts)
     print_call(printer, fit, run, compilation.plans, returned, hooks, enables_grad=enables_grad)
     call = printer.load("call", compilation.captured.name)
-    kept, watch = (without_tensors(compilation), fit.without_tensors()), watches["forward"]
-    return Artifact(call, printer.source(), *kept, agreed, None if watch is None else watch.check)
+    check = None if (watch := watches["forward"]) is None else watch.check
+    return Artifact(
+        call, printer.source(), without_tensors(compilation), fit.without_tensors(), agreed, check
+    )
 
 
 def without_autocast(call: BoxedCall) -> BoxedCall:
-    """`call` with autocast off: a traced graph already holds its casts."""
+    """`call` with autocast off: the casts are part of a traced graph."""
 
-    def quiet(args: list[Any]) -> Sequence[Any]:
+    def run(args: list[Any]) -> Sequence[Any]:
         if not any_autocast():
             return call(args)
         with autocast_off():
             return call(args)
 
-    return quiet
+    return run
 
 
 def _forward(compilation: Compilation, emitted: Emitted) -> BoxedCall:
@@ -193,27 +188,18 @@ def _backward(
             around = None if watch is None else watch.checking(check)
         return _watched(call, around)
 
-    return backward_of(region, guarded, after if rules else None, compilation.captured.in_backward)
-
-
-def backward_of(
-    region: Training, guarded: Guard, after: Callable[[], None] | None, in_python: InBackward | None = None
-) -> Backward:
-    """What runs in the backward of a region's node.
-
-    Args:
-        region: the region.
-        guarded: what stands around each backward.
-        after: called once the gradients are computed, if anything is.
-        in_python: what backwards change in Python.
-    """
-    return Backward(region.node, replace(region.backwards, guarded=guarded), after, in_python)
+    backwards = replace(region.backwards, guarded=guarded)
+    return Backward(region.node, backwards, after if rules else None, compilation.captured.in_backward)
 
 
 def nodes_of(region: Training) -> Nodes:
-    """The node of the backward of a program, which is a program itself, for the sizes of a call."""
+    """The autograd node of a backward that is differentiated itself, for the sizes of a call."""
     forward = without_autocast(region.halves.forward.call)
-    backward = backward_of(region, lambda call, _: without_autocast(call), None)
+
+    def guarded(call: BoxedCall, _: Graph) -> BoxedCall:
+        return without_autocast(call)
+
+    backward = Backward(region.node, replace(region.backwards, guarded=guarded))
     primals = [f"primal_{number}" for number in range(len(region.node.grads))]
 
     @functools.cache
@@ -255,7 +241,7 @@ def _gates(compilation: Compilation, region: Training, backward: Backward) -> Ga
 
 
 def _silenced(facts: Facts, node: NodePlan) -> list[PrimalIdx]:
-    """Inputs that a backward of some results may bring no gradient; none if there is one result."""
+    """Inputs that get no gradient from some of the results; none if there is one result."""
     if len(node.differentiable()) == 1:
         return []
     written = facts.written()
@@ -263,7 +249,7 @@ def _silenced(facts: Facts, node: NodePlan) -> list[PrimalIdx]:
 
 
 def _watched(call: BoxedCall, watch: LossWatch | None) -> BoxedCall:
-    """`call`, with what stands around every run of a graph that communicates."""
+    """`call` within `watch`, which checks ranks before a run and names lost ranks after one."""
     if watch is None:
         return call
 
@@ -275,12 +261,12 @@ def _watched(call: BoxedCall, watch: LossWatch | None) -> BoxedCall:
 
 
 def _enables_grad(compilation: Compilation) -> bool:
-    """Whether results have history although the caller has grad mode off: the program switches it on."""
+    """Whether the program switches grad mode on and so returns results with history under `no_grad`."""
     return isinstance(compilation.region, Training) and not compilation.captured.ambient.grad
 
 
 def _is_recorded(compilation: Compilation) -> bool:
-    """Whether autograd would record an inference graph: grad mode is on, though no result has history."""
+    """Whether autograd would record an inference graph: grad mode is on, and some input requires grad."""
     examples = compilation.traced.program.examples
     return compilation.captured.ambient.grad and any(example.requires_grad for example in examples)
 
@@ -289,23 +275,24 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _MOST_KEPT = (1 << 31) - 1
 _MOST_ON_HEAP = 32 << 20
 """The most that `mallopt` takes, and the largest block that glibc puts on its heap."""
-_TOLD_OTHERWISE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+_USERS_CHOICE = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
+"""Environment variables by which the user has configured the allocator."""
 
 
 @functools.cache
 def keep_freed_memory() -> None:
     """Let glibc keep what lies free at the end of its heap, up to 2 GiB, for the rest of the process.
 
-    A compiled step frees its intermediates one after the other, up to the end of the heap. By itself glibc
-    gives back to the system what is more than 62 MiB of it, and all blocks of over 32 MiB; in the next step
-    they are zeroed and mapped page by page, for a sixth of the time of a small one (20,000 pages of 93 ms),
-    in some processes and not in others, as blocks happen to lie. Other allocators do not mind, and one that
-    the environment tells otherwise is left alone.
+    A compiled step frees its intermediates one after the other, up to the end of the heap. By default glibc
+    returns more than 62 MiB of free memory there, and all blocks of over 32 MiB, to the system; the next step
+    then zeroes and maps them page by page, which takes a sixth of a small step (20,000 pages of 93 ms), in
+    some processes and not in others, depending on where blocks lie. Other allocators ignore `mallopt`, and an
+    allocator that the user has configured is left alone.
     """
-    if any(name in os.environ for name in _TOLD_OTHERWISE):
+    if any(name in os.environ for name in _USERS_CHOICE):
         return
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
-        # Either setting ends glibc's own adjustments of both, so both are set.
+        # Setting one of them stops glibc from adjusting both, so both are set.
         mallopt(_MMAP_THRESHOLD, _MOST_ON_HEAP)
         mallopt(_TRIM_THRESHOLD, _MOST_KEPT)

@@ -1,6 +1,6 @@
-"""What runs in the backward of the autograd node: makes the request, and runs the backward for it.
+"""The backward of the autograd node: chooses the backward graph for the gradients that arrive, and runs it.
 
-The printed node serves the ordinary request itself, and leaves the rest to `Backward`.
+The printed node runs the backward of all results itself, and leaves every other request to `Backward`.
 """
 
 from __future__ import annotations
@@ -43,19 +43,20 @@ from aotdist.torch_seam.modes import class_functions_off
 
 
 class GradRebuilder:
-    """Puts the gradients of one backward together, without a history.
+    """Rebuilds the gradients of one backward from plain tensors, without a history.
 
-    Gradients that are one tensor in eager are one here, and so is one that is passed on: autograd keeps a
-    gradient that nobody else holds as `.grad`, and adds the next one to it in place. And a wrapper is laid
-    out as what lies inside of it: the strides that a trace records are those for gradients that it assumed.
+    Gradients that are one tensor in eager are one tensor here, tangents that are passed on included: autograd
+    keeps a gradient that nobody else holds as `.grad`, and accumulates the next one into it in place. The
+    strides of a wrapper follow from those of the tensors inside it: the trace recorded the strides for the
+    tangents that it assumed.
 
     Args:
-        arrived: the gradients that the backward starts from.
+        arrived: the tangents.
     """
 
     def __init__(self, arrived: Iterable[torch.Tensor] = ()) -> None:
         wrappers = [(tensor, plain_tensors(tensor)) for tensor in arrived if is_wrapper(tensor)]
-        self._known = {_key(plains): (tensor, plains) for tensor, plains in wrappers}
+        self._wrappers = {_key(plains): (tensor, plains) for tensor, plains in wrappers}
 
     def __call__(self, recipe: Recipe, plains: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """The tensor of `recipe` made of `plains`; None if one of them is missing."""
@@ -64,45 +65,46 @@ class GradRebuilder:
             return None
         if not isinstance(recipe, Wrapper):
             return there[0]
-        known = self._known.get(_key(there))
-        if known is None or not is_laid_out_as(recipe_of(known[0]), recipe):
-            known = self._known[_key(there)] = rebuild(_as_they_lie(recipe, iter(there)), there), there
-        return known[0]
+        wrapper = self._wrappers.get(_key(there))
+        if wrapper is None or not is_laid_out_as(recipe_of(wrapper[0]), recipe):
+            made = rebuild(_with_strides_of(iter(there), recipe), there)
+            wrapper = self._wrappers[_key(there)] = made, there  # keeps `there` alive, and its ids unique
+        return wrapper[0]
 
-
-def rebuild_in_order(
-    recipes: Iterable[Recipe | None], plains: Iterator[torch.Tensor | None], put: GradRebuilder
-) -> list[torch.Tensor | None]:
-    """For each recipe, what `put` makes of the next `plains`; None for no recipe."""
-    return [
-        None if recipe is None else put(recipe, [next(plains) for _ in leaves(recipe)]) for recipe in recipes
-    ]
+    def in_order(
+        self, recipes: Iterable[Recipe | None], plains: Iterator[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """The tensor of each recipe, made of the next `plains`; None for no recipe."""
+        return [
+            None if recipe is None else self(recipe, [next(plains) for _ in leaves(recipe)])
+            for recipe in recipes
+        ]
 
 
 def _key(plains: Sequence[torch.Tensor]) -> tuple[int, ...]:
     return tuple(map(id, plains))
 
 
-def _as_they_lie(recipe: Recipe, plains: Iterator[torch.Tensor]) -> Recipe:
-    """`recipe` with the strides that `plains` have, and strides in the same order of the wrappers around."""
+def _with_strides_of(plains: Iterator[torch.Tensor], recipe: Recipe) -> Recipe:
+    """`recipe` with the strides of `plains`, and wrappers around them laid out in the same order."""
     match recipe:
         case Plain():
             return replace(recipe, stride=next(plains).stride())
         case Constant():
             return recipe
         case Wrapper():
-            attributes = tuple((name, _as_they_lie(part, plains)) for name, part in recipe.attributes)
+            attributes = tuple((name, _with_strides_of(plains, part)) for name, part in recipe.attributes)
             before = [part.stride for _, part in recipe.attributes if not isinstance(part, Constant)]
             after = [part.stride for _, part in attributes if not isinstance(part, Constant)]
             changed = [new for old, new in zip(before, after, strict=True) if old != new]
             stride = recipe.stride
             if changed and len(changed[0]) == len(recipe.size):
-                stride = _in_order_of(changed[0], recipe.size)
+                stride = _dense_strides(changed[0], recipe.size)
             return replace(recipe, attributes=attributes, stride=stride)
 
 
-def _in_order_of(stride: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a tensor that lies densely, but in this order, and is expanded where that has a 0."""
+def _dense_strides(stride: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
+    """Dense strides for `size`, with dimensions in the order of `stride`, and expanded where that is 0."""
     found, step = [0] * len(size), 1
     for dim in sorted(range(len(size)), key=lambda dim: (stride[dim], -dim)):
         if stride[dim] or size[dim] == 1:
@@ -113,50 +115,51 @@ def _in_order_of(stride: Sequence[int], size: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Backward:
-    """The backward of a node, for every request; the printed backward serves the ordinary one by itself.
+    """The backward of a node, for every request.
 
     Args:
         plan: how tensors pass through the node.
-        backwards: the backwards, each compiled under its request.
-        after: called once the gradients are computed, if anything is.
+        backwards: the backward graphs, each compiled for its request.
+        after: called once the gradients are computed, if given.
         in_python: what backwards change in Python.
     """
 
     plan: NodePlan
     backwards: Backwards
-    after: Callable[[], None] | None
+    after: Callable[[], None] | None = None
     in_python: InBackward | None = None
 
     @short_tracebacks
     def __call__(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
-        """The gradients, given a tangent, or None, for each differentiable output.
+        """The gradients of all inputs, given a tangent or None for each differentiable output.
 
-        They have a history where grad mode is on (`create_graph=True`).
+        They have a history if grad mode is on (`create_graph=True`).
 
         Raises:
             UnsupportedProgram: there is no backward for such gradients, or none that can be differentiated.
         """
         pairs = zip(self.plan.differentiable(), tangents, strict=True)
-        there = {idx: arrived for idx, arrived in pairs if arrived is not None}
-        changes = self._changes(there)
-        some: Sequence[torch.Tensor | None] = ()
+        arrived = {idx: tangent for idx, tangent in pairs if tangent is not None}
+        changes = self._changes(arrived)
+        grads: Sequence[torch.Tensor | None] = ()
         kept: Sequence[torch.Tensor | None] = ()
-        if there:
-            plainly = functools.partial(self._without_history, ctx, changes, there)
+        if arrived:
+            plainly = functools.partial(self._without_history, ctx, changes, arrived)
             has_history = torch.is_grad_enabled()
-            some, kept = self._with_history(ctx, there, None, plainly) if has_history else plainly()
+            grads, kept = self._with_history(ctx, arrived, None, plainly) if has_history else plainly()
         changes.replay(list(kept), getattr(ctx, "symbols", {}))
-        # Of a backward that is a program itself, values that its forward saved come last.
-        return (*some, *[None] * (len(self.plan.grads) - len(some)))
+        # Where the backward is a program itself, saved values are its last inputs, and get no gradient.
+        return (*grads, *[None] * (len(self.plan.grads) - len(grads)))
 
-    def _changes(self, there: Arrived) -> EffectLog:
+    def _changes(self, arrived: Arrived) -> EffectLog:
         """What this backward changes in Python.
 
         Raises:
-            UnsupportedProgram: it keeps tensors, and which ones is not known for these results.
+            UnsupportedProgram: user code keeps tensors of it, and the trace did not show which for these
+                results.
         """
-        changes = NOTHING if self.in_python is None or not there else self.in_python.changes(there.keys())
-        is_known = len(there) == len(self.plan.tangents) or tuple(there) in self.plan.variants.of_results
+        changes = NOTHING if self.in_python is None or not arrived else self.in_python.changes(arrived.keys())
+        is_known = len(arrived) == len(self.plan.tangents) or tuple(arrived) in self.plan.variants.of_results
         if changes.kept and not is_known:
             raise UnsupportedProgram(
                 "the backward (a hook, an autograd function) keeps tensors that it computes, and of the "
@@ -167,136 +170,134 @@ class Backward:
             )
         return changes
 
-    def _without_history(self, ctx: Any, changes: EffectLog, there: Arrived) -> Gradients:
-        """The gradients, computed by the backward for what arrived."""
-        plan = self._plan(ctx)
-        request = self._request(ctx, plan, there)
+    def _without_history(self, ctx: Any, changes: EffectLog, arrived: Arrived) -> Gradients:
+        """The gradients without a history, and what user code keeps."""
+        plan = specialize_sizes(ctx, self.plan)
+        request = self._request(ctx, plan, arrived)
         ordinary = not (request.watched or request.kinds)
-        compiled, args, put = self._prepared(ctx, plan, request, there)
+        compiled, args, rebuilder = self._prepared(ctx, plan, request, arrived)
         if plan.saved.frees:
             let_go(ctx)
         with class_functions_off():  # wrappers may come for plain tensors
             results = iter(compiled.call(args))
-        grads = rebuild_in_order(specialize_sizes(ctx, compiled.returned), results, put)
+        grads = rebuilder.in_order(specialize_sizes(ctx, compiled.returned), results)
         self._write(ctx, results, plan.variants.of_results.get(request.results) if ordinary else None)
         if self.after is not None:
             self.after()
         kept = changes.kept if compiled.kept is None else compiled.kept
-        return tuple(grads), rebuild_in_order(specialize_sizes(ctx, kept), results, put)
+        return tuple(grads), rebuilder.in_order(specialize_sizes(ctx, kept), results)
 
-    def _request(self, ctx: Any, plan: NodePlan, there: Arrived) -> BackwardRequest:
-        """What is asked for by gradients that arrive at the node."""
-        results, is_part = tuple(there), len(there) < len(plan.tangents)
+    def _request(self, ctx: Any, plan: NodePlan, arrived: Arrived) -> BackwardRequest:
+        """The backward that these tangents need."""
+        results, is_part = tuple(arrived), len(arrived) < len(plan.tangents)
         if is_watched(ctx):
             return BackwardRequest(results, watched=True)
-        if plan.variants.of_kinds and (not plan.takes(there) or (is_part and plan.variants.of_layouts)):
-            return BackwardRequest(results, kinds=tuple(map(recipe_of, there.values())))
+        if plan.variants.of_kinds and (not plan.takes(arrived) or (is_part and plan.variants.of_layouts)):
+            return BackwardRequest(results, kinds=tuple(map(recipe_of, arrived.values())))
         return BackwardRequest(results)
 
     def _prepared(
-        self, ctx: Any, plan: NodePlan, request: BackwardRequest, there: Arrived
+        self, ctx: Any, plan: NodePlan, request: BackwardRequest, arrived: Arrived
     ) -> tuple[Compiled, list[Any], GradRebuilder]:
-        """The backward for a request, its arguments, and what puts gradients together.
+        """The backward for a request, its arguments, and what rebuilds its gradients.
 
         Raises:
-            UnsupportedProgram: there is no backward for such gradients.
+            UnsupportedProgram: there is no backward for such tangents.
         """
-        if request.watched and not plan.converts(there):
-            kinds = ", ".join(type(grad).__name__ for grad in there.values())
+        if request.watched and not plan.converts(arrived):
+            kinds = ", ".join(type(grad).__name__ for grad in arrived.values())
             raise UnsupportedProgram(
                 f"gradients of other kinds than the results arrive ({kinds}), and hooks, `retain_grad` or "
                 "`torch.autograd.grad` look at what passes between them",
                 stage="runtime",
                 fix="convert them before calling `backward`",
             )
-        compiled = self.backwards.of(request, there)
+        compiled = self.backwards.of(request, arrived)
         tangents = specialize_sizes(ctx, compiled.tangents)
-        converted = {idx: tangent.converted(there[idx]) for idx, tangent in tangents.items()}
+        converted = {idx: tangent.converted(arrived[idx]) for idx, tangent in tangents.items()}
         given = [plain for idx, tangent in tangents.items() for plain in tangent.laid_out(converted[idx])]
         ordinary = not (request.watched or request.kinds)
-        saved = self._saved(ctx, there, compiled) if ordinary else saved_by(ctx, plan)
+        saved = self._saved(ctx, arrived, compiled) if ordinary else saved_by(ctx, plan)
         return compiled, compiled.arguments.read(ctx, plan, saved, given), GradRebuilder(converted.values())
 
-    def _saved(self, ctx: Any, there: Grads, compiled: Compiled) -> Sequence[torch.Tensor]:
-        """The saved values; those that a later backward, of other results, needs are kept for it."""
+    def _saved(self, ctx: Any, arrived: Grads, compiled: Compiled) -> Sequence[torch.Tensor]:
+        """The saved values; what a later backward of other results needs is kept for it."""
         if not self.plan.saved.frees:
             return ()
-        writes = bool(self.plan.backward_writes.plains) and tuple(there) not in self.plan.variants.of_results
-        if len(there) == len(self.plan.tangents) or writes:
+        writes = (
+            bool(self.plan.backward_writes.plains) and tuple(arrived) not in self.plan.variants.of_results
+        )
+        if len(arrived) == len(self.plan.tangents) or writes:
             return list(ctx.saved_tensors)
-        saved = saved_for(ctx, self.plan, there, compiled.reads)
-        keep_for_others(ctx, self.plan, there, saved)
+        saved = saved_for(ctx, self.plan, arrived, compiled.reads)
+        keep_for_others(ctx, self.plan, arrived, saved)
         return saved
-
-    def _plan(self, ctx: Any) -> NodePlan:
-        """The plan, with the sizes of the call whose backward runs."""
-        return specialize_sizes(ctx, self.plan)
 
     def _write(
         self, ctx: Any, results: Iterator[torch.Tensor | None], counts: Mapping[PrimalIdx, int] | None
     ) -> None:
-        """Write what the backward writes.
+        """Copy the new values of inputs that the backward writes.
 
         Args:
             ctx: the node's context.
-            results: of the graph, from the first new value on.
-            counts: of the inputs that are written, if the backward of these results was traced separately;
-                otherwise it writes what the whole backward does.
+            results: the graph's results from the first new value on.
+            counts: number of writes by input, if the backward of these results was traced separately; None
+                for the writes of the backward of all results.
         """
-        late = self.plan.backward_writes
-        counts = late.counts if counts is None else counts
-        values = [next(results) if idx in counts else None for idx in late.inputs]
-        for position, (value, bumps) in enumerate(zip(values, late.bumps(counts), strict=True)):
+        writes = self.plan.backward_writes
+        counts = writes.counts if counts is None else counts
+        values = [next(results) if idx in counts else None for idx in writes.inputs]
+        for position, (value, bumps) in enumerate(zip(values, writes.bumps(counts), strict=True)):
             if value is not None:
                 write_plain(ctx.written[position], value, bumps)
         if any(value is not None for value in values):
-            for position, idx in enumerate(late.wrappers):
+            for position, idx in enumerate(writes.wrappers):
                 if idx in counts:
                     bump(ctx.bumped[position], counts[idx])
 
     def pieces(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
-        """What a gate sends back, given the node's context and the gradients that have arrived so far."""
-        there = {idx: grad for idx in sorted(arrived) if (grad := arrived[idx]) is not None}
-        if not there:
+        """The pieces of a gate, given the node's context and the gradients that have arrived so far."""
+        tangents = {idx: grad for idx in sorted(arrived) if (grad := arrived[idx]) is not None}
+        if not tangents:
             return [None] * len(gate.pieces)
-        plainly = functools.partial(self._pieces, ctx, gate, there)
+        plainly = functools.partial(self._pieces, ctx, gate, tangents)
         return list(
-            self._with_history(ctx, there, gate, plainly)[0] if torch.is_grad_enabled() else plainly()[0]
+            self._with_history(ctx, tangents, gate, plainly)[0] if torch.is_grad_enabled() else plainly()[0]
         )
 
-    def _pieces(self, ctx: Any, gate: Gate, there: Arrived) -> Gradients:
-        plan, request = self._plan(ctx), BackwardRequest(tuple(there), watched=True, gate=gate)
-        compiled, args, put = self._prepared(ctx, plan, request, there)
+    def _pieces(self, ctx: Any, gate: Gate, arrived: Arrived) -> Gradients:
+        request = BackwardRequest(tuple(arrived), watched=True, gate=gate)
+        compiled, args, rebuilder = self._prepared(ctx, specialize_sizes(ctx, self.plan), request, arrived)
         with class_functions_off():
             results = iter(compiled.call(args))
-        return rebuild_in_order(specialize_sizes(ctx, compiled.returned), results, put), []
+        return rebuilder.in_order(specialize_sizes(ctx, compiled.returned), results), []
 
     def _with_history(
-        self, ctx: Any, there: Arrived, gate: Gate | None, plainly: Callable[[], Gradients]
+        self, ctx: Any, arrived: Arrived, gate: Gate | None, plainly: Callable[[], Gradients]
     ) -> Gradients:
         """The gradients, or the pieces of a gate, with a history, and what user code keeps.
 
         Args:
             ctx: the context of the node.
-            there: the gradients that there are.
-            gate: the gate whose pieces are asked for, if they are.
+            arrived: the gradients that arrived.
+            gate: the gate whose pieces to compute; None for the gradients of inputs.
             plainly: computes the same without a history.
         """
         request = BackwardRequest(
-            tuple(there),
-            kinds=tuple(map(recipe_of, there.values())),
+            tuple(arrived),
+            kinds=tuple(map(recipe_of, arrived.values())),
             create_graph=True,
-            recorded=tuple(idx for idx, grad in there.items() if grad.requires_grad),
+            recorded=tuple(idx for idx, grad in arrived.items() if grad.requires_grad),
             watched=gate is not None or is_watched(ctx),
             gate=gate,
         )
-        double = self.backwards.double(request, there)
+        double = self.backwards.double(request, arrived)
         if double.node is None:
             with torch.no_grad():
                 grads, kept = plainly()
                 return [failing_later(grad, double.failure) for grad in grads], kept
         tangents = specialize_sizes(ctx, double.tangents)
-        given = [laid_out_with_history(tangent, there[idx]) for idx, tangent in tangents.items()]
+        given = [laid_out_with_history(tangent, arrived[idx]) for idx, tangent in tangents.items()]
         return double.run(ctx, self.plan, saved_by(ctx, self.plan), given)
 
 
@@ -307,6 +308,6 @@ T = TypeVar("T")
 
 
 def specialize_sizes(ctx: Any, value: T) -> T:
-    """`value` with the sizes of the call whose backward runs."""
-    symbols = getattr(ctx, "symbols", None)  # the graphs may take none of them, each being some number
+    """`value` with the numbers of the forward call in place of symbols."""
+    symbols = getattr(ctx, "symbols", None)  # missing where the graphs take no symbols
     return concrete(value, symbols) if symbols else value

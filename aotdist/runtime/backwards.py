@@ -1,8 +1,7 @@
-"""The backwards of one program, each compiled under its request when it is first asked for.
+"""The backwards of one program, each compiled when it is first requested.
 
-What they are is said in one place, `aotdist.runtime.derive`. The one that was compiled ahead, for which the
-node's code is printed, is just the first. Nothing here holds a tensor of the call that the program was
-compiled for.
+`aotdist.runtime.derive` makes their graphs. One of them is compiled ahead, with the forward. Nothing here
+holds a tensor of the call that the program was compiled for.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch.fx import Interpreter, Node
@@ -26,17 +25,16 @@ from aotdist.runtime.double_backward import DoubleBackward
 from aotdist.runtime.held import Arguments
 from aotdist.runtime.plan import NodePlan, is_plain
 from aotdist.runtime.tangent import Tangent, tangent_like
-from aotdist.sizes import Expression, evaluate
 from aotdist.subclasses.protocol import Recipe, is_wrapper
 from aotdist.torch_seam.modes import users_modes_off
 from aotdist.trace.later_backwards import Derived, TracedDoubleBackward
 from aotdist.trace.numbers.symbols import Symbols
 
 Arrived: TypeAlias = Mapping[NodeOutIdx, torch.Tensor]
-"""The gradients that there are."""
+"""The tangents that arrived, by the output that they belong to."""
 
 Guard: TypeAlias = Callable[[BoxedCall, Graph], BoxedCall]
-"""Puts what every run of a backward stands in around its call, given its graph; once for each backward."""
+"""Wraps the call of a backward graph in what surrounds each run of it; applied once to each graph."""
 
 
 def _as_it_is(call: BoxedCall, _: Graph) -> BoxedCall:
@@ -45,12 +43,12 @@ def _as_it_is(call: BoxedCall, _: Graph) -> BoxedCall:
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """A backward, compiled.
+    """A compiled backward.
 
     Args:
-        call: its graph.
+        call: runs its graph.
         arguments: where the arguments of the graph come from.
-        tangents: how each gradient is given to it.
+        tangents: how the tangent of each output is converted to arguments.
         returned: see `Derived`.
         kept: likewise.
         reads: positions of the saved values that it computes with.
@@ -64,8 +62,10 @@ class Compiled:
     reads: tuple[int, ...]
 
 
+B = TypeVar("B", "Compiled", DoubleBackward)
+
 DoubleBackwards: TypeAlias = Callable[[TracedDoubleBackward, NodePlan], DoubleBackward]
-"""Compiles what was derived for a request, as a program with a backward."""
+"""Compiles a backward that is differentiated itself, as a program with a backward."""
 
 
 @dataclass(frozen=True)
@@ -74,13 +74,13 @@ class Backwards:
 
     Args:
         joint: what they are derived from.
-        ahead: the one that was compiled with the forward.
-        halves: forward and backward, compiled.
+        ahead: the request of the one that was compiled with the forward.
+        halves: the compiled forward, and that backward.
         node: how tensors pass through the node.
         symbols: the symbolic sizes.
         emitter: compiles graphs.
-        doubles: compiles those whose gradients are differentiated in turn.
-        guarded: what stands around each of them.
+        doubles: compiles backwards that are differentiated themselves.
+        guarded: wraps the call of each.
     """
 
     joint: Joint
@@ -91,53 +91,51 @@ class Backwards:
     emitter: Emitter
     doubles: DoubleBackwards
     guarded: Guard = _as_it_is
-    _made: dict[tuple[BackwardRequest, bool], list[Compiled | DoubleBackward]] = field(
-        init=False, default_factory=dict
-    )
+    _made: dict[tuple[BackwardRequest, bool], list[Any]] = field(init=False, default_factory=dict)
 
     def has_trace(self) -> bool:
         """Whether autograd's graph of the trace is in memory."""
         return self.joint.traces is not None and self.joint.traces.is_there()
 
     def forget_trace(self) -> None:
-        """Let go of autograd's graph of the trace, where the program can be traced anew."""
+        """Drop autograd's graph of the trace, if the program can be traced again."""
         if self.joint.traces is not None:
             self.joint.traces.forget()
 
     def of_all(self) -> BoxedCall:
-        """The backward of all results, which is compiled at its first call if another was ahead."""
+        """The backward of all results; compiled at its first call, unless it was compiled ahead."""
         request = BackwardRequest(self.joint.all_results())
         if request == self.ahead:
             return self.of(request, {}).call
         return lambda args: self.of(request, {}).call(args)
 
     def of(self, request: BackwardRequest, arrived: Arrived) -> Compiled:
-        """The backward for a request, and for gradients of which it tells the kinds."""
-        made = self._of(request, arrived)
-        assert isinstance(made, Compiled), "its gradients are not differentiated in turn"
-        return made
+        """The backward for a request without `create_graph`, compiled if there is none for these tangents."""
+        return self._cached(request, arrived, self._compile)
 
     def double(self, request: BackwardRequest, arrived: Arrived) -> DoubleBackward:
-        """The same for gradients that are differentiated in turn."""
-        made = self._of(request, arrived)
-        assert isinstance(made, DoubleBackward), "its gradients are differentiated in turn"
-        return made
+        """The backward for a request with `create_graph`, likewise."""
+        return self._cached(request, arrived, self._compile_double)
 
-    def _of(self, request: BackwardRequest, arrived: Arrived) -> Compiled | DoubleBackward:
-        # Kinds are alike that one graph takes, whatever their strides: those that were made are asked.
-        key = replace(request, kinds=()), bool(request.kinds)
-        made = self._made.setdefault(key, [])
-        found = next((one for one in made if not request.kinds or _takes(one, arrived)), None)
-        if found is None:
-            found = self._compile(request)
-            made.append(found)
-        return found
+    def _cached(
+        self, request: BackwardRequest, arrived: Arrived, compiled: Callable[[BackwardRequest], B]
+    ) -> B:
+        # Tangents that differ in their strides alone need no other graph, so each graph is asked.
+        made = self._made.setdefault((replace(request, kinds=()), bool(request.kinds)), [])
+        backward = next((one for one in made if not request.kinds or _takes(one, arrived)), None)
+        if backward is None:
+            backward = compiled(request)
+            made.append(backward)
+        return backward
 
     @alone
-    def _compile(self, request: BackwardRequest) -> Compiled | DoubleBackward:
+    def _compile_double(self, request: BackwardRequest) -> DoubleBackward:
         with users_modes_off():
-            if request.create_graph:
-                return self.doubles(derive_double(self.joint, request), self.node)
+            return self.doubles(derive_double(self.joint, request), self.node)
+
+    @alone
+    def _compile(self, request: BackwardRequest) -> Compiled:
+        with users_modes_off():
             if request == self.ahead:
                 graph = self.joint.graphs.split.backward
                 derived = Derived(graph, self.joint.facts.backward.grads, {})
@@ -160,62 +158,51 @@ class Backwards:
         return {idx: tangent.converting() for idx, tangent in expected}
 
     def _for_any_kind(self, graph: Graph, call: BoxedCall) -> BoxedCall:
-        """`call`, which computes `graph`, so that wrappers may come in the place of plain gradients."""
+        """`call`, or operator by operator where wrappers arrive as the tangents of plain tensors."""
         if self.emitter.backend.any_tangents or not is_plain(self.joint.facts):
             return call
         places = [k for k, slot in enumerate(graph.ins) if slot.role in GRADIENT_ROLES]
-        on_wrappers = functools.cache(lambda: self.emitter.reference_backward(graph).call)
+        reference = functools.cache(lambda: self.emitter.reference_backward(graph).call)
 
-        def chosen(args: list[Any]) -> Sequence[Any]:
-            return (on_wrappers() if any(is_wrapper(args[k]) for k in places) else call)(args)
+        def run(args: list[Any]) -> Sequence[Any]:
+            return (reference() if any(is_wrapper(args[k]) for k in places) else call)(args)
 
-        return chosen
+        return run
 
     def _compiled(self, backward: Graph) -> BoxedCall:
         graph, _ = run_passes(backward, "backward", self.emitter.settings)
         before = self.symbols.sizes().guards
-        call = self.emitter.another_backward(self.joint.graphs.split, self.halves, graph).call
-        added = [guard for guard in self.symbols.sizes().guards if guard not in before]
-        if added:
-            call = _where(added, graph, call, self.emitter.reference_backward(graph).call)
-        return self._called(call, graph)
+        emitted = self.emitter.another_backward(self.joint.graphs.split, self.halves, graph)
+        if any(guard not in before for guard in self.symbols.sizes().guards):
+            # It is for some sizes only, and the call has tested none of these guards.
+            emitted = self.emitter.reference_backward(graph)
+        return self._called(emitted.call, graph)
 
     def _called(self, call: BoxedCall, graph: Graph) -> BoxedCall:
-        return self.guarded(pointing_at_the_forward(self._for_any_kind(graph, call), graph), graph)
+        return self.guarded(in_anomaly_mode(self._for_any_kind(graph, call), graph), graph)
 
 
-def _takes(made: Compiled | DoubleBackward, arrived: Arrived) -> bool:
-    """Whether gradients, of the same results, are of the kinds that a backward was made for."""
-    return all(tangent.takes(arrived[idx]) for idx, tangent in made.tangents.items())
+def _takes(backward: Compiled | DoubleBackward, arrived: Arrived) -> bool:
+    """Whether a backward takes these tangents, which belong to its results."""
+    return all(tangent.takes(arrived[idx]) for idx, tangent in backward.tangents.items())
 
 
-def _where(guards: Sequence[Expression], graph: Graph, call: BoxedCall, otherwise: BoxedCall) -> BoxedCall:
-    """`call` for sizes that pass guards which nothing has tested, `otherwise` for all others."""
-    places = {slot.path: k for k, slot in enumerate(graph.ins) if slot.role == "size"}
-
-    def chosen(args: list[Any]) -> Sequence[Any]:
-        symbols = {name: args[place] for name, place in places.items() if name.isidentifier()}
-        return (call if all(evaluate(guard, symbols) for guard in guards) else otherwise)(args)
-
-    return chosen
-
-
-def pointing_at_the_forward(call: BoxedCall, backward: Graph) -> BoxedCall:
-    """`call`, or in anomaly mode `backward` under observation."""
+def in_anomaly_mode(call: BoxedCall, backward: Graph) -> BoxedCall:
+    """`call`, which in anomaly mode runs `backward` node by node and names the forward line of an error."""
 
     def run(args: list[Any]) -> Sequence[Any]:
         if not torch.is_anomaly_enabled():
             return call(args)
         graph = with_reshapes(backward) if takes_any_strides(backward) else backward
-        observed = _Observed(graph.gm)
-        observed.extra_traceback = False  # the error says it better
-        return observed.boxed_run(args)
+        interpreter = _DetectsAnomalies(graph.gm)
+        interpreter.extra_traceback = False  # our note names the line
+        return interpreter.boxed_run(args)
 
     return run
 
 
-class _Observed(Interpreter):
-    """Runs a graph, and stops at the first node whose result goes wrong."""
+class _DetectsAnomalies(Interpreter):
+    """Runs a graph node by node, up to the first that fails or returns NaN."""
 
     def run_node(self, n: Node) -> Any:
         try:
@@ -223,7 +210,7 @@ class _Observed(Interpreter):
         except Exception as error:
             error.add_note(f"in the backward ({_name(n)}) of {_line(n)}")
             raise
-        if torch.is_anomaly_check_nan_enabled() and _leaves_its_node(n) and _has_nan(value):
+        if torch.is_anomaly_check_nan_enabled() and _is_returned_by_autograd_node(n) and _has_nan(value):
             raise RuntimeError(f"Function '{_name(n)}' returned nan values.\n  at {_line(n)}")
         return value
 
@@ -236,7 +223,7 @@ def _line(node: Node) -> str:
     return str(node.meta.get("source") or "an unknown line")
 
 
-def _leaves_its_node(node: Node) -> bool:
+def _is_returned_by_autograd_node(node: Node) -> bool:
     """Whether a value passes from one autograd node to another, or out of the graph."""
     if node.op != "call_function" or node.meta.get("phase") != "backward":
         return False

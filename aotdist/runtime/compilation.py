@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn
+from typing import Literal
 
 import torch
 
@@ -16,11 +16,10 @@ from aotdist.convention.bases import BasePlan
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import shell_of
-from aotdist.errors import InternalError
 from aotdist.partition.gates import Gate, plan_gates
 from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
-from aotdist.program import Graph, I, PrimalIdx, Program, Row, TrainingGraphs
+from aotdist.program import Graph, I, PrimalIdx, Program, Row, TrainingGraphs, uncalled
 from aotdist.runtime.backwards import Backwards, DoubleBackwards
 from aotdist.runtime.derive import BackwardRequest, Joint
 from aotdist.runtime.plan import NodePlan, node_plan
@@ -31,14 +30,14 @@ from aotdist.trace.trace import Traced
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """A program with a backward, compiled.
+    """A compiled program with a backward.
 
     Args:
         graphs: its graphs.
-        halves: forward and backward, compiled.
+        halves: the compiled forward, and the backward that was compiled with it.
         node: how tensors pass through the autograd node.
-        backwards: runs them, and compiles those that are not in `halves`.
-        gates: where the backward may be watched.
+        backwards: the backwards, compiled on demand.
+        gates: where hooks may watch gradients between results.
     """
 
     graphs: TrainingGraphs
@@ -60,7 +59,7 @@ class Training:
         *,
         has_other_kinds: bool,
     ) -> Training:
-        """A program of compiled halves, with all that runs and compiles its other backwards."""
+        """The program of two compiled halves, with what compiles its other backwards."""
         graphs = joint.graphs
         node = node_plan(
             traced,
@@ -82,7 +81,7 @@ class Training:
 
 @dataclass(frozen=True, slots=True)
 class Inference:
-    """A program that is never differentiated, compiled."""
+    """A compiled program without a backward."""
 
     graph: Graph
     emitted: Emitted
@@ -98,11 +97,11 @@ class Compilation:
         bases: which tensors of the call share memory.
         traced: program, graph and facts.
         plans: of the convention layers.
-        region: what is called.
-        backend: name of what emitted the graphs.
+        region: the compiled graphs.
+        backend: name of the backend that emitted them.
         settings: how it was compiled.
         records: what each graph pass did.
-        seconds: of each stage.
+        seconds: duration of each stage.
     """
 
     captured: Captured
@@ -116,18 +115,18 @@ class Compilation:
     records: tuple[PassRecord, ...]
     seconds: Mapping[str, float]
 
-    def met(self) -> list[PrimalIdx]:
-        """Tensors that the trace met besides the program's own inputs, in the order of meeting."""
-        known = {id(example) for example in self.captured.program.examples}
+    def lifted_inputs(self) -> list[PrimalIdx]:
+        """Closed-over tensors that became inputs during the trace, in the order in which it met them."""
+        own = {id(example) for example in self.captured.program.examples}
         examples = self.traced.program.examples.enumerate()
-        return [idx for idx, example in examples if id(example) not in known and not self.bases.is_new(idx)]
+        return [idx for idx, example in examples if id(example) not in own and not self.bases.is_new(idx)]
 
     def takes_no_symbols(self) -> bool:
-        """Whether symbolic sizes were asked for and an operator took none, so that sizes are numbers."""
+        """Whether symbolic sizes were requested, but some operator takes none, so that sizes are numbers."""
         return bool(self.captured.dims) and self.traced.symbols.none_allowed
 
     def emitted(self) -> dict[str, Emitted]:
-        """What was emitted for them, by the name of the graph."""
+        """The emitted code, by the name of the graph."""
         match self.region:
             case Training(halves=halves):
                 return {"forward": halves.forward, "backward": halves.backward}
@@ -135,7 +134,7 @@ class Compilation:
                 return {"inference": emitted}
 
     def graphs(self) -> dict[str, Graph]:
-        """The graphs by name, in the order in which they came to be."""
+        """The graphs by name, in the order in which they were made."""
         match self.region:
             case Training(graphs=graphs):
                 split = graphs.split
@@ -144,7 +143,7 @@ class Compilation:
                 return {"inference": graph}
 
     def every_graph(self) -> Iterator[Graph]:
-        """All graphs that an artifact holds, also those that only other backwards, or profilers, need."""
+        """All graphs that an artifact holds, those for other backwards and for profilers included."""
         match self.region:
             case Training(graphs=graphs):
                 yield from (graphs.cut, graphs.by_choice, graphs.whole, *self.graphs().values())
@@ -154,7 +153,7 @@ class Compilation:
             yield from emitted.graphs
 
     def run_graphs(self) -> dict[Literal["forward", "backward"], Graph]:
-        """The graphs that run, in order; that of a program without a backward is a forward."""
+        """The graphs that run, in order; an inference graph counts as a forward."""
         match self.region:
             case Training(graphs=graphs):
                 return {"forward": graphs.split.forward, "backward": graphs.split.backward}
@@ -167,7 +166,7 @@ class Compilation:
         return tuple(slot.path for slot in self.captured.program.ins)[num_args:]
 
     def collectives(self) -> tuple[Collective, ...]:
-        """What the ranks run together, forward then backward, in the order in which they start."""
+        """The collectives of forward and backward, in the order in which they start."""
         state = self.state()
         return tuple(
             collective for graph in self.run_graphs().values() for collective in collectives(graph, state)
@@ -175,10 +174,10 @@ class Compilation:
 
 
 def without_tensors(compilation: Compilation) -> Compilation:
-    """`compilation` with shells for the tensors of the call, and without module state and what was recorded.
+    """`compilation` with `shell`s for the tensors of the call, and without module state and recorded graphs.
 
-    The first batch, or the parameters of before a checkpoint was loaded, would otherwise stay in memory for
-    as long as the artifact does.
+    Otherwise the first batch, and parameters that are replaced later by a checkpoint's, would stay in memory
+    for as long as the artifact does.
     """
     captured, traced = compilation.captured, compilation.traced
     environment = captured.environment
@@ -204,14 +203,10 @@ def without_tensors(compilation: Compilation) -> Compilation:
 
 
 def shell(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the metadata of another and no data."""
+    """A tensor with the metadata of another, and no data."""
     made = shell_of(recipe_of(tensor))
     return made.requires_grad_(tensor.requires_grad) if tensor.requires_grad else made
 
 
 def _without_tensors(program: Program[I]) -> Program[I]:
-    return Program(_run_again, program.ins, Row[I, torch.Tensor](map(shell, program.examples)))
-
-
-def _run_again(*args: Any) -> NoReturn:
-    raise InternalError("a program is traced again after it was compiled", stage="runtime")
+    return Program(uncalled, program.ins, Row[I, torch.Tensor](map(shell, program.examples)))

@@ -1,17 +1,15 @@
-"""One law for backwards: every backward of a program is `derive(joint, request)`.
+"""Every backward of a program is `derive(joint, request)`.
 
-A trace gives one joint graph. The backward of all results is its second half. Every other one follows from a
-request, which is also what the compiled backward is cached under (`aotdist.runtime.backwards`):
+A trace gives one joint graph, whose second half is the backward of all results. The others are derived on
+request, and compiled and cached under the request (`aotdist.runtime.backwards`):
 
-- of some results: a backward is linear, so tangents are left out (`reduced`); where it is not linear,
-  autograd ran for that choice of results during the trace, and its gradients are further results;
-- in parts, while somebody watches what passes between results: the joint graph is cut there (`gates`);
-- for gradients of other kinds than the results, and with gradients that are differentiated in turn
-  (`create_graph=True`): autograd runs through its graph of the trace once more
-  (`aotdist.trace.later_backwards`).
+- of some results: a backward is linear in its tangents, so the others are left out (`reduced`); where it is
+  not linear, autograd ran for that choice of results during the trace, and its gradients are further results;
+- in parts, while hooks watch gradients between results: the joint graph is cut there (`gates`);
+- for tangents of another kind than the results, and with `create_graph=True`: autograd runs through its graph
+  of the trace again (`aotdist.trace.later_backwards`).
 
-All of them start from what the one forward saves (`from_saved`). What only these need is made when a request
-comes, and not before.
+All of them start from what the forward saves (`from_saved`).
 """
 
 from __future__ import annotations
@@ -22,9 +20,8 @@ from dataclasses import dataclass, replace
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Facts
 from aotdist.partition.builder import returning
-from aotdist.partition.from_saved import from_saved
 from aotdist.partition.gates import Gate, linked, parts_of
-from aotdist.partition.reduced import without_tangents
+from aotdist.partition.other_backwards import from_saved, without_tangents
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Row, Slot, Split, TrainingGraphs
 from aotdist.subclasses.protocol import Recipe, leaves, tangent_recipe
 from aotdist.trace.later_backwards import Derived, TracedDoubleBackward
@@ -33,15 +30,15 @@ from aotdist.trace.trace import Traced, Traces
 
 @dataclass(frozen=True, slots=True)
 class BackwardRequest:
-    """Which backward of a program is asked for.
+    """Which backward of a program to run.
 
     Args:
-        results: the results whose gradients there are, in order.
-        kinds: recipes of these gradients, if they are others than the trace assumed.
-        create_graph: whether these gradients, and what is computed of them, are differentiated in turn.
-        recorded: the results whose gradients have a history themselves; of such a backward.
-        watched: whether it runs in parts: then a gradient that arrives at a waypoint is the sum there.
-        gate: the gate whose pieces are asked for; if not given, the inputs' gradients are.
+        results: the results whose tangents arrived, in order.
+        kinds: recipes of these tangents, if they are not the ones that the trace assumed.
+        create_graph: whether the gradients are to have a history.
+        recorded: with `create_graph`, the results whose tangents have a history.
+        watched: whether it runs in parts: the tangent of a waypoint is then its whole gradient.
+        gate: the gate whose pieces to compute; None for the gradients of inputs.
     """
 
     results: tuple[NodeOutIdx, ...]
@@ -62,10 +59,10 @@ class Joint:
         ins: names of the inputs.
         kept_inputs: names of the plain inputs that are there in the backward besides saved values.
         any_strides: whether backwards take tangents of any strides.
-        is_cut_by_backend: whether the backend made the cut: then no graph but the backward of all results
-            goes through its hands, and others are made of what was recorded.
-        traces: runs backwards through the trace's graph, if it can.
-        lacks: why it cannot: the end of a sentence.
+        is_cut_by_backend: whether the backend partitions: it then compiles the backward of all results only,
+            and the others are made of the graph that was recorded.
+        traces: runs backwards through autograd's graph of the trace, if possible.
+        lacks: the reason if not: the end of a sentence.
     """
 
     graphs: TrainingGraphs
@@ -81,13 +78,13 @@ class Joint:
     def of(
         cls, traced: Traced, cut: Graph, joint: Graph, split: Split, *, is_cut_by_backend: bool = False
     ) -> Joint:
-        """Of a joint graph that was partitioned.
+        """From a joint graph that was partitioned.
 
         Args:
             traced: the program.
             cut: its graph, cut at its waypoints.
             joint: the same, not cut.
-            split: its halves, the backward with the results of all choices.
+            split: its halves; the backward has the results of all choices.
             is_cut_by_backend: see above.
         """
         ins, by_choice = traced.program.ins, split.backward
@@ -102,11 +99,11 @@ class Joint:
 
 
 def compiled_ahead(joint: Joint) -> BackwardRequest:
-    """The backward to compile with the forward: of the one scalar among the results, if there is one.
+    """The backward to compile with the forward: that of the only scalar among the results, if there is one.
 
-    That is the loss, and a training step differentiates nothing else. The backward is that of all results
-    where the backend makes the cut, where the results are gradients themselves, and where the backward of
-    some of them is traced by itself.
+    It is the loss, and a training step differentiates nothing else. Otherwise, and where the backend
+    partitions, where results are gradients themselves, and where the backward of some results was traced
+    separately, it is the backward of all results.
     """
     facts, named = joint.facts, joint.graphs.whole.named_placeholders()
     whole = BackwardRequest(joint.all_results())
@@ -119,14 +116,14 @@ def compiled_ahead(joint: Joint) -> BackwardRequest:
 
 
 def derive(joint: Joint, request: BackwardRequest) -> Derived:
-    """The backward that a request asks for; `derive_double` is for gradients of gradients.
+    """The graph of a backward without `create_graph`.
 
     Args:
         joint: the program.
         request: which of its backwards.
 
     Raises:
-        UnsupportedProgram: there is no such backward, or it needs a value that is not there any more.
+        UnsupportedProgram: there is no such backward, or it needs a value that was not saved.
     """
     if request.kinds:
         return _of_kinds(joint, request)
@@ -142,7 +139,7 @@ def _of_kinds(joint: Joint, request: BackwardRequest) -> Derived:
 
 
 def derive_double(joint: Joint, request: BackwardRequest) -> TracedDoubleBackward:
-    """The backward that a request asks for, as a program, where gradients are differentiated in turn.
+    """The backward with `create_graph`, as a program.
 
     Raises:
         UnsupportedProgram: the gradients cannot be differentiated.
@@ -191,19 +188,19 @@ def _in_parts(joint: Joint, request: BackwardRequest) -> Derived:
 
 
 def _recorded(joint: Joint, recorded: Graph, outs: Sequence[Slot]) -> Graph:
-    """Results of the backward as the trace recorded it, from what a cut of somebody else's saves."""
+    """Some results of the recorded backward, computed from the values that the backend's partition saves."""
     return from_saved(returning(recorded, outs), joint.graphs.joint, joint.graphs.split, joint.kept_inputs)
 
 
 def _without_others(joint: Joint, graph: Graph, request: BackwardRequest) -> Graph:
-    """`graph` with the gradients of the request alone."""
-    given = gradients(joint.facts, request)
-    missing = [slot for slot in graph.ins if slot.role in GRADIENT_ROLES and slot not in given]
+    """`graph` without the tangents that the request does not bring."""
+    arrived = gradients(joint.facts, request)
+    missing = [slot for slot in graph.ins if slot.role in GRADIENT_ROLES and slot not in arrived]
     return without_tangents(graph, missing, any_strides=joint.any_strides) if missing else graph
 
 
 def gradients(facts: Facts, request: BackwardRequest) -> frozenset[Slot]:
-    """The names of the gradients that a backward is given, if they are of the kinds that were assumed."""
+    """The names of the tangents that a backward takes, if they are of the kinds that the trace assumed."""
     points = facts.backward.waypoints if request.watched else ()
     totals = {point.value: point for point in points if point.total is not None}
     found: set[Slot] = set()
@@ -227,7 +224,7 @@ def _no_trace(joint: Joint, what: str) -> UnsupportedProgram:
 
 
 def without_choices(backward: Graph, facts: Facts, ins: Row[PrimalIdx, Slot]) -> Graph:
-    """`backward` without the results of choices that were traced by themselves; `ins` names the inputs."""
+    """`backward` without the results of choices that were traced separately; `ins` names the inputs."""
     of_choices = {slot for choice in facts.backward.choices for slot in choice.slots(ins, facts.recipes)}
     if not of_choices:
         return backward

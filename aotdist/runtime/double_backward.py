@@ -1,24 +1,24 @@
-"""A backward whose gradients are differentiated in turn: it is a program with a backward of its own.
+"""A backward with `create_graph`: it is compiled as a program with a backward of its own.
 
-Its inputs are those of the node that get gradients, the gradients that arrive, and what the node saved; its
-graph is that of `aotdist.runtime.derive`.
+Its inputs are the node's inputs that get gradients, the tangents, and the saved values; its graph comes from
+`aotdist.runtime.derive`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
 from aotdist.codegen.contract import Strides
 from aotdist.codegen.emit import with_strides
 from aotdist.convention.subclass import shell_of
-from aotdist.errors import InternalError, UnsupportedProgram
+from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Untouched
-from aotdist.program import GRADIENT_ROLES, Call, Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot
-from aotdist.runtime.held import Arguments, check_unwritten
+from aotdist.program import GRADIENT_ROLES, Call, Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot, uncalled
+from aotdist.runtime.held import Arguments, check_kept_inputs
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.tangent import Tangent, restrided, tangent_like
 from aotdist.sizes import Expression, evaluate
@@ -30,24 +30,24 @@ from aotdist.trace.numbers.symbols import Symbols
 from aotdist.trace.trace import Traced
 
 Nodes = Callable[[Mapping[str, int]], Call]
-"""The autograd node of a program as a call, for the sizes of a call."""
+"""From the sizes of a call to a function that runs the autograd node of a program."""
 
 
 @dataclass(frozen=True, slots=True)
 class DoubleBackward:
-    """A backward for gradients that are differentiated in turn: a program of its own, compiled.
+    """A compiled backward whose gradients have a history.
 
     Args:
-        tangents: how each gradient that arrives is converted.
-        failure: why they have no history although eager's have, if so.
-        node: inputs, gradients, values -> gradients; None if these have no history, and with it all that
-            follows.
-        primals: the inputs of the node that it takes.
+        tangents: how each tangent is converted.
+        failure: why its gradients have no history although eager's do, if so; else empty.
+        node: from inputs, tangents and values to gradients; None if these have no history, as eager's do not,
+            and then all that follows is empty.
+        primals: the node's inputs that it takes.
         values: the other values that it takes.
-        needed: the names of all values whose data it reads.
-        returned: which result is the gradient of each input, or each piece; None for none.
+        needed: the names of the values whose data it reads.
+        returned: for each input, or piece, which result is its gradient, or None.
         kept: the results that user code in the backward keeps.
-        guards: what holds of the sizes that it is for.
+        guards: the guards on sizes that it was compiled under.
     """
 
     tangents: Mapping[NodeOutIdx, Tangent]
@@ -69,11 +69,10 @@ class DoubleBackward:
             ctx: the context of the node.
             plan: the plan of the node.
             saved: the saved values.
-            tangents: the gradients that arrived, laid out as the graph takes them.
+            tangents: the tangents, laid out as the graph takes them.
 
         Raises:
-            UnsupportedProgram: it needs an input that was written since, or has another history, or it is for
-                other sizes.
+            UnsupportedProgram: an input that it needs was written since, or it is for other sizes.
         """
         symbols = getattr(ctx, "symbols", {})
         for guard in self.guards:
@@ -84,7 +83,7 @@ class DoubleBackward:
                     fix="compile with `Settings(dynamic=False)`",
                 )
         assert self.node is not None, "the gradients have a history"
-        check_unwritten(ctx, plan, self.needed)
+        check_kept_inputs(ctx, plan, self.needed)
         inputs = dict(zip(plan.kept_inputs.primals, ctx.kept_primals, strict=True))
         for idx in self.primals:
             _check_history(inputs[idx], *ctx.next_functions[idx])
@@ -95,7 +94,7 @@ class DoubleBackward:
 
 
 def _check_history(tensor: torch.Tensor, node: Any, number: int) -> None:
-    """See that the gradient of an input would go where it went when the forward ran."""
+    """Check that an input still has the history that it had in the forward."""
     if tensor.grad_fn is None or (tensor.grad_fn is node and tensor.output_nr == number):
         return
     raise UnsupportedProgram(
@@ -114,15 +113,15 @@ def double_backward(
     fake_mode: FakeTensorMode,
     compiled: Callable[[Traced], Nodes],
 ) -> DoubleBackward:
-    """Compile what `derive_double` made of a request.
+    """Compile what `derive_double` returned.
 
     Args:
         traced: the backward as a program.
         plan: how tensors pass through the node.
-        saved_strides: those of saved values, where the forward's compiler chose them.
+        saved_strides: strides of saved values, where the forward's compiler chose them.
         symbols: the symbolic sizes.
         fake_mode: the mode of the graph's `val`s.
-        compiled: compiles a program that was traced.
+        compiled: compiles a traced program.
     """
     before = symbols.sizes().guards
     tangents = {idx: tangent_like(*named, loose=False) for idx, named in traced.tangents.items()}
@@ -152,10 +151,10 @@ def _as_program(
     symbols: Symbols,
     fake_mode: FakeTensorMode,
 ) -> Traced:
-    """The backward as a program that takes `values`, too."""
+    """The backward as a program that takes `values` as further inputs, without gradients."""
     named = graph.named_placeholders()
-    more = [Slot("primal", f"saved {slot}") for slot in values]
-    renamed = dict(zip(values, more, strict=True))
+    new_slots = [Slot("primal", f"saved {slot}") for slot in values]
+    renamed = dict(zip(values, new_slots, strict=True))
     graph = Graph(graph.gm, tuple(renamed.get(slot, slot) for slot in graph.ins), graph.outs)
     facts, kinds = traced.facts, [recipe_of(named[slot].meta["val"]) for slot in values]
     facts = replace(
@@ -165,17 +164,13 @@ def _as_program(
         backward=replace(facts.backward, grads=Row([*facts.backward.grads, *(None for _ in values)])),
         related=True,
     )
-    ins = Row[PrimalIdx, Slot]([*traced.ins, *more])
-    program = Program(_never, ins, facts.recipes.map(shell_of))
+    ins = Row[PrimalIdx, Slot]([*traced.ins, *new_slots])
+    program = Program(uncalled, ins, facts.recipes.map(shell_of))
     return Traced(program, graph, facts, fake_mode, symbols, traced.later)
 
 
-def _never(*args: Any) -> NoReturn:
-    raise InternalError("the program of a backward was called; only its graph is to run", stage="runtime")
-
-
 def failing_later(grad: torch.Tensor | None, failure: str) -> torch.Tensor | None:
-    """`grad` with a history whose backward raises, and says why; as it is, if there is no failure."""
+    """`grad`, whose own backward raises an error with this reason, if there is one."""
     if grad is None or not failure:
         return grad
     return failing_in_backward(grad, f"the backward of a compiled program has no gradient ({failure})")

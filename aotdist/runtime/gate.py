@@ -1,7 +1,7 @@
-"""Gates at run time: autograd nodes behind the program's own, see `aotdist.partition.gates`.
+"""Gates at run time: autograd nodes between the program's node and the user's, see `aotdist.partition.gates`.
 
-Usually nobody watches what passes a waypoint. Then a gate passes on the gradients that arrive, and the
-program's node runs its backward in one go. A gate costs a call 8 us.
+Usually nobody watches the gradients between results. Then a gate is the identity, and the program's node runs
+its whole backward. If somebody does, the gates ask for the backward part by part. A gate adds 8 us to a call.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ from aotdist.torch_seam.autograd import (
 from aotdist.torch_seam.hooks import hooks_of, hooks_of_gradient
 
 Step: TypeAlias = "tuple[PrimalIdx, NodeOutIdx, int] | Gate | OutIdx | MetadataWrite"
-"""What happens outside of the node: an input is written, results pass a gate, an output is made or ended."""
+"""A step outside of the node: an input is written, results pass a gate, an output or its metadata is made."""
 
 
 def schedule(plans: Plans, gates: Sequence[Gate], backward: BackwardFacts) -> tuple[Step, ...]:
     """The steps outside of the node, in order: a gate comes after the waypoints that it sends pieces to.
 
-    A program with gates writes no metadata, but for what is done to results at the end.
+    A program with gates writes the metadata of results only, at the end.
     """
     order = [idx for idx in plans.epilogue.order if isinstance(idx, int)]
-    endings = [act for act in plans.epilogue.order if isinstance(act, MetadataWrite)]
+    metadata_writes = [act for act in plans.epilogue.order if isinstance(act, MetadataWrite)]
     steps = list[Step]()
     for gate in gates:
         places = [backward.waypoints[position].place for position, _ in gate.pieces]
         until = max((order.index(place) + 1 for place in places if isinstance(place, int)), default=0)
         ready = [idx for idx in order[:until] if _level_of(idx, plans, backward) < gate.level]
         steps += [*(idx for idx in ready if idx not in steps), gate]
-    return (*steps, *plans.writes.writes, *(idx for idx in order if idx not in steps), *endings)
+    return (*steps, *plans.writes.writes, *(idx for idx in order if idx not in steps), *metadata_writes)
 
 
 def _level_of(idx: OutIdx, plans: Plans, backward: BackwardFacts) -> float:
-    """The level of what an output is made of; of inputs that are written, none, as they are written last."""
+    """The level of the tensor that an output is made of; infinite for inputs that are written at the end."""
     match plans.epilogue.outputs[idx]:
         case Fresh(value=value) | ViewOfIntermediate(base=value):
             return backward.levels[value]
@@ -72,37 +72,37 @@ def _level_of(idx: OutIdx, plans: Plans, backward: BackwardFacts) -> float:
             return 0
 
 
-Passing: TypeAlias = "tuple[int, bool, dict[NodeOutIdx, torch.Tensor | None]]"
-"""One backward on its way through the gates to the program's node: autograd's number of it, whether it runs
-part by part, and the gradients of results that have arrived so far."""
+GatedBackward: TypeAlias = "tuple[int, bool, dict[NodeOutIdx, torch.Tensor | None]]"
+"""A backward that is passing the gates: autograd's number of it, whether it runs part by part, and the
+gradients of results that have arrived so far."""
 
 
 def is_watched(node: Any) -> bool:
-    """Whether the running backward reaches `node` part by part."""
-    passing = passing_of(node)
-    return passing is not None and passing[1]
+    """Whether the running backward passes the gates of `node` part by part."""
+    backward = gated_backward(node)
+    return backward is not None and backward[1]
 
 
-def passing_of(node: Any) -> Passing | None:
-    """The running backward on its way to `node`, if it came through a gate."""
-    passing: Passing | None = getattr(node, "passing", None)
-    return passing if passing is not None and passing[0] == backward_task() else None
+def gated_backward(node: Any) -> GatedBackward | None:
+    """The running backward, if it has passed a gate of `node`."""
+    backward: GatedBackward | None = getattr(node, "gated_backward", None)
+    return backward if backward is not None and backward[0] == backward_task() else None
 
 
 Watch: TypeAlias = Callable[[], bool]
-"""Whether the caller watches waypoints; it does not keep them alive."""
+"""Whether the caller watches waypoints (hooks, `retain_grad`); it does not keep them alive."""
 
 
-def _watching(points: Sequence[torch.Tensor], earlier: Watch | None) -> Watch:
+def _watch_of(points: Sequence[torch.Tensor], earlier: Watch | None) -> Watch:
     distinct = {id(point): point for point in points}.values()
-    hooks, held = [hooks_of(point) for point in distinct], [weakref.ref(point) for point in distinct]
+    hooks, references = [hooks_of(point) for point in distinct], [weakref.ref(point) for point in distinct]
 
-    def sees() -> bool:
+    def watches() -> bool:
         if any(hooks) or (earlier is not None and earlier()):
             return True
-        return any(point.retains_grad for ref in held if (point := ref()) is not None)
+        return any(point.retains_grad for ref in references if (point := ref()) is not None)
 
-    return sees
+    return watches
 
 
 Pieces: TypeAlias = Callable[[Any, Gate, Grads], Sequence[Any]]
@@ -110,10 +110,10 @@ Pieces: TypeAlias = Callable[[Any, Gate, Grads], Sequence[Any]]
 
 
 def _is_asked_for_waypoints(node: Any) -> bool:
-    """Whether the running backward computes gradients of chosen tensors, of which some may be waypoints.
+    """Whether the running backward is an `autograd.grad` with respect to tensors that may be waypoints.
 
-    These are results of the program's node, or of nodes that the call made after it. Or they are inputs that
-    are no leaves: where gradients of views pass, these are further ways to them.
+    These come from the program's node, or from later nodes of the call. Inputs that are no leaves count, too:
+    gradients of views are a further way to them.
     """
     if runs_in_backward(_ANCHOR):
         return False
@@ -123,7 +123,7 @@ def _is_asked_for_waypoints(node: Any) -> bool:
 
 
 _ANCHOR = torch.zeros((), requires_grad=True)
-"""A leaf behind every gate. A backward that accumulates reaches it; one for chosen tensors does not."""
+"""An input of every gate, which `backward()` reaches and `autograd.grad` does not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +132,9 @@ class Gates:
 
     Args:
         steps: what happens outside of the node, in order.
-        backward: tells which gradients pass which waypoints.
-        pieces: computes what a gate sends back.
-        shielded: results that have hooks of their own.
+        backward: which gradients pass which waypoints.
+        pieces: computes the pieces of a gate.
+        shielded: results whose hooks must skip None.
     """
 
     steps: tuple[Step, ...]
@@ -147,7 +147,7 @@ class Gates:
         return self.backward.waypoints[position].place
 
     def at_once(self) -> list[NodeOutIdx]:
-        """Shielded results that pass no gate."""
+        """The shielded results that pass no gate."""
         return [idx for idx in self.shielded if not self.backward.levels[idx]]
 
     def in_order(self) -> list[Gate]:
@@ -156,22 +156,22 @@ class Gates:
 
 
 def _has_no_hooks(point: torch.Tensor) -> bool:
-    """Whether nobody's hooks are lost if a waypoint gets others, and eager would not call them with None."""
+    """Whether a waypoint has no hooks that `shield` would drop, nor any that eager calls with None."""
     return hooks_of_gradient(point) is None and not has_several_results(point)
 
 
 def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
     """A function that leads results through a gate.
 
-    It takes the node's values, which it replaces, the waypoint of each piece, and what the gate before
-    returned, or None; it returns what the next one is to be given.
+    It takes the node's values (and replaces some in the list), the waypoint of each piece, and what the
+    previous gate returned, or None. It returns what the next gate takes.
     """
     num_outs, order = len(gate.outs), gates.in_order()
     is_last = gate == order[-1]
     shielded = [idx for idx in gates.shielded if idx in gate.outs]
     below = {position for other in order[: order.index(gate)] for position, _ in other.pieces}
     first = {position: k for k, (position, _) in enumerate(gate.pieces) if position not in below}
-    # A gate that has nothing for one of its waypoints still leads to it.
+    # Autograd calls the hooks of a gate's waypoints even where it sends them nothing.
     to_shield = [k for position, k in first.items() if not isinstance(gates.place(position), Fresh)]
 
     class Passed(node_base()):
@@ -185,11 +185,11 @@ def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
         @staticmethod
         def backward(ctx: Any, *grads: Any) -> Any:
             arrived = dict(zip(gate.outs, grads, strict=False))
-            passing = passing_of(ctx.node)
-            if passing is None:
+            backward = gated_backward(ctx.node)
+            if backward is None:
                 is_watched = ctx.watch() or _is_asked_for_waypoints(ctx.node)
-                passing = ctx.node.passing = backward_task(), is_watched, {}
-            _, is_watched, so_far = passing
+                backward = ctx.node.gated_backward = backward_task(), is_watched, {}
+            _, is_watched, so_far = backward
             so_far.update(arrived)
             sent = gates.pieces(ctx.node, gate, so_far) if is_watched else [None] * len(gate.pieces)
             return (None, None, None, None, *arrived.values(), *sent)
@@ -197,7 +197,7 @@ def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
     def lead(values: list[Any], points: Sequence[torch.Tensor], before: Any) -> Any:
         token, earlier = (None, None) if before is None else before
         shield(*filter(_has_no_hooks, (points[k] for k in to_shield)))
-        watch = _watching(points, earlier)
+        watch = _watch_of(points, earlier)
         node = values[gate.outs[0]].grad_fn
         passed = Passed.apply(node, watch, _ANCHOR, token, *(values[idx] for idx in gate.outs), *points)
         for idx, value in zip(gate.outs, passed, strict=False):

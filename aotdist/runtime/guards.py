@@ -1,4 +1,4 @@
-"""When an artifact fits a call: the same structure, places, objects, metadata and modes as at capture.
+"""The guards of an artifact: a call must have the structure, objects, metadata and modes of the capture.
 
 `aotdist.runtime.print_call` prints the test.
 """
@@ -27,7 +27,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Facts
 from aotdist.program import ArgIdx, DistinctIdx, NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.compilation import Compilation, shell
-from aotdist.runtime.printer import Told, variable_names
+from aotdist.runtime.printer import Unbacked, variable_names
 from aotdist.sizes import SCOPE, NumberStep, Sizes, is_symbolic
 from aotdist.subclasses.protocol import Constant, Recipe, Wrapper, leaves, plain_tensors, wrapper_rule
 from aotdist.torch_seam.classes import hears_of_functions
@@ -43,14 +43,14 @@ MISS = object()
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentGuards:
-    """What a call has to find besides its tensors, for an artifact to fit.
+    """Guards on everything besides the tensors of a call.
 
     Args:
-        ambient: the modes that were on at capture.
+        ambient: the modes at capture.
         holds: further conditions, each with a name.
-        constants: closed-over constants, with their values.
-        identities: closed-over functions and modules.
-        again: pairs of places that hold the same object.
+        constants: places of closed-over constants, with the values.
+        identities: places of closed-over functions and modules, with the objects.
+        same_objects: pairs of places that hold the same object.
         prepare: functions to call first, each with its argument.
     """
 
@@ -58,7 +58,7 @@ class EnvironmentGuards:
     holds: tuple[tuple[str, Callable[[], bool]], ...]
     constants: tuple[tuple[Source, Any], ...]
     identities: tuple[tuple[Source, Any], ...]
-    again: tuple[tuple[Source, Source], ...]
+    same_objects: tuple[tuple[Source, Source], ...]
     prepare: tuple[tuple[Callable[[Any], None], Any], ...]
 
 
@@ -68,42 +68,43 @@ class Numbers:
 
     Args:
         sizes: the symbols in sizes of the call's tensors.
-        counts: numbers that the program finds and changes.
-        told: unbacked symbols, each with the position of the plain result that holds its value, or with how
-            Python computes it from those before.
+        counts: Python numbers that the program reads and changes.
+        unbacked: unbacked symbols, each with the position of the plain result that holds its value, or with
+            how Python computes it from earlier ones.
     """
 
     sizes: Sizes
     counts: tuple[Count, ...]
-    told: Told
+    unbacked: Unbacked
 
     def symbols(self) -> list[str]:
-        """The names of those that are known before the call."""
+        """The names of the numbers that are known before the graph runs."""
         return [*(name for name, _ in self.sizes.symbols), *(count.name for count in self.counts)]
 
     def __bool__(self) -> bool:
-        return bool(self.symbols() or self.told)
+        return bool(self.symbols() or self.unbacked)
 
 
 @dataclass(frozen=True, slots=True)
 class Guards:
-    """When an artifact fits a call, and where the call's tensors are.
+    """The guards of an artifact, and where to find the tensors of a call.
 
     Args:
-        arguments: structure and constants of the call.
-        variables: a name for each flat tensor: the arguments', then those of `sources`.
+        arguments: structure and constants of the arguments.
+        variables: a name for each flat tensor: arguments, then those of `sources`.
         sources: where to read the tensors that are not arguments, in the order of the flat inputs.
-        dedupe: which of all these are the same tensor.
-        bases: which of the distinct ones share memory.
-        base_variables: a name for each base that is none of them.
-        slots: names of what the program takes: bases, then the distinct tensors.
-        examples: what it took at capture.
+        dedupe: which flat tensors are the same.
+        bases: which distinct tensors share memory.
+        base_variables: a name for each base that is not an input itself.
+        slots: names of the primals: bases, then distinct tensors.
+        examples: the primals at capture.
         facts: what the trace showed of them.
         numbers: those that differ from call to call.
         written: inputs that the program writes.
-        storages: plain tensors beneath inputs, by position, and the offset and bytes of storage to be found.
-        around: what the call has to find besides its tensors.
-        leaves: puts back the objects that the program leaves in Python; the artifact then fits one call only.
+        storages: plain tensors beneath inputs, with the storage offset and storage bytes that they must have.
+        environment: guards on everything besides the tensors.
+        leave_objects: puts objects that the program stores in Python in their places; the artifact then fits
+            this one call only.
     """
 
     arguments: Arguments
@@ -118,38 +119,39 @@ class Guards:
     numbers: Numbers
     written: tuple[PrimalIdx, ...]
     storages: tuple[tuple[PrimalIdx, int, tuple[int, int]], ...]
-    around: EnvironmentGuards
-    leaves: Callable[[], None] | None
+    environment: EnvironmentGuards
+    leave_objects: Callable[[], None] | None
 
     def with_history(self) -> tuple[PrimalIdx, ...]:
         """The inputs that the program writes with history."""
         return tuple(idx for idx, _, _ in differentiable_writes(self.facts))
 
     def has_classes(self) -> bool:
-        """Whether tensors of the call have a `__torch_function__`, which must not be called."""
+        """Whether tensors of the call have a `__torch_function__`, which the printed call must not run."""
         return any(hears_of_functions(type(example)) for example in self.examples)
 
     def without_tensors(self) -> Guards:
-        """The same with shells for the tensors of the call."""
+        """The same with a `shell` for each tensor of the call."""
         return replace(self, examples=self.examples.map(shell))
 
     def numbers_found(self) -> Iterator[tuple[Source, Any]]:
-        """The places of constants, numbers among them, and these; of containers, their items."""
-        for source, value in self.around.constants:
+        """The places of closed-over constants, with the values; for a container, those of its items."""
+        for source, value in self.environment.constants:
             if source.steps[-1:] == (Applied(items_of),):
-                held = source.owner()
-                keys = value if isinstance(held.read_or(None), Mapping) else enumerate(value)
-                yield from ((held.item(key), item) for key, item in keys)
+                container = source.owner()
+                keys = value if isinstance(container.read_or(None), Mapping) else enumerate(value)
+                yield from ((container.item(key), item) for key, item in keys)
             else:
                 yield source, value
-        for _, holds in self.around.holds:
+        for _, holds in self.environment.holds:
             if isinstance(holds, ModuleGuard):
                 yield from holds.constants()
 
     def reads_places(self) -> bool:
-        """Whether a call has to look anything up besides its arguments."""
-        places = self.sources or self.around.constants or self.numbers.counts
-        return bool(places or self.around.identities or self.around.again or self.base_variables)
+        """Whether a call reads places besides its arguments."""
+        around = self.environment
+        places = self.sources or around.constants or self.numbers.counts or around.identities
+        return bool(places or around.same_objects or self.base_variables)
 
     def distinct_variables(self) -> list[str]:
         """The variable that holds each distinct tensor."""
@@ -163,7 +165,7 @@ class Guards:
         return [*bases, *(distinct[idx] for idx in self.bases.inputs(len(distinct)))]
 
     def plains_apart(self, plains: Row[PrimalIdx, Sequence[T]]) -> Iterator[tuple[PrimalIdx, list[T]]]:
-        """The plain tensors of each input that must not overlap another input's: those in no base."""
+        """The plain tensors of each input that lie in no base, and so must not overlap another input's."""
         aliases, views = self.bases.aliases(), self.bases.views()
         for at, found in plains.enumerate():
             if at not in views:
@@ -171,7 +173,7 @@ class Guards:
 
 
 def fit_of(compilation: Compilation) -> Guards:
-    """When the compiled program fits a call."""
+    """The guards of a compiled program."""
     captured, traced = compilation.captured, compilation.traced
     environment = captured.environment
     facts = traced.facts
@@ -188,9 +190,9 @@ def fit_of(compilation: Compilation) -> Guards:
     inputs = {source.spot() for source in sources}
     paths = [*captured.arguments.tensor_paths(), *(source.path for source in sources)]
     base_paths = [slot.path for at, slot in traced.program.ins.enumerate() if compilation.bases.is_new(at)]
-    told = {name: t if isinstance(t, NumberStep) else _first_leaf(facts, t) for name, t in facts.numbers}
-    numbers = Numbers(traced.symbols.sizes(), counts, told)
-    names = variable_names([*paths, *base_paths], [*SCOPE, *numbers.symbols(), *told])
+    unbacked = {name: t if isinstance(t, NumberStep) else _first_leaf(facts, t) for name, t in facts.numbers}
+    numbers = Numbers(traced.symbols.sizes(), counts, unbacked)
+    names = variable_names([*paths, *base_paths], [*SCOPE, *numbers.symbols(), *unbacked])
     return Guards(
         arguments=captured.arguments,
         variables=tuple(names[: len(paths)]),
@@ -207,28 +209,28 @@ def fit_of(compilation: Compilation) -> Guards:
             (idx, leaf, place_in_storage(plain_tensors(traced.program.examples[idx])[leaf]))
             for idx, leaf in facts.storages
         ),
-        around=EnvironmentGuards(
+        environment=EnvironmentGuards(
             ambient=captured.ambient,
             holds=tuple(holds),
-            # As they are after the trace: what happens at capture only (in sets, to objects) has happened.
+            # Read after the trace, so with what the capture itself changed (sets, objects).
             constants=tuple(
                 (source, source.read()) for source in constants_but(environment.reached, open_, inputs)
             ),
             identities=(*environment.reached.identities, *_written_in_backward(captured)),
-            again=tuple(environment.reached.again),
+            same_objects=tuple(environment.reached.ties),
             prepare=tuple((claim.rule.prepare, claim.root) for claim in environment.rules),
         ),
-        leaves=captured.leaves,
+        leave_objects=captured.leaves,
     )
 
 
 def _first_leaf(facts: Facts, idx: NodeOutIdx) -> int:
-    """The position of the first plain tensor of what the node returns, among all of these."""
+    """The position of the first plain tensor of a node output among those of all outputs."""
     return sum(1 for out in list(facts.node_outs)[:idx] for _ in leaves(out.recipe))
 
 
 def _written_in_backward(captured: Captured) -> Iterator[tuple[Source, Any]]:
-    """Objects and containers that a backward writes: those of the capture, so calls must find the same."""
+    """Objects and containers that a backward writes: it writes those of the capture, so they are guarded."""
     for held in held_in(captured.in_backward.whole.places()):
         yield held.source, held.example
 
@@ -237,24 +239,24 @@ def _sources(compilation: Compilation) -> tuple[Source, ...]:
     captured = compilation.captured
     state = [tensor.source() for tensor in captured.environment.state]
     examples = compilation.traced.program.examples
-    return (*state, *(captured.source_of(examples[idx]) for idx in compilation.met()))
+    return (*state, *(captured.source_of(examples[idx]) for idx in compilation.lifted_inputs()))
 
 
 def _with_closed_over(compilation: Compilation) -> DedupePlan:
     """The plan with the closed-over tensors, which are distinct, at the end."""
     deduped = compilation.deduped
     num_args, num_distinct = len(deduped.source), len(deduped.kept)
-    extra = range(len(compilation.met()))
+    extra = range(len(compilation.lifted_inputs()))
     kept = [*deduped.kept, *(ArgIdx(num_args + offset) for offset in extra)]
     source = [*deduped.source, *(DistinctIdx(num_distinct + offset) for offset in extra)]
     return DedupePlan(Row(kept), Row(source))
 
 
 def refuse_overlap(fit: Guards) -> None:
-    """Refuse a program that writes an input which shares memory with another, and with no base in common.
+    """Refuse a program that writes an input which shares memory with another, where they have no base.
 
     Raises:
-        UnsupportedProgram: naming both.
+        UnsupportedProgram: it does; both are named.
     """
     apart = dict(fit.plains_apart(fit.examples.map(plain_tensors)))
     for idx in fit.written:
@@ -268,17 +270,17 @@ def refuse_overlap(fit: Guards) -> None:
 
 
 def tensor_check(examples: Sequence[torch.Tensor], recipes: Sequence[Recipe]) -> TensorGuards:
-    """A check of many tensors at once, in C++ (5.5 us for 100).
+    """A guard on the metadata of many tensors, in C++ (5.5 us for 100).
 
-    `check(*tensors)` is true when each has the type, dtype, device, dispatch keys, sizes, strides and
-    `requires_grad` of its example, and all are different objects. Symbolic sizes and strides are left open.
+    `check(*tensors)` is true if each has the type, dtype, device, dispatch keys, sizes, strides and
+    `requires_grad` of its example, and all are different objects. Symbolic sizes and strides may differ.
     """
     if not is_symbolic(tuple(recipes)) and all(map(_is_sized, recipes)):
         return TensorGuards(*examples, dynamic_dims_sizes=None, dynamic_dims_strides=None)
     sizes: Any
     strides: Any
     numbers = map(_numbers, examples, recipes)
-    sizes, strides = ([_known(each) for each in of] for of in zip(*numbers, strict=True))
+    sizes, strides = ([_without_symbols(each) for each in of] for of in zip(*numbers, strict=True))
     return TensorGuards(*examples, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
@@ -290,23 +292,23 @@ def _numbers(example: torch.Tensor, recipe: Recipe) -> tuple[Sequence[Any], Sequ
     assert not isinstance(recipe, Constant), "a tensor's recipe"
     if _is_sized(recipe):
         return recipe.size, recipe.stride
-    left_open = [None] * example.dim()  # they follow from what lies inside
-    return left_open, left_open
+    unguarded = [None] * example.dim()  # they follow from the tensors inside
+    return unguarded, unguarded
 
 
-def _known(numbers: Sequence[Any]) -> list[int | None]:
+def _without_symbols(numbers: Sequence[Any]) -> list[int | None]:
     return [None if isinstance(number, SYMBOLIC) else number for number in numbers]
 
 
 def place_in_storage(tensor: torch.Tensor) -> tuple[int, int]:
-    """Where a tensor begins in its storage (in elements), and how large the storage is (in bytes)."""
+    """The storage offset of a tensor (in elements), and the size of its storage (in bytes)."""
     return int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
 
 
 def no_overlap(written: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     """Whether no tensor of `written` shares memory with another of `written` or one of `others`.
 
-    Tensors on different storages never do (0.1 us each); each is compared with those on its own.
+    Only tensors of one storage are compared; finding that there are none takes 0.1 us for each.
     """
     everything = [*written, *others]
     storages = [storage_id(tensor) for tensor in everything]
@@ -326,9 +328,9 @@ def no_overlap(written: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) 
 
 
 def are_outside(others: Sequence[torch.Tensor], members: Sequence[torch.Tensor]) -> bool:
-    """Whether none of `others` shares memory with the tensors that lie in a span.
+    """Whether none of `others` shares memory with the members of a span.
 
-    The span itself is on a storage of its own, which `no_overlap` takes for other memory.
+    The span itself has a storage object of its own, so `no_overlap` would not see it.
     """
     storage = storage_id(members[0])
     near = [other for other in others if storage_id(other) == storage]

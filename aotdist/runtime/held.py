@@ -1,9 +1,9 @@
-"""What the context (`ctx`) of an autograd node holds for its backward, by name.
+"""What the context (`ctx`) of the autograd node holds for its backward.
 
-Results may be differentiated one after the other without `retain_graph`. When the backward of some results is
-over, autograd frees all that the node saved. In eager, results that share no autograd nodes with these can
-still be differentiated: what their nodes saved is still there. So some of what a node holds is kept for the
-backwards that are still to come (`Rest`).
+Losses may be differentiated one after the other without `retain_graph`. After the backward of some results,
+autograd frees everything that the node saved. In eager, results that share no autograd nodes with these can
+still be differentiated, as their own nodes still have what they saved. So saved values are kept for them
+(`Rest`).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from aotdist.torch_seam.autograd import keeps_graph
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Where the arguments of a backward's graph come from.
+    """Where the arguments of a backward graph come from.
 
     Args:
-        sources: for each, its position among what the node holds and is given; or a number, as an expression
-            in the sizes of the call.
-        inputs: names of kept inputs among them.
+        sources: for each, its position among what the node holds and the tangents; or a number, as an
+            expression in the sizes of the call.
+        inputs: names of the kept inputs among them.
     """
 
     sources: tuple[int | Expression, ...]
@@ -39,7 +39,7 @@ class Arguments:
 
     @classmethod
     def of(cls, plan: NodePlan, ins: Sequence[Slot], gradients: Sequence[Slot]) -> Arguments:
-        """Those named `ins`, of which `gradients` are given."""
+        """Of a graph that takes `ins`, of which `gradients` are the tangents."""
         rng = RNG_SLOTS if plan.inside.rng.draw else ()
         held = (*plan.saved.slots, *plan.backward_writes.read, *rng, *gradients, *plan.kept_inputs.slots)
         position = {slot: at for at, slot in enumerate(held)}
@@ -53,15 +53,15 @@ class Arguments:
             ctx: the context of the node.
             plan: the plan of the node.
             saved: the saved values.
-            gradients: the plain tensors of what arrived, as the graph takes them.
+            gradients: the plain tensors of the tangents, as the graph takes them.
 
         Raises:
-            UnsupportedProgram: a kept input was written since, which eager would not look at.
+            UnsupportedProgram: a kept input was written since the forward, which eager would not notice.
         """
         held = [*saved, *(ctx.written[position] for position in plan.backward_writes.read.values())]
         held += [*(ctx.rng if plan.inside.rng.draw else ()), *gradients]
         if self.inputs:
-            check_unwritten(ctx, plan, self.inputs)
+            check_kept_inputs(ctx, plan, self.inputs)
             held += [plain for primal in ctx.kept_primals for plain in plain_tensors(primal)]
         return [evaluate(at, ctx.symbols) if isinstance(at, str) else held[at] for at in self.sources]
 
@@ -75,11 +75,11 @@ def saved_by(ctx: Any, plan: NodePlan) -> Sequence[torch.Tensor]:
     return ctx.saved_tensors if plan.saved.frees else ()
 
 
-def check_unwritten(ctx: Any, plan: NodePlan, needed: Collection[Slot]) -> None:
-    """See that the kept inputs are as they were.
+def check_kept_inputs(ctx: Any, plan: NodePlan, needed: Collection[Slot]) -> None:
+    """Check that the needed ones among the kept inputs have not been written since the forward.
 
     Raises:
-        UnsupportedProgram: one of those that are needed was written since, which eager would not look at.
+        UnsupportedProgram: one was written.
     """
     kept = plan.kept_inputs
     for (position, slots), version in zip(kept.unsaved, ctx.versions if kept.unsaved else (), strict=True):
@@ -88,10 +88,10 @@ def check_unwritten(ctx: Any, plan: NodePlan, needed: Collection[Slot]) -> None:
 
 
 def run_once(ctx: Any) -> None:
-    """Note that the backward runs.
+    """Refuse a second run of a backward that can run only once (`BackwardFacts.once`).
 
     Raises:
-        UnsupportedProgram: it has run before.
+        UnsupportedProgram: it is the second run.
     """
     if getattr(ctx, "has_run", False):
         raise UnsupportedProgram(
@@ -104,11 +104,11 @@ def run_once(ctx: Any) -> None:
 
 
 def let_go(ctx: Any) -> None:
-    """Free what was saved, unless the graph is retained."""
+    """Free the saved values, unless the graph is retained."""
     if not keeps_graph():
         ctx.maybe_clear_saved_tensors()
         ctx.kept_primals = None
-        if getattr(ctx, "rest", None) is None:  # else the backwards of other results may come
+        if getattr(ctx, "rest", None) is None:  # else a backward of other results may follow
             ctx.wrappers = ()
 
 
@@ -122,21 +122,20 @@ def _written_since(name: str) -> UnsupportedProgram:
 
 
 Rest: TypeAlias = "tuple[frozenset[NodeOutIdx], tuple[tuple[torch.Tensor, int], ...] | None]"
-"""What is left when the backward of some results was run, without the graph being retained: these results,
-and all saved values (a compiled graph takes all), each with its version counter; None if no other result can
-still be differentiated."""
+"""After a backward of some results that did not retain the graph: these results, and all saved values (a
+compiled graph takes all), each with its version counter; None if no other result can be differentiated."""
 
 
 def saved_for(
     ctx: Any, plan: NodePlan, arrived: Collection[NodeOutIdx], reads: Collection[int]
 ) -> list[torch.Tensor]:
-    """The saved values, for the backward of some results, which computes with those at `reads`.
+    """The saved values for the backward of some results, which reads those at positions `reads`.
 
     Raises:
-        RuntimeError: those that it needs were freed, or written since; autograd's own error.
+        RuntimeError: one that it reads was freed, or written since; autograd's own error.
     """
-    spent, values = _rest(ctx)
-    if values is None or not _are_apart(plan, spent, arrived):
+    done, values = _rest(ctx)
+    if values is None or not _are_independent(plan, done, arrived):
         return list(ctx.saved_tensors)
     if any(version_of(value) != version for value, version in (values[k] for k in reads)):
         return list(ctx.saved_tensors)
@@ -150,19 +149,19 @@ def _rest(ctx: Any) -> Rest:
 def keep_for_others(
     ctx: Any, plan: NodePlan, arrived: Collection[NodeOutIdx], saved: Sequence[torch.Tensor]
 ) -> None:
-    """Keep what results that share nothing with `arrived` need, unless the graph is retained anyway."""
+    """Keep the saved values for results that are independent of `arrived`, unless the graph is retained."""
     if keeps_graph():
         return
     before, values = _rest(ctx)
-    spent = before.union(arrived)
-    if not any(idx not in spent and _are_apart(plan, spent, [idx]) for idx in plan.differentiable()):
+    done = before.union(arrived)
+    if not any(idx not in done and _are_independent(plan, done, [idx]) for idx in plan.differentiable()):
         values = None
     elif not before:
-        # Without their history: a saved result would keep its own node alive.
+        # Detached, since a saved result would keep its own node alive.
         values = tuple((value.detach(), version_of(value)) for value in saved)
-    ctx.rest = spent, values
+    ctx.rest = done, values
 
 
-def _are_apart(plan: NodePlan, one: Collection[NodeOutIdx], other: Collection[NodeOutIdx]) -> bool:
+def _are_independent(plan: NodePlan, one: Collection[NodeOutIdx], other: Collection[NodeOutIdx]) -> bool:
     """Whether the backward of `one` frees nothing that the backward of `other` needs."""
     return all(together.isdisjoint(one) or together.isdisjoint(other) for together in plan.saved.freed)

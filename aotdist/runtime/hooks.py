@@ -1,11 +1,11 @@
-"""Hooks on results and on inputs are called as in eager: with a gradient, or not at all.
+"""Hooks on results and inputs are called as in eager: with a gradient, or not at all.
 
-Autograd calls the hooks of all results of a node when it runs the node, with None for those that no gradient
-came back to, and those of all inputs with whatever the node returns. In eager most tensors have a node of
-their own, and so their hooks are not called then.
+When autograd runs a node, it calls the hooks of all its results, with None for results without a gradient,
+and those of all its inputs. In eager most tensors have a node of their own, which does not run if there is no
+gradient, so their hooks are not called.
 
-So each result gets hooks that pass None over. An input with hooks gets a node in between, which silences them
-for a backward that brings it no gradient. In which order hooks of different tensors are called is autograd's.
+So the hooks of each result skip None. An input with hooks gets a node in between, which disables them during
+a backward that brings the input no gradient. The order in which hooks of different tensors run is autograd's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Hook = Callable[[Any], Any]
 
 
 class _Hooks(OrderedDict[int, Hook]):
-    """What `register_hook` puts hooks into."""
+    """The dictionary of a tensor's hooks, into which `register_hook` puts them."""
 
     def __setitem__(self, key: int, hook: Hook) -> None:
         super().__setitem__(key, _WithGradient(hook))
@@ -38,20 +38,20 @@ class _Hooks(OrderedDict[int, Hook]):
 
 @dataclass(frozen=True, slots=True)
 class _WithGradient:
-    """A hook that is called if there is a gradient."""
+    """A hook that is called only with a gradient, not with None."""
 
     hook: Hook
 
     def __call__(self, grad: Any) -> Any:
         if grad is not None:
             return self.hook(grad)
-        self._tell_that_none_comes()
+        self._count_missing_gradient()
         return None
 
-    def _tell_that_none_comes(self) -> None:
-        """Let a hook that waits for several gradients go on without this one, if it gets any of the others.
+    def _count_missing_gradient(self) -> None:
+        """Let a hook of `register_multi_grad_hook` go on without this gradient, if it gets any of the others.
 
-        Such a hook asks the engine which nodes will run, and the program's one node leads to all its inputs.
+        It waits for all tensors whose nodes will run, and the program's one node leads to all its inputs.
         """
         match gradients_heard(self.hook):
             case None:
@@ -63,7 +63,7 @@ class _WithGradient:
 
 
 class _IfAccumulated:
-    """A hook that is called, after accumulation, if something was accumulated since this was made."""
+    """A hook that is called after accumulation, if a gradient was accumulated since this object was made."""
 
     def __init__(self, hook: Hook, leaf: torch.Tensor) -> None:
         self._hook, self._grad = hook, leaf.grad
@@ -75,13 +75,13 @@ class _IfAccumulated:
 
 
 def shield(*results: torch.Tensor) -> None:
-    """Keep hooks, which the caller may register later, from being called for other results. 1.5 us each."""
+    """Let hooks that the caller registers on `results` later skip None. 1.5 us each."""
     for result in results:
         set_hooks(result, _Hooks())
 
 
 class _Silencing(node_base()):
-    """Passes a tensor on, and its gradient back; without one, the tensor's hooks are not called."""
+    """The identity; where its backward gets no gradient, it disables the input's hooks."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -97,25 +97,22 @@ class _Silencing(node_base()):
 
 
 def _silence(tensor: torch.Tensor) -> None:
-    """Call no hooks of a tensor until the backward ends, unless a gradient comes from elsewhere."""
+    """Disable a tensor's hooks until the backward ends, unless a gradient comes from elsewhere."""
     _wrap(hooks_of_gradient(tensor), _WithGradient)
     _wrap(hooks_after_accumulation(tensor), lambda hook: _IfAccumulated(hook, tensor))
 
 
 def _wrap(hooks: MutableMapping[int, Hook] | None, wrapped: Callable[[Hook], Hook]) -> None:
-    """Put wrapped hooks in the place of hooks until the backward ends."""
+    """Replace hooks by wrapped ones until the backward ends."""
     before = {k: h for k, h in (hooks or {}).items() if not isinstance(h, (_WithGradient, _IfAccumulated))}
     if hooks is not None and before:
         hooks.update({key: wrapped(hook) for key, hook in before.items()})
         call_after_backward(lambda: hooks.update({k: hook for k, hook in before.items() if k in hooks}))
 
 
-def with_silenced_hooks(positions: Sequence[int], *given: Any) -> Sequence[Any]:
-    """`given`, so that hooks of those at `positions` are called with a gradient, or not at all."""
-    hooked = with_hooks(positions, given)
+def with_silenced_hooks(positions: Sequence[int], *inputs: Any) -> Sequence[Any]:
+    """`inputs`, with a node in between for those at `positions` that have hooks."""
+    hooked = with_hooks(positions, inputs)
     if not hooked:
-        return given
-    taken = list(given)
-    for k in hooked:
-        taken[k] = _Silencing.apply(given[k])
-    return taken
+        return inputs
+    return [_Silencing.apply(each) if k in hooked else each for k, each in enumerate(inputs)]

@@ -1,10 +1,9 @@
-"""Kinds of calls, and which of them run as they were written since one was refused: `Settings.unsupported`.
+"""Which kinds of calls run eagerly because one was refused: `Settings(unsupported="eager")`.
 
-Calls of one kind have in common: types, sizes and constants of their arguments, the modes around them, and
-which modules train. Ranks have to decide alike, and each has arguments of its own, so theirs do not count.
-There, a kind is decided at its first call. Either a rank is refused, and all run such calls as they were
-written from then on, without asking. Or all agree on what they compiled, and a later refusal is an error: the
-peers may be running what they have.
+Calls of one kind have the same types, sizes and constants of arguments, ambient modes and training flags.
+Several ranks must decide alike, and their arguments differ, so there only modes and flags count, and the
+first call of a kind decides. If it is refused on some rank, all ranks run such calls eagerly from then on. If
+all agree on what they compiled, a later refusal is an error, as peers may be running the compiled program.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from aotdist.runtime.ranks import board_of_this_process
 from aotdist.torch_seam.trees import pytree
 
 _MANY = 8
-"""How many kinds that differ in their arguments are refused before it is not tried with others any more."""
+"""After so many refusals, calls run eagerly whatever their arguments are."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What tells calls of one function apart.
+    """The kind of a call.
 
     Args:
-        common: what ranks have in common, as a digest.
-        whole: that, and what the arguments are.
+        common: digest of what is the same on all ranks: modes and training flags.
+        whole: that, and a description of the arguments.
     """
 
     common: str
@@ -50,10 +49,10 @@ class Kind:
         common = hashlib.sha256(repr((call.name, call.number, modes, training)).encode()).hexdigest()[:32]
         arguments = (call.args, dict(sorted(call.kwargs.items())))
         leaves, spec = pytree.tree_flatten(arguments, is_leaf=is_leaf)
-        return cls(common, repr((common, spec, list(map(_told, leaves)))))
+        return cls(common, repr((common, spec, list(map(_described, leaves)))))
 
 
-def _told(leaf: Any) -> Any:
+def _described(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         shape = None if leaf.is_nested else leaf.shape
         return type(leaf), shape, leaf.dtype, leaf.device, leaf.layout, leaf.requires_grad
@@ -61,11 +60,11 @@ def _told(leaf: Any) -> Any:
 
 
 class Kinds:
-    """What was decided about the kinds of calls of one function.
+    """The decisions about kinds of calls of one function.
 
     Attributes:
-        refused: those that run as they were written, common or whole, and why.
-        agreed: those, in common, that ranks run compiled, so that none may run one as it was written.
+        refused: the reason by `common` or `whole` of each kind that runs eagerly.
+        agreed: the `common` of kinds that ranks agreed to run compiled.
     """
 
     def __init__(self) -> None:
@@ -74,14 +73,14 @@ class Kinds:
         self._counts = Counter[str]()
 
     def refuse(self, kind: Kind, refusal: UnsupportedProgram) -> bool:
-        """Let calls of a kind run as they were written; returns whether this is the first for that reason."""
+        """Run calls of a kind eagerly from now on; returns whether the reason is new."""
         reason = f"{refusal.what}, at {refusal.where}" if refusal.where else refusal.what
-        is_first = reason not in self.refused.values()
+        is_new = reason not in self.refused.values()
         self._counts[kind.common] += 1
-        alike = board_of_this_process() is not None or self._counts[kind.common] >= _MANY
-        self.refused[kind.common if alike else kind.whole] = reason
-        return is_first
+        any_arguments = board_of_this_process() is not None or self._counts[kind.common] >= _MANY
+        self.refused[kind.common if any_arguments else kind.whole] = reason
+        return is_new
 
     def is_refused(self, kind: Kind) -> bool:
-        """Whether calls of a kind run as they were written."""
+        """Whether calls of a kind run eagerly."""
         return kind.common in self.refused or kind.whole in self.refused

@@ -1,4 +1,4 @@
-"""How tensors pass through the autograd node: its plan."""
+"""The plan of the autograd node: what it takes, returns and saves, and what its backward takes and writes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, leaves, tangent_
 from aotdist.trace.trace import Traced
 
 Grads: TypeAlias = "Mapping[NodeOutIdx, torch.Tensor | None]"
-"""Gradients of results; None for those that did not arrive."""
+"""Tangents by output; None for those that did not arrive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,13 +31,12 @@ class Saved:
     """What the node saves for the backward graph: plain inputs, then results of the forward graph.
 
     Args:
-        inputs: which inputs; for each, whether the program reshapes it, or moves it to other memory, before
-            the backward.
-        results: positions of the results.
-        slots: the names of all of them.
+        inputs: which plain inputs; for each, whether the program changes its metadata before the backward.
+        results: positions of the saved results.
+        slots: the names of all saved values.
         wrappers: the wrappers that saved values lie in.
         freed: see `BackwardFacts.freed`.
-        frees: whether there is only one backward of some results; if not, nothing is saved.
+        frees: whether a backward frees anything, in eager or here; if not, nothing is saved.
     """
 
     inputs: tuple[tuple[PlainIdx, bool], ...]
@@ -50,13 +49,13 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class KeptInputs:
-    """The inputs that the node keeps, for gradients with a history and for those of other kinds.
+    """The inputs that the node keeps for `create_graph`, and for tangents of other kinds.
 
     Args:
         primals: the inputs.
-        slots: the names of the plain tensors beneath them.
-        unsaved: those that are not also saved by autograd, which then does not notice if they are written:
-            positions in `primals`, and names of the plain tensors beneath.
+        slots: the names of the plain tensors inside them.
+        unsaved: those that autograd does not save as well, so that it does not notice writes to them:
+            positions in `primals`, and names of the plain tensors inside.
     """
 
     primals: tuple[PrimalIdx, ...]
@@ -66,15 +65,15 @@ class KeptInputs:
 
 @dataclass(frozen=True, slots=True)
 class BackwardWrites:
-    """What the backward writes of the inputs.
+    """The inputs that the backward writes.
 
     Args:
-        plains: plain inputs; their new values follow the gradients.
+        plains: the plain inputs; in the graph's results, their new values follow the gradients.
         inputs: for each of `plains`, the input that it lies in.
-        counts: how many writes of each input to count, in a backward of all results.
-        wrappers: those of these inputs that are wrappers, and whose own counters count.
-        read: arguments of the backward graph, after the tangents, that are inputs as they are when it runs:
-            for each, its position in `plains`.
+        counts: by how much the version counter of each input increases in a backward of all results.
+        wrappers: the wrappers among these inputs: their own counters increase, not those inside.
+        read: arguments of the backward graph, after the tangents, that are the current values of these
+            inputs: for each, its position in `plains`.
         once: see `BackwardFacts.once`.
     """
 
@@ -86,18 +85,18 @@ class BackwardWrites:
     once: bool
 
     def bumps(self, counts: Mapping[PrimalIdx, int]) -> list[int]:
-        """How many writes of each plain input to count itself, in a backward with such counts."""
+        """By how much the counter of each plain input itself increases, given `counts` of the inputs."""
         return [0 if idx in self.wrappers else counts.get(idx, 0) for idx in self.inputs]
 
 
 @dataclass(frozen=True, slots=True)
 class Variants:
-    """Where the backward of a request is another than a part of the whole one.
+    """Which requests have a backward that is not a part of the backward of all results.
 
     Args:
-        of_results: the outputs whose backward was traced separately, with the writes that it counts.
-        of_kinds: whether gradients of other kinds than the results have a backward of their own.
-        of_layouts: whether the backward of some outputs may be more than a part of the whole, see `Facts`.
+        of_results: the choices of outputs whose backward was traced separately, with their `counts`.
+        of_kinds: whether tangents of other kinds than the results have a backward of their own.
+        of_layouts: see `BackwardFacts.adds_layouts`.
     """
 
     of_results: Mapping[tuple[NodeOutIdx, ...], Mapping[PrimalIdx, int]]
@@ -110,20 +109,20 @@ class NodePlan:
     """How tensors pass through the node.
 
     Args:
-        inside: what is done around the forward graph.
-        outs: what the node returns; what `inside` writes has been dropped.
+        inside: the convention layers inside the node.
+        outs: what the node returns, without the values that `inside` writes.
         sizes: the numbers that the forward graph takes after its plain inputs.
         backward_sizes: those that the backward graph takes between saved values and tangents.
         saved: what it saves.
         kept_inputs: the inputs that it keeps.
-        tangents: recipes of the tangents to assume, one for each differentiable output.
+        tangents: the tangent that is assumed for each differentiable output.
         grads: recipe of each input's gradient, or None.
-        shares: whether gradients that are wrappers may be one, or be tangents: they hold the same tensors.
-        variants: other backwards than parts of the whole one.
+        shares: whether several gradients that are wrappers, or a gradient and a tangent, may be one tensor.
+        variants: requests whose backward is not a part of the whole one.
         backward_writes: what the backward writes.
         has_waypoints: whether gradients pass tensors that the caller holds.
-        totals: recipes to assume for the sums of gradients at waypoints that the node returns.
-        views: forward results that are made as views, see `result_views`.
+        totals: the tangents that are assumed for waypoints that the node returns: their whole gradients.
+        views: forward results that are views of temporaries, see `result_views`.
     """
 
     inside: InsidePlans
@@ -142,17 +141,17 @@ class NodePlan:
     views: frozenset[int]
 
     def expected(self, idx: NodeOutIdx, *, in_parts: bool) -> Tangent:
-        """The recipe that is assumed for the gradient of an output."""
+        """The tangent that is assumed for an output; `in_parts` if the backward is watched."""
         if in_parts and idx in self.totals:
             return self.totals[idx]
         return self.tangents[self.differentiable().index(idx)]
 
     def takes(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> bool:
-        """Whether the backward is for gradients of these kinds."""
+        """Whether the backward takes tangents of these kinds."""
         return all(self.expected(idx, in_parts=False).takes(grad) for idx, grad in arrived.items())
 
     def converts(self, arrived: Mapping[NodeOutIdx, torch.Tensor]) -> bool:
-        """Whether the backward is for such gradients, or they can be converted."""
+        """Whether the backward takes these tangents, or they can be converted."""
         return all(
             self.expected(idx, in_parts=False).converting().takes(grad) for idx, grad in arrived.items()
         )
@@ -164,9 +163,9 @@ class NodePlan:
         return [idx for idx, grad in self.grads.enumerate() if grad is None and examples[idx].requires_grad]
 
     def with_siblings(self) -> list[NodeOutIdx]:
-        """Differentiable results that the caller gets, if there are several: each has hooks of its own."""
-        found = self.differentiable()
-        return [idx for idx in found if self.outs[idx].slot.role == "output"] if len(found) > 1 else []
+        """The differentiable results that the caller gets, if there are several."""
+        outs = self.differentiable()
+        return [idx for idx in outs if self.outs[idx].slot.role == "output"] if len(outs) > 1 else []
 
     def differentiable(self) -> list[NodeOutIdx]:
         """Outputs that gradients can come back for."""
@@ -223,7 +222,7 @@ def node_plan(
 
 
 def _shares(grads: Row[PrimalIdx, Recipe | None], backward: Graph) -> bool:
-    """Whether gradients that are wrappers hold the same tensors, or tensors that the backward is given."""
+    """Whether gradients that are wrappers contain the same tensors, or arguments of the backward."""
     results, inside = iter(backward.results()), list[torch.fx.Node]()
     for recipe in grads:
         nodes = [] if recipe is None else [next(results) for _ in leaves(recipe)]
@@ -270,7 +269,7 @@ def _backward_writes(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> B
 
 
 def is_plain(facts: Facts) -> bool:
-    """Whether a program works on plain tensors alone, so that wrappers can pass its backward."""
+    """Whether all inputs and outputs are plain tensors, so that its operators can run on wrappers instead."""
     recipes = (*facts.recipes, *(out.recipe for out in facts.node_outs))
     return all(isinstance(recipe, Plain) for recipe in recipes)
 
@@ -278,7 +277,7 @@ def is_plain(facts: Facts) -> bool:
 def _totals(
     waypoints: Sequence[ObservedGrad], *, any_strides: bool, plain: bool
 ) -> dict[NodeOutIdx, Tangent]:
-    """The recipes that are assumed for the gradients of waypoints that the node returns."""
+    """The tangents that are assumed for waypoints that the node returns."""
     found: dict[NodeOutIdx, Tangent] = {}
     for waypoint in waypoints:
         if waypoint.total is not None and waypoint.value is not None:
@@ -288,9 +287,9 @@ def _totals(
 
 
 def _kept_inputs(traced: Traced, split: Split) -> KeptInputs:
-    """The inputs that backwards through the trace's graph need: those that get a gradient.
+    """The inputs that backwards through autograd's graph of the trace need: those that get a gradient.
 
-    There are none of these backwards where such an input shows its elements in another way afterwards.
+    If the program changes the metadata of one of them, there are no such backwards.
     """
     ins, recipes = traced.program.ins, traced.facts.recipes
     kept = tuple(idx for idx, grad in traced.facts.backward.grads.enumerate() if grad is not None)
@@ -298,7 +297,7 @@ def _kept_inputs(traced: Traced, split: Split) -> KeptInputs:
         kept = ()
     slots = [tuple(Slot("primal", ins[idx].path, inner) for inner, _ in leaves(recipes[idx])) for idx in kept]
     saved = set(split.saved_primals.values())
-    unsaved = [(k, beneath) for k, beneath in enumerate(slots) if not saved.issuperset(beneath)]
+    unsaved = [(k, inside) for k, inside in enumerate(slots) if not saved.issuperset(inside)]
     return KeptInputs(kept, tuple(itertools.chain(*slots)), tuple(unsaved))
 
 
@@ -309,13 +308,12 @@ def _tangent(out: NodeOut, strides: Mapping[Slot, Strides], *, plain: bool, as_i
 
 
 def result_views(graph: Graph) -> frozenset[int]:
-    """Positions of the results that a graph makes as views of temporaries of its own.
+    """Positions of the results of a graph that are views of its temporaries, or the same tensor twice.
 
-    They must be detached. What was a tensor of its own in the user's program, written in place and then
-    functionalised, must not be known to autograd as a view that was made inside of a node. And a compiler
-    may have dropped a view that changes nothing, so that one tensor is two results: a node would return
-    both as differentiable, or neither. What lies in a wrapper is not returned itself: there it may be the
-    same tensor twice, as offsets of jagged tensors are.
+    They must be detached. A tensor that the user's program wrote in place is a view after functionalisation,
+    and autograd must not take it for a view made inside a node. And a compiler may drop a view that changes
+    nothing, so that one tensor is two results, which a node would return both as differentiable, or neither.
+    Tensors inside wrappers are not returned themselves, so they may be the same (offsets of jagged tensors).
     """
     first: dict[Node | None, int] = {}
     return frozenset(
@@ -327,5 +325,5 @@ def result_views(graph: Graph) -> frozenset[int]:
 
 
 def saved_beside(value: torch.Tensor) -> torch.Tensor:
-    """A value to save, where version counters are set: autograd refuses views from before that."""
+    """A value to save where `set_versions` is used: autograd refuses views that were made before it."""
     return value.detach() if value._is_view() else value  # pyright: ignore[reportPrivateUsage]

@@ -1,6 +1,6 @@
-"""Prints what runs at every call: fetch the tensors, check that the artifact fits, run, hand back.
+"""Prints the function that runs at every call: fetch the tensors, test the guards, run, return.
 
-The printed function returns `MISS` when the artifact does not fit, before anything has happened.
+If a guard fails, the printed function returns `MISS` before anything has happened.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from aotdist.aliasing.overwrite import are_written_alone, bump, refuse_forbidden, rewind
 from aotdist.capture.ambient import ambient_guard
-from aotdist.capture.argument_mutation import are_apart
+from aotdist.capture.argument_mutation import are_distinct
 from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.captured import Returned
 from aotdist.capture.constants import same_constant
@@ -48,13 +48,13 @@ from aotdist.torch_seam.trees import tree_children
 
 @dataclass(frozen=True, slots=True)
 class HookPlan:
-    """What a call does so that hooks hear what they hear in eager.
+    """What a call does so that hooks are called as in eager, see `aotdist.runtime.hooks`.
 
     Args:
-        shielded: results of the node that have hooks of their own.
-        detached: inputs that get no gradient, and whose hooks must not be called.
-        silenced: inputs of which a backward may bring no gradient: then their hooks must not be called.
-        gates: the gates that gradients pass, if they pass tensors that the caller holds.
+        shielded: results of the node whose hooks must skip None.
+        detached: inputs that never get a gradient, so that their hooks must not be called.
+        silenced: inputs that get no gradient in some backwards; their hooks must not be called then.
+        gates: the gates that gradients pass, if there are waypoints.
     """
 
     shielded: tuple[NodeOutIdx, ...]
@@ -77,16 +77,16 @@ def print_call(
 
     Args:
         printer: where to print.
-        fit: when the artifact fits.
-        run: an expression for the region: a function of the primals that returns a tuple.
-        plans: the plans of the layers outside of the region.
+        fit: the guards.
+        run: an expression for a function that takes the primals, runs the graph, and returns a tuple.
+        plans: the plans of the convention layers.
         returned: how the user's result is put together.
         hooks: what is done for hooks.
         enables_grad: whether the program switches grad mode on although the caller has it off.
     """
-    quiet = print_classes_off(printer) if fit.has_classes() else nullcontext()
-    with printer.block("def call(args, kwargs):"), quiet:
-        for function, argument in fit.around.prepare:
+    classes_off = print_classes_off(printer) if fit.has_classes() else nullcontext()
+    with printer.block("def call(args, kwargs):"), classes_off:
+        for function, argument in fit.environment.prepare:
             printer.line(f"{printer.bind('prepare', function)}({printer.bind('module', argument)})")
         _print_arguments(printer, fit)
         held = held_in([*returned.log.places(), *(count.place for count in fit.numbers.counts)])
@@ -105,7 +105,7 @@ def print_call(
         printer.comment("run")
         for idx in plans.epilogue.switched_on:
             printer.line(f"{primals[idx]}.requires_grad_()")
-        do = action_printer(printer, plans.epilogue, primals, fit.around.ambient, bind)
+        do = action_printer(printer, plans.epilogue, primals, fit.environment.ambient, bind)
         with printer.block(f"with {printer.call(torch.enable_grad)}:") if enables_grad else nullcontext():
             _print_run(printer, run, _print_given(printer, plans.writes, primals, hooks), fit)
             if hooks.shielded:
@@ -115,8 +115,8 @@ def print_call(
                 for write in plans.writes.writes:
                     print_write(printer, primals, write)
         _print_epilogue(printer, plans.epilogue, primals, hooks.gates, do)
-        if fit.leaves is not None:
-            printer.line(f"{printer.bind('leave_objects', fit.leaves)}()")
+        if fit.leave_objects is not None:
+            printer.line(f"{printer.bind('leave_objects', fit.leave_objects)}()")
         print_return(printer, returned, plans.epilogue.outputs, fit.variables, bind)
 
 
@@ -127,7 +127,7 @@ def _print_epilogue(
     gates: Gates | None,
     do: Callable[[Action], None],
 ) -> None:
-    """Print that versions are set right, then the actions, by the gates if there are some."""
+    """Print that version counters are set back, then the actions, with gates among them if there are any."""
     for idx, count in epilogue.rewinds:
         printer.line(printer.call(rewind, primals[idx], count))
     if gates is not None:
@@ -138,16 +138,16 @@ def _print_epilogue(
 
 
 def _print_run(printer: Printer, run: str, given: Sequence[str], fit: Guards) -> None:
-    """Print the call of the region, and bind the numbers that it has read off tensors."""
+    """Print the call of the region, and bind the numbers that it has read from tensors."""
     printer.spread(f"values = {run}(", [*given, *(["symbols"] if fit.numbers else [])], ")")
-    for name in fit.numbers.told:
+    for name in fit.numbers.unbacked:
         printer.line(f"{name} = symbols[{name!r}]")
 
 
 def _print_given(
     printer: Printer, writes: DifferentiableWrites, primals: Sequence[str], hooks: HookPlan
 ) -> list[str]:
-    """Print how the region's arguments are prepared; returns expressions for them."""
+    """Print the preparation of the region's arguments; returns expressions for them."""
     _print_before_writes(printer, writes, primals)
     given = list(primals)
     for idx in hooks.detached:
@@ -169,9 +169,9 @@ def _print_before_writes(printer: Printer, writes: DifferentiableWrites, primals
 
 @contextmanager
 def _missing_places_miss(printer: Printer) -> Generator[None]:
-    """Inside, reads of places are printed; the artifact does not fit if a place is gone.
+    """A block in which places are read; the call returns `MISS` if one does not exist.
 
-    A `TypeError` comes from None, or from an object without items, in the place of a container.
+    `TypeError` is for None, or another object without items, where there was a container.
     """
     with printer.block("try:"):
         yield
@@ -180,7 +180,7 @@ def _missing_places_miss(printer: Printer) -> Generator[None]:
 
 
 def _miss_unless(printer: Printer, conditions: Sequence[str]) -> None:
-    """Print a return of `MISS` for when any of `conditions` fails; they are tested in order."""
+    """Print that `MISS` is returned if any of `conditions`, tested in order, is false."""
     if not conditions:
         return
     miss = f"return {printer.bind('MISS', MISS)}"
@@ -196,7 +196,7 @@ def _miss_unless(printer: Printer, conditions: Sequence[str]) -> None:
 
 
 def _print_arguments(printer: Printer, fit: Guards) -> None:
-    """Bind every tensor among the arguments to its variable; check structure and constants."""
+    """Print that each tensor among the arguments is bound to its variable, with guards on their structure."""
     arguments = fit.arguments
     printer.comment("arguments")
     args_spec, kwargs_spec = tree_children(arguments.spec)
@@ -240,7 +240,7 @@ def _print_nested_arguments(printer: Printer, fit: Guards) -> None:
 
 
 def _same(printer: Printer, place: str, value: Any, hint: str) -> str:
-    """A condition: is the constant at `place` still `value`?"""
+    """The condition that the constant at `place` is still `value`."""
     if value is None or isinstance(value, bool):
         return f"{place} is {value}"
     expected = printer.bind(f"{hint} at capture", value)
@@ -263,7 +263,7 @@ def _print_held(printer: Printer, held: Sequence[Held], bind: Callable[[str, Any
 
 
 def _print_sizes(printer: Printer, fit: Guards, primals: Sequence[str]) -> None:
-    """Bind each symbol to a variable of its name, and test what has to hold of them."""
+    """Print that each symbol is bound to a variable of its name, with guards on the symbols."""
     if not fit.numbers:
         return
     sizes, symbols = fit.numbers.sizes, fit.numbers.symbols()
@@ -279,26 +279,26 @@ def _print_sizes(printer: Printer, fit: Guards, primals: Sequence[str]) -> None:
 
 
 def _print_bases(printer: Printer, fit: Guards) -> None:
-    """Bind every base to its variable: None where inputs do not share memory as they did at capture."""
+    """Print that each base is bound to its variable, which fails if inputs share memory in another way."""
     distinct, new = fit.distinct_variables(), iter(fit.base_variables)
     plains = list(map(print_plains, fit.facts.recipes, fit.primal_variables()))
     if len(fit.bases.bases):
         printer.comment("memory that inputs share")
     names = [next(new) if fit.bases.is_new(at) else "" for at in fit.bases.bases.indices()]
-    # The bases of views first: spans of them may be asked for.
+    # Bases of views come first, as spans may contain them.
     for name, base in sorted(
         zip(names, fit.bases.bases, strict=True), key=lambda pair: isinstance(pair[1], Span)
     ):
         match base:
             case Span(members=members, numel=numel, dtype=dtype):
-                lies = [plains[fit.bases.place(member)][member.leaf] for member in members]
+                inside = [plains[fit.bases.position(member.input)][member.leaf] for member in members]
                 kind = printer.bind(str(dtype).removeprefix("torch."), dtype)
-                span = printer.call(span_over, sequence(lies), base.offsets(), numel, kind)
+                span = printer.call(span_over, sequence(inside), base.offsets(), numel, kind)
                 printer.line(f"{name} = {span}")
             case ViewBase(views=views, offsets=offsets, itself=itself, creations=creations):
-                known = "None" if itself is None else distinct[itself]
-                shown = sequence([distinct[view] for view in views])
-                made = printer.call(base_of, shown, offsets, printer.bind("creations", creations), known)
+                expected = "None" if itself is None else distinct[itself]
+                inside = sequence([distinct[view] for view in views])
+                made = printer.call(base_of, inside, offsets, printer.bind("creations", creations), expected)
                 if itself is None:
                     printer.line(f"{name} = {made}")
                     _miss_unless(printer, [f"{name} is not None"])
@@ -311,23 +311,24 @@ def _print_bases(printer: Printer, fit: Guards) -> None:
 def _conditions(
     printer: Printer, fit: Guards, bind: Callable[[str, Any], str], *, changes_arguments: bool
 ) -> list[str]:
-    """Everything that must be as it was at capture; what is cheap, and likely to differ, comes first."""
-    conditions = [f"{printer.bind('modes_hold', ambient_guard(fit.around.ambient))}()"]
+    """The guards, as expressions; those that are cheap and likely to fail come first."""
+    conditions = [f"{printer.bind('modes_hold', ambient_guard(fit.environment.ambient))}()"]
     if changes_arguments:
-        conditions.append(printer.call(are_apart, "args", "kwargs"))
-    for source, value in fit.around.identities:
+        conditions.append(printer.call(are_distinct, "args", "kwargs"))
+    for source, value in fit.environment.identities:
         expected = printer.bind(f"{source.path} at capture", value)
         conditions.append(f"{source.expression(bind)} is {expected}")
     conditions += [
-        f"{source.expression(bind)} is {first.expression(bind)}" for source, first in fit.around.again
+        f"{source.expression(bind)} is {first.expression(bind)}"
+        for source, first in fit.environment.same_objects
     ]
-    for source, value in fit.around.constants:
+    for source, value in fit.environment.constants:
         conditions.append(_same(printer, source.expression(bind), value, source.path))
     for count in fit.numbers.counts:
         name = count.kind.__name__
         kind = name if count.kind in (int, float) else printer.bind(name, count.kind)
         conditions.append(f"type({count.name}) is {kind}")
-    conditions += [f"{printer.bind(name, function)}()" for name, function in fit.around.holds]
+    conditions += [f"{printer.bind(name, function)}()" for name, function in fit.environment.holds]
     for idx, primal in fit.dedupe.source.enumerate():
         if fit.dedupe.kept[primal] != idx:
             conditions.append(f"{fit.variables[idx]} is {fit.variables[fit.dedupe.kept[primal]]}")
@@ -350,7 +351,7 @@ def _conditions_of_autograd(fit: Guards) -> Iterator[str]:
 
 
 def _conditions_on_data(printer: Printer, fit: Guards) -> Iterator[str]:
-    """What the program chose by; it may depend on symbols, which are bound before."""
+    """The guards on data that the program branched on; they may read symbols, which are bound before."""
     names = fit.primal_variables()
     for guard in fit.facts.data_guards:
         plains = [print_plains(fit.facts.recipes[idx], names[idx])[leaf] for idx, leaf in guard.of]
@@ -366,33 +367,33 @@ def _storage_conditions(printer: Printer, fit: Guards) -> Iterator[str]:
 
 
 def _tensor_conditions(printer: Printer, fit: Guards) -> list[str]:
-    """Type and metadata of every tensor; of a wrapper also its context and what is beneath it."""
+    """Guards on type and metadata of every tensor, and on the context of wrappers and the tensors inside."""
     names = fit.primal_variables()
     check = tensor_check(list(fit.examples), list(fit.facts.recipes))
     conditions = [f"{printer.bind('fits', check.check)}({', '.join(names)})"]
     plains: dict[int, str] = {}
     examples: list[torch.Tensor] = []
-    beneath_all: list[Recipe] = []
+    recipes: list[Recipe] = []
     for name, example, recipe in zip(names, fit.examples, fit.facts.recipes, strict=True):
         if isinstance(recipe, Wrapper):
             conditions += _same_contexts(printer, name, example, recipe)
             parts = zip(print_plains(recipe, name), plain_tensors(example), leaves(recipe), strict=True)
-            for plain, beneath, (_, leaf) in parts:
-                if id(beneath) in plains:  # the check wants different objects
-                    conditions.append(f"{plain} is {plains[id(beneath)]}")
+            for plain, inside, (_, leaf) in parts:
+                if id(inside) in plains:  # the C++ check takes different objects
+                    conditions.append(f"{plain} is {plains[id(inside)]}")
                 else:
-                    plains[id(beneath)] = plain
-                    examples.append(beneath)
-                    beneath_all.append(leaf)
+                    plains[id(inside)] = plain
+                    examples.append(inside)
+                    recipes.append(leaf)
     if plains:
-        check = printer.bind("plain_fits", tensor_check(examples, beneath_all).check)
+        check = printer.bind("plain_fits", tensor_check(examples, recipes).check)
         conditions.append(f"{check}({', '.join(plains.values())})")
         conditions += _same_rows_conditions(printer, fit, names)
     return conditions if names else []
 
 
 def _same_rows_conditions(printer: Printer, fit: Guards, names: Sequence[str]) -> Iterator[str]:
-    """That jagged tensors, and offsets, which belonged together at capture do so still."""
+    """The guards that jagged tensors (and offsets) which had the same rows at capture still do."""
     together: dict[int, list[str]] = {}
     for name, example in zip(names, fit.examples, strict=True):
         if (number := rows_of(example)) is not None:
@@ -403,9 +404,9 @@ def _same_rows_conditions(printer: Printer, fit: Guards, names: Sequence[str]) -
 
 
 def _same_contexts(printer: Printer, name: str, example: torch.Tensor, recipe: Wrapper) -> Iterator[str]:
-    """That a wrapper has the same context and constants, and that wrappers inside have the same class."""
+    """The guards on the context and constants of a wrapper, and on the classes of wrappers inside it."""
     yield _same_context(printer, name, example, recipe)
-    # A rule that has a context of its own puts into it all that there is to compare.
+    # A rule with a context of its own includes the constants in it.
     compares_all = type(wrapper_rule(recipe.cls)).context_of is not WrapperRule.context_of
     for attribute, part in recipe.attributes:
         place = f"{name}.{attribute}"
@@ -427,7 +428,7 @@ def _same_context(printer: Printer, name: str, example: torch.Tensor, recipe: Wr
 
 
 def _alone_condition(printer: Printer, fit: Guards, with_history: Collection[PrimalIdx]) -> str:
-    """That `put` can write each input that is written with history, without its base."""
+    """The guard that `put` can write each input that is written with history, without its base."""
     names, views = fit.primal_variables(), fit.bases.views()
     others = [at for at in fit.slots.indices() if at not in views and at not in with_history]
     given = (sequence([names[at] for at in group]) for group in (with_history, others))
@@ -435,7 +436,7 @@ def _alone_condition(printer: Printer, fit: Guards, with_history: Collection[Pri
 
 
 def _overlap_conditions(printer: Printer, fit: Guards) -> Iterator[str]:
-    """That no more inputs share memory with one that is written than did at capture."""
+    """The guards that written inputs share memory only with those that they shared it with at capture."""
     names = fit.primal_variables()
     plains = Row[PrimalIdx, Sequence[str]](
         print_plains(recipe, name) for recipe, name in zip(fit.facts.recipes, names, strict=True)
@@ -447,7 +448,7 @@ def _overlap_conditions(printer: Printer, fit: Guards) -> Iterator[str]:
     elsewhere = [plain for idx, found in apart.items() if not fit.bases.is_span(idx) for plain in found]
     spans = [base for base in fit.bases.bases if isinstance(base, Span)]
     for span in reversed(spans):
-        members = [plains[fit.bases.place(member)][member.leaf] for member in span.members]
+        members = [plains[fit.bases.position(member.input)][member.leaf] for member in span.members]
         if elsewhere:
             yield printer.call(are_outside, sequence(elsewhere), sequence(members))
         elsewhere += members

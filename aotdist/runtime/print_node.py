@@ -1,4 +1,4 @@
-"""Prints the autograd node around one compiled forward and backward; `plan.py` has its plan."""
+"""Prints the autograd node around a compiled forward and backward, from its plan (`plan.py`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from aotdist.runtime.backward import Backward
 from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import let_go, run_once
 from aotdist.runtime.plan import NodePlan, saved_beside
-from aotdist.runtime.printer import Printer, Told, print_size, print_step, remark, sequence
+from aotdist.runtime.printer import Printer, Unbacked, print_size, print_step, remark, sequence
 from aotdist.runtime.tangent import Tangent, TangentMismatch, rebuilt
 from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import Expression, NumberStep, concrete, is_symbolic
@@ -30,7 +30,7 @@ from aotdist.torch_seam.tensors import counter_of, set_versions
 
 
 def print_plains(recipe: Recipe, name: str) -> list[str]:
-    """Expressions for the plain tensors beneath the variable `name`; each is evaluated once."""
+    """Expressions for the plain tensors inside the variable `name`."""
     match recipe:
         case Plain():
             return [name]
@@ -41,7 +41,7 @@ def print_plains(recipe: Recipe, name: str) -> list[str]:
 
 
 def print_rebuild(printer: Printer, recipe: Recipe, plains: list[str], hint: str) -> str:
-    """An expression for the tensor that `recipe` puts together from `plains`."""
+    """An expression for the tensor that `recipe` makes of `plains`."""
     if isinstance(recipe, Plain):
         return plains[0]
     if is_symbolic(recipe) and _has_sizes(recipe):
@@ -50,7 +50,7 @@ def print_rebuild(printer: Printer, recipe: Recipe, plains: list[str], hint: str
 
 
 def _has_sizes(recipe: Recipe) -> bool:
-    """Whether a wrapper is made of numbers, too, and not only of what is in it."""
+    """Whether rebuilding a wrapper takes sizes, besides the tensors inside it."""
     is_wrapper = isinstance(recipe, Wrapper)
     return is_wrapper and (wrapper_rule(recipe.cls).sized or is_symbolic(recipe.context))
 
@@ -58,7 +58,7 @@ def _has_sizes(recipe: Recipe) -> bool:
 def print_results(
     printer: Printer, recipes: Sequence[Recipe], names: Iterable[str], hints: Sequence[str]
 ) -> list[str]:
-    """Expressions for the tensors that `recipes` put together from consecutive `names`."""
+    """Expressions for the tensors that `recipes` make of consecutive `names`."""
     remaining = iter(names)
     return [
         print_rebuild(printer, recipe, [next(remaining) for _ in leaves(recipe)], hint)
@@ -68,32 +68,32 @@ def print_results(
 
 @dataclass(frozen=True, slots=True)
 class ForwardPrinter:
-    """How the forward graph of a region runs, for the code that runs it.
+    """Prints the call of a forward or inference graph.
 
     Args:
         printer: where to print.
         names: a variable for each primal.
-        symbols: the symbols' names; their values are one more argument, a dictionary.
-        told: symbols that are added to that dictionary once the graph has run.
+        symbols: names of the symbols, whose values are one more argument: a dictionary.
+        unbacked: symbols that are added to that dictionary once the graph has run.
         call: plain inputs, sizes -> results, then saved values.
     """
 
     printer: Printer
     names: Sequence[str]
     symbols: Sequence[str]
-    told: Told
+    unbacked: Unbacked
     call: BoxedCall
 
     def parameters(self) -> list[str]:
-        """What the printed function takes."""
+        """The parameters of the printed function."""
         return [*self.names, "symbols"] if self.all_symbols() else list(self.names)
 
     def all_symbols(self) -> list[str]:
-        """The symbols, and those that the graph tells."""
-        return [*self.symbols, *self.told]
+        """The symbols, then the unbacked ones."""
+        return [*self.symbols, *self.unbacked]
 
     def print_run(self, inside: InsidePlans, sizes: Sequence[Expression]) -> list[str]:
-        """Print the call of the graph, the writes, and what is told; returns the plain inputs."""
+        """Print the call of the graph, the writes, and the unbacked symbols; returns the plain inputs."""
         printer, unwrap, writes, rng = self.printer, inside.unwrap, inside.writes, inside.rng
         _print_symbols(printer, self.symbols, "symbols")
         pairs = zip(unwrap.ins, self.names, strict=True)
@@ -109,7 +109,7 @@ class ForwardPrinter:
                     printer.line(_write(printer, plains[plain], f"results[{position}]", bumps))
         for idx, count in unwrap.bumps:
             printer.line(printer.call(bump, self.names[idx], count))
-        _print_told(printer, self.told)
+        _print_unbacked(printer, self.unbacked)
         return plains
 
 
@@ -124,9 +124,9 @@ def print_node(
     """Print the class `Node`.
 
     Args:
-        region: how its forward runs.
+        region: prints the call of its forward.
         plan: how tensors pass through the node.
-        backward: what runs in the backward; called itself for what is no ordinary request.
+        backward: runs every backward but that of all results in one go, which is printed.
         changes: what the backward changes in Python.
         has_classes: whether inputs have a `__torch_function__`, which must not be called.
     """
@@ -134,12 +134,11 @@ def print_node(
     with printer.block(f"class Node({printer.bind('Function', node_base())}):"):
         _print_forward(region, plan)
         printer.line()
-        quiet = print_classes_off(printer) if has_classes else nullcontext()
+        classes_off = print_classes_off(printer) if has_classes else nullcontext()
         tangents = [f"t{idx}" for idx in plan.outs.indices()]
         printer.line("@staticmethod")
-        with printer.block(f"def backward(ctx, {', '.join(tangents)}):"), quiet:
-            _print_backward(printer, tangents, region.all_symbols(), plan, backward)
-            _print_gradients(printer, plan, backward.after, changes, has_symbols=bool(region.all_symbols()))
+        with printer.block(f"def backward(ctx, {', '.join(tangents)}):"), classes_off:
+            _print_backward(printer, tangents, region.all_symbols(), plan, backward, changes)
     printer.line()
 
 
@@ -151,14 +150,14 @@ def print_inference(
     views: frozenset[int],
     recorded: bool,
 ) -> None:
-    """Print the function `region`: like the node's forward, without a node.
+    """Print the function `region`, which runs an inference graph: the node's forward without a node.
 
     Args:
-        region: how it runs.
-        inside: what is done around the graph.
+        region: prints the call of the graph.
+        inside: the convention layers around the graph.
         sizes: the numbers that the graph takes.
-        views: results that are made as views, see `aotdist.runtime.plan.result_views`.
-        recorded: whether autograd has to be switched off, or it would record the graph's operations.
+        views: results that have to be detached, see `aotdist.runtime.plan.result_views`.
+        recorded: whether autograd would record the graph's operations, and has to be switched off.
     """
     printer, recipes = region.printer, list(inside.unwrap.outs)
     printer.spread("def region(", region.parameters(), "):")
@@ -175,14 +174,14 @@ def print_inference(
 
 
 def _print_versions(printer: Printer, versions: Mapping[NodeOutIdx, int]) -> None:
-    """Print that the version counters of outputs are set to how often the program wrote them."""
+    """Print that the version counters of outputs are set to the number of writes in the program."""
     if versions:
         outs, counts = sequence([f"o{idx}" for idx in versions]), tuple(versions.values())
         printer.line(printer.call(set_versions, outs, counts))
 
 
 def _values(writes: PlainWrites, views: frozenset[int]) -> list[str]:
-    """Expressions for the results that are not new values of inputs."""
+    """Expressions for the results that come before the new values of inputs."""
     return [f"results[{k}]{'.detach()' if k in views else ''}" for k in range(writes.num_values)]
 
 
@@ -215,11 +214,11 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
             printer.spread("ctx.versions = (", [_version(printer, plan, names, idx) for idx in kept], ",)")
         if region.all_symbols():
             printer.line("ctx.symbols = symbols")
-        late = plan.backward_writes
-        if late.plains:
-            printer.line(f"ctx.written = {sequence([plains[idx] for idx in late.plains])}")
-        if late.wrappers:
-            printer.line(f"ctx.bumped = {sequence([names[idx] for idx in late.wrappers])}")
+        writes = plan.backward_writes
+        if writes.plains:
+            printer.line(f"ctx.written = {sequence([plains[idx] for idx in writes.plains])}")
+        if writes.wrappers:
+            printer.line(f"ctx.bumped = {sequence([names[idx] for idx in writes.wrappers])}")
         printer.line("ctx.set_materialize_grads(False)")
         if wrappers := plan.saved.wrappers:
             noted = [f"({names[idx]}, {names[idx]}._version)" for idx in wrappers.ins]
@@ -248,14 +247,19 @@ def _version(printer: Printer, plan: NodePlan, names: Sequence[str], idx: Primal
 
 
 def print_classes_off(printer: Printer) -> AbstractContextManager[None]:
-    """What is printed inside calls no `__torch_function__`: the program's calls of it happened at capture."""
+    """A block that calls no `__torch_function__`: the trace contains what those calls did."""
     return printer.block(f"with {printer.call(class_functions_off)}:")
 
 
 def _print_backward(
-    printer: Printer, names: Sequence[str], symbols: Sequence[str], plan: NodePlan, backward: Backward
+    printer: Printer,
+    names: Sequence[str],
+    symbols: Sequence[str],
+    plan: NodePlan,
+    backward: Backward,
+    changes: EffectLog,
 ) -> None:
-    """Print how the graph of the backward runs, or another in its place."""
+    """Print the call of the backward graph, and when `Backward` runs another in its place."""
     if wrappers := plan.saved.wrappers:
         printer.line(printer.call(check_unwritten, "ctx.wrappers", printer.bind("WRAPPERS", wrappers.names)))
     if plan.backward_writes.once:
@@ -288,6 +292,7 @@ def _print_backward(
     if plan.saved.frees:
         printer.line(printer.call(let_go, "ctx"))
     printer.line(f"results = {printer.bind('BACKWARD', backward.backwards.of_all())}(args)")
+    _print_gradients(printer, plan, backward.after, changes, has_symbols=bool(symbols))
 
 
 def _print_gradients(
@@ -298,22 +303,20 @@ def _print_gradients(
     *,
     has_symbols: bool,
 ) -> None:
-    """Print what is done with the results of the backward's graph."""
-    if plan.shares:
-        return  # another way was taken
+    """Print what is done with the results of the backward graph."""
     grads = [recipe for recipe in plan.grads if recipe is not None]
     count = sum(1 for recipe in grads for _ in leaves(recipe))
-    late = plan.backward_writes
-    for offset, bumps in enumerate(late.bumps(late.counts)):
+    writes = plan.backward_writes
+    for offset, bumps in enumerate(writes.bumps(writes.counts)):
         printer.line(_write(printer, f"ctx.written[{offset}]", f"results[{count + offset}]", bumps))
-    for offset, idx in enumerate(late.wrappers):
-        printer.line(printer.call(bump, f"ctx.bumped[{offset}]", late.counts[idx]))
+    for offset, idx in enumerate(writes.wrappers):
+        printer.line(printer.call(bump, f"ctx.bumped[{offset}]", writes.counts[idx]))
     built = iter(
         print_results(printer, grads, [f"results[{k}]" for k in range(count)], ["grad"] * len(grads))
     )
     if after is not None:
         printer.line(f"{printer.bind('after_backward', after)}()")
-    first = count + len(late.plains)
+    first = count + len(writes.plains)
     plains = (f"results[{k}]" for k in itertools.count(first))
     if changes:
         kept = print_results(printer, changes.kept, plains, ["kept"] * len(changes.kept))
@@ -328,7 +331,7 @@ def _print_gradients(
 def _print_other_ways(
     printer: Printer, names: Sequence[str], symbols: Sequence[str], plan: NodePlan, returned: str
 ) -> None:
-    """Print when the backward is not that of all results, run in one go for gradients as they are assumed."""
+    """Print `returned` for requests other than all results in one go, with tangents as the trace assumed."""
     pairs = list(zip((names[idx] for idx in plan.differentiable()), plan.tangents, strict=True))
     conditions = [printer.call(torch.is_grad_enabled)]
     conditions += [_differs(printer, name, tangent) for name, tangent in pairs]
@@ -348,7 +351,7 @@ def _print_other_ways(
 
 
 def _differs(printer: Printer, name: str, tangent: Tangent) -> str:
-    """Whether a gradient is missing, or is known not to be as the graph takes it."""
+    """The condition that a tangent is missing, or no plain tensor where the graph takes one."""
     recipe = tangent.recipe
     if not isinstance(recipe, Plain) or not tangent.is_any_plain():
         return f"{name} is None"
@@ -358,7 +361,7 @@ def _differs(printer: Printer, name: str, tangent: Tangent) -> str:
 
 
 def _lies_as_assumed(printer: Printer, name: str, recipe: Wrapper) -> str:
-    """Whether what lies inside of a gradient has the strides that the trace assumed."""
+    """The condition that the tensors inside a tangent have the strides that the trace assumed."""
     strides = tuple(leaf.stride for _, leaf in leaves(recipe))
     plains = wrapper_rule(recipe.cls).unwrap_source(name, recipe)
     found = sequence([f"{plain}.stride()" for plain in plains])
@@ -367,7 +370,7 @@ def _lies_as_assumed(printer: Printer, name: str, recipe: Wrapper) -> str:
 
 
 def _print_symbols(printer: Printer, symbols: Sequence[str], place: str) -> None:
-    """Bind each symbol to a variable of its name, and all of them to `symbols`."""
+    """Print that each symbol is bound to a variable of its name, and all of them to `symbols`."""
     if not symbols:
         return
     if place != "symbols":
@@ -375,9 +378,9 @@ def _print_symbols(printer: Printer, symbols: Sequence[str], place: str) -> None
     printer.line(f"{sequence(list(symbols))} = symbols.values()")
 
 
-def _print_told(printer: Printer, told: Told) -> None:
-    """Read numbers that depend on data off the results that hold them, and compute what follows."""
-    for name, one in told.items():
+def _print_unbacked(printer: Printer, unbacked: Unbacked) -> None:
+    """Print that numbers that depend on data are read from results, or computed from such numbers."""
+    for name, one in unbacked.items():
         value = print_step(printer, one) if isinstance(one, NumberStep) else f"results[{one}].item()"
         printer.line(f"{name} = symbols[{name!r}] = {value}")
 

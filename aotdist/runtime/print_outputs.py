@@ -1,4 +1,4 @@
-"""Prints what happens to the node's values outside of it: inputs are written, outputs made, and returned."""
+"""Prints what is done with the values that the node returns: write inputs, make outputs, return them."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ from aotdist.sizes import concrete, is_symbolic
 
 
 def print_write(printer: Printer, primals: Sequence[str], write: tuple[PrimalIdx, NodeOutIdx, int]) -> None:
-    """Print that an input is given a new value with a history."""
+    """Print that an input gets a new value with a history."""
     primal, value, bumps = write
     printer.line(printer.call(put, primals[primal], f"values[{value}]", bumps))
 
 
 def print_steps(printer: Printer, gates: Gates, primals: Sequence[str], do: Callable[[Action], None]) -> None:
-    """Print what happens outside of a node whose results pass gates."""
+    """Print the steps outside of a node whose results pass gates."""
     printer.line("values = list(values)")
     before = "None"
     for step in gates.steps:
@@ -91,17 +91,17 @@ def action_printer(
     modes: Ambient,
     bind: Callable[[str, Any], str],
 ) -> Callable[[Action], None]:
-    """What prints one thing that is done outside: an output is made, each once, or an input written.
+    """A function that prints one action of the epilogue; it makes each output once.
 
     Args:
         printer: where to print.
-        epilogue: what the outputs are.
-        primals: variables that hold the inputs.
+        epilogue: the outputs and actions.
+        primals: the variables of the inputs.
         modes: those of the call.
-        bind: names the object that a place begins at.
+        bind: names the root object of a place.
     """
     printed: set[OutIdx] = set()
-    made: dict[int, str] = {}
+    made: dict[int, str] = {}  # variables of common view steps, by serial number
 
     def make(idx: OutIdx) -> None:
         fact = epilogue.outputs[idx]
@@ -142,7 +142,7 @@ def _print_rewrite(printer: Printer, change: MetadataWrite, at: Callable[[Place]
 
 
 def _at(printer: Printer, place: Place, primals: Sequence[str], modes: Ambient, made: dict[int, str]) -> str:
-    """An expression for one tensor; bases that several may share are printed before, once."""
+    """An expression for one tensor; view steps that several tensors share are printed before it, once."""
     match place:
         case Fresh(value=value):
             return f"values[{value}]"
@@ -211,14 +211,14 @@ def print_return(
     variables: Sequence[str],
     bind: Callable[[str, Any], str],
 ) -> None:
-    """Print the user's result, and what the program assigns.
+    """Print the user's result, and the program's effects in Python.
 
     Args:
         printer: where to print.
-        returned: how the result is put together, and what is assigned.
+        returned: how the result is put together, and the effects.
         outputs: what the outputs are.
-        variables: hold the inputs.
-        bind: names the object that a place begins at.
+        variables: the variables of the inputs.
+        bind: names the root object of a place.
     """
     names = [_name_of_output(idx, fact) for idx, fact in outputs.enumerate()]
 
@@ -232,7 +232,7 @@ def print_return(
         if not isinstance(outputs[OutIdx(shown.out)], IsInput):
             _print_shown(printer, shown)
     result = print_tree(printer, returned.spec, iter(names))
-    if returned.shares:  # objects in it may be in other places as well, which are assigned before
+    if returned.shares:  # objects in it may also be assigned to places, so they are made before that
         printer.line(f"result = {result}")
         result = "result"
     _print_changes(printer, returned.log, bind, leaf)
@@ -243,17 +243,17 @@ def print_return(
 
 
 def _name_of_output(idx: OutIdx, fact: OutputFact) -> str:
-    """The variable of an output; of an object in its second place, that of the object."""
+    """The variable of an output; for an object that was printed before, the object's variable."""
     if isinstance(fact, NotATensor) and isinstance(fact.value, MadeObject):
         return f"made_{fact.value.number}"
     return f"o{idx}"
 
 
 def _print_prints(printer: Printer, log: EffectLog, leaf: Callable[[Any], str]) -> None:
-    """Print that what a program prints is printed; `leaf` spells a leaf of a value."""
+    """Print the calls of `print` and of loggers; `leaf` gives the expression of a leaf of a value."""
     for each in log.prints():
-        given = print_tree(printer, each.given.spec, map(leaf, each.given.leaves))
-        printer.line(f"{printer.bind('printed', each.make)}({given})")
+        printed = print_tree(printer, each.given.spec, map(leaf, each.given.leaves))
+        printer.line(f"{printer.bind('printed', each.make)}({printed})")
 
 
 def _print_changes(
@@ -279,7 +279,7 @@ def _print_changes(
 
 
 def _print_shown(printer: Printer, shown: Shown) -> None:
-    """Print that an output gets its class and attributes."""
+    """Print that the class and attributes of an output are set."""
     values = [
         f"{name!r}: {print_tree(printer, spec, map('o{}'.format, itertools.count(first)))}"
         for name, spec, first in shown.attributes

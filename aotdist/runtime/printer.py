@@ -1,7 +1,7 @@
-"""Prints straight-line Python, and the objects that it names, into one namespace.
+"""Prints straight-line Python, with the objects that it names, and loads it.
 
-Composed closures cost 30-200 us a call for 300 arguments; the same steps printed as one function
-cost about 6, and the user can read them (`compiled.source`).
+Composed closures take 30 to 200 us a call for 300 arguments; the same steps printed as one function take
+about 6, and the user can read them (`compiled.source`).
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _OWN_NAMES = frozenset(
         *("AttributeError", "IndexError", "KeyError"),
     }
 )
-"""Names of printed functions, of their variables, and of what they call; the user may have such names too."""
+"""Names that printed functions use, which names of the user's must not hide."""
 _OWN_NUMBERED = re.compile(r"(?:constant_|held_|kept_|made_|o|t)\d+")
 
 
 class Printer:
-    """Collects lines and bound objects; `load` turns them into a function.
+    """Collects lines and the objects that they name; `load` makes a function of them.
 
     Args:
-        variables: names that the printed functions use for their own variables.
+        variables: further variables of the printed functions.
     """
 
     def __init__(self, variables: Iterable[str]) -> None:
@@ -52,7 +52,7 @@ class Printer:
         """Append one line at the current indentation.
 
         Raises:
-            InternalError: it is several: a name that the user or a file chose would be code.
+            InternalError: it has a line break: a name from the user or a file could then become code.
         """
         if "\n" in text or "\r" in text:
             raise InternalError(f"{text!r} is printed as a line", stage="runtime")
@@ -81,14 +81,14 @@ class Printer:
 
     @contextlib.contextmanager
     def block(self, head: str) -> Generator[None]:
-        """A line that opens a block, and the block's indentation."""
+        """Print `head`, and indent what is printed inside."""
         self.line(head)
         with self.indented():
             yield
 
     @contextlib.contextmanager
     def indented(self) -> Generator[None]:
-        """What is printed inside stands one level deeper."""
+        """Indent what is printed inside."""
         self._indent += 1
         try:
             yield
@@ -96,15 +96,15 @@ class Printer:
             self._indent -= 1
 
     def bind(self, hint: str, value: Any) -> str:
-        """A global name for `value`; the same object has one name."""
+        """The global name of `value`, one for each object."""
         return self._bindings.name(value, like=f"global_{hint}" if _OWN_NUMBERED.fullmatch(hint) else hint)
 
     def call(self, function: Callable[..., Any], *args: object) -> str:
-        """An expression that calls a function, under its own name, with these expressions."""
+        """An expression that calls a function, by its own name, with argument expressions."""
         return f"{self.bind(function.__name__.lstrip('_'), function)}({', '.join(map(str, args))})"
 
     def concrete(self, hint: str, value: Any) -> str:
-        """An expression for `value`; if there are symbols in it, with the numbers of the call instead."""
+        """An expression for `value`, with the numbers of the call in place of symbols."""
         name = self.bind(hint, value)
         return self.call(concrete, name, "symbols") if is_symbolic(value) else name
 
@@ -113,12 +113,12 @@ class Printer:
         return "\n".join(self._lines) + "\n"
 
     def load(self, function: str, label: str) -> Callable[..., Any]:
-        """Run what was printed and return its `function`. Tracebacks show the printed lines."""
+        """Execute what was printed and return its `function`; tracebacks show the printed lines."""
         return load_function(self.source(), function, self._bindings.values(), label)
 
 
 def remark(text: str) -> str:
-    """A comment behind a line; newlines in `text` are flattened."""
+    """A comment at the end of a line; newlines in `text` are flattened."""
     return f"  # {' '.join(text.split())}"
 
 
@@ -127,17 +127,18 @@ def sequence(items: list[str]) -> str:
     return f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
 
 
-Told: TypeAlias = Mapping[str, int | NumberStep]
-"""Unbacked symbols: the position of the result that holds each, or how Python computes it."""
+Unbacked: TypeAlias = Mapping[str, int | NumberStep]
+"""Unbacked symbols (numbers that depend on data): the position of the result that holds each, or how Python
+computes it."""
 
 
 def print_step(printer: Printer, step: NumberStep) -> str:
-    """An expression for a number that Python computes."""
+    """The expression of a number that Python computes."""
     return printer.call(step.function, *(print_size(printer, arg) for arg in step.args))
 
 
 def print_size(printer: Printer, size: Expression) -> str:
-    """An expression of sizes, with what it names bound."""
+    """The expression of a number, with the modules that it names bound."""
     for name, value in SCOPE.items():
         if f"{name}." in size:
             bound = printer.bind(name, value)
@@ -162,7 +163,7 @@ def variable_names(paths: Iterable[str], reserved: Iterable[str]) -> list[str]:
 def binder(
     printer: Printer, variables: Sequence[str], held: Sequence[Held] = ()
 ) -> Callable[[str, Any], str]:
-    """What names the objects that places begin at: a global, the variable of an argument, or all of them."""
+    """What names the root objects of places: a global for each, or the variable of an argument."""
     names = {each: f"held_{position}" for position, each in enumerate(held)}
 
     def bind(hint: str, value: Any) -> str:
@@ -178,7 +179,7 @@ def binder(
 
 
 def print_tree(printer: Printer, spec: pytree.TreeSpec, names: Iterator[str]) -> str:
-    """The user's result as an expression, its leaves called `names`: built-in containers are spelled out."""
+    """The expression of a value with this structure and with leaves `names`."""
     if spec.is_leaf():
         return next(names)
     if spec.type in (tuple, list):
@@ -202,7 +203,7 @@ def print_tree(printer: Printer, spec: pytree.TreeSpec, names: Iterator[str]) ->
 
 
 def print_literal(printer: Printer, value: Any) -> str:
-    """`value` spelled out, where Python can, else a name for it."""
+    """The literal of `value`, if Python has one, else a global name."""
     if isinstance(value, ArgumentObject):
         return f"objects[{value.position}]"
     if isinstance(value, SYMBOLIC):

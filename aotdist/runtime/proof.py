@@ -1,7 +1,7 @@
-"""Proves with Z3 that the guards which a call is tested for imply all that was decided by symbolic sizes.
+"""Proves with Z3 that the guards on sizes imply every decision that the trace made by symbolic sizes.
 
-Guards are simplified, and what follows from others is dropped: a mistake there would let a program run on
-sizes that it was not traced for. The proof reads the very expressions that the printed call tests.
+Guards are simplified, and implied ones dropped: a mistake there would let a program run on sizes that it was
+not traced for. The proof reads the same expressions that the printed call tests.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _TIMEOUT_MS = 10_000
 
 
 def prove_guards(sizes: Sizes, counts: Sequence[str] = ()) -> None:
-    """Look for sizes that pass the guards and break something that was decided.
+    """Look for sizes that pass the guards and contradict a decision of the trace.
 
-    What Z3 cannot express (a square root) or settle within ten seconds is taken as proved.
+    Decisions that Z3 cannot express (a square root), or settle within ten seconds, count as proved.
 
     Raises:
         BadSettings: Z3 is not installed.
@@ -51,7 +51,7 @@ def prove_guards(sizes: Sizes, counts: Sequence[str] = ()) -> None:
 
 
 def _formula(guard: Expression, scope: dict[str, Any]) -> Any:
-    """A guard as a formula; None for what Z3 cannot express. Sizes are positive: its `/` is Python's `//`."""
+    """A guard as a formula, or None if Z3 cannot express it. Of positive integers, its `/` is `//`."""
     spelled = guard.replace("//", "/")
     try:
         return None if spelled.count("/") != guard.count("//") else eval(spelled, {}, scope)

@@ -1,4 +1,4 @@
-"""What an artifact is specialised on, in words: to say why a call needed one more."""
+"""How calls of one function differ: sizes and numbers to make dynamic, and why one was compiled again."""
 
 from __future__ import annotations
 
@@ -18,51 +18,53 @@ from aotdist.subclasses.protocol import rule_of
 from aotdist.torch_seam.modes import class_functions_off, users_modes_off
 
 Changing: TypeAlias = dict[str, tuple[str | Source, bool]]
-"""Numbers that were seen to change, by path: its path or place, and whether a symbol can stand for it."""
+"""Numbers that were seen to change, by path: their path (of an argument) or place, and whether they can be
+symbols."""
 
 
 def changed_since(
     call: UserCall, artifacts: Sequence[Artifact], modes: Ambient, numbers: Changing
 ) -> tuple[dict[int, frozenset[int]], tuple[str | Source, ...]]:
-    """What differs, in what a call is given and finds, from what was compiled so far for these modes.
-
-    The dimensions of tensors, by the identity of the tensor, and numbers: the paths of those among the
-    arguments, and the places of others.
+    """The sizes and numbers of a call that differ from those of artifacts for the same modes.
 
     Args:
         call: the call.
         artifacts: what was compiled.
-        modes: those around the call.
+        modes: the modes around the call.
         numbers: those that are known to change.
+
+    Returns:
+        dimensions by the identity of their tensor, and numbers: the paths of those among the arguments, and
+        the places of others.
     """
-    alike = [artifact for artifact in artifacts if artifact.fit.around.ambient == modes]
-    if not alike and not numbers:
+    same_modes = [artifact for artifact in artifacts if artifact.fit.environment.ambient == modes]
+    if not same_modes and not numbers:
         return {}, ()
     with users_modes_off(), class_functions_off():
         try:
-            arguments, given, _ = read_arguments(call.args, call.kwargs)
-        except Exception:  # which is raised when it is compiled, where peers hear of it
+            arguments, flat, _ = read_arguments(call.args, call.kwargs)
+        except Exception:  # the compilation raises it again, and tells peers
             return {}, ()
-        tensors = dict(zip(arguments.tensor_paths(), given, strict=True))
+        tensors = dict(zip(arguments.tensor_paths(), flat, strict=True))
         dims: dict[int, frozenset[int]] = {}
-        for artifact in alike:
+        for artifact in same_modes:
             for path, found in _changed_dims(tensors, artifact):
                 key = id(tensors[path])
                 dims[key] = dims.get(key, frozenset()).union(found)
-    leaves = [{leaf.path: leaf for leaf in artifact.fit.arguments.leaves} for artifact in alike]
+    leaves = [{leaf.path: leaf for leaf in artifact.fit.arguments.leaves} for artifact in same_modes]
     constants = (leaf for leaf in arguments.leaves if isinstance(leaf, ConstantLeaf))
-    held = [leaf for leaf in constants if is_number(leaf.value)]
-    differ = [
+    changed = [
         one.path
-        for one in held
-        if one.path in numbers or any(_is_other(one, each.get(one.path)) for each in leaves)
+        for one in constants
+        if is_number(one.value)
+        and (one.path in numbers or any(_has_changed(one, each.get(one.path)) for each in leaves))
     ]
-    varying = (*differ, *_changed_places(alike, numbers))
+    varying = (*changed, *_changed_places(same_modes, numbers))
     return dims, tuple(one for one in varying if numbers.get(_path(one), (one, True))[1])
 
 
 def symbols_for(varying: Sequence[str | Source], artifact: Artifact) -> Changing:
-    """Numbers that were guessed to change, and whether the artifact has symbols for them."""
+    """Numbers that were guessed to change, with whether the artifact has symbols for them."""
     symbols = {leaf.path for leaf in artifact.fit.arguments.leaves if isinstance(leaf, NumberLeaf)}
     symbols |= {count.place.path for count in artifact.fit.numbers.counts}
     return {_path(one): (one, _path(one) in symbols) for one in varying}
@@ -73,7 +75,7 @@ def _path(number: str | Source) -> str:
 
 
 def _changed_places(artifacts: Sequence[Artifact], numbers: Changing) -> list[Source]:
-    """Places of numbers that are known to change, or are others by now than an artifact is for."""
+    """Places of numbers that are known to change, or differ from what an artifact is guarded on."""
     places = [one for one, _ in numbers.values() if isinstance(one, Source)]
     found = {place.spot(): place for place in places if is_number(place.read_or(None))}
     for artifact in artifacts:
@@ -84,8 +86,8 @@ def _changed_places(artifacts: Sequence[Artifact], numbers: Changing) -> list[So
     return list(found.values())
 
 
-def _is_other(number: ConstantLeaf, leaf: Leaf | None) -> bool:
-    """Whether a number is another than at the same place of another call, and of the same type."""
+def _has_changed(number: ConstantLeaf, leaf: Leaf | None) -> bool:
+    """Whether a number has the type, but not the value, that it had in another call."""
     if isinstance(leaf, NumberLeaf):
         return leaf.kind is type(number.value)
     known = leaf.value if isinstance(leaf, ConstantLeaf) else None
@@ -93,7 +95,7 @@ def _is_other(number: ConstantLeaf, leaf: Leaf | None) -> bool:
 
 
 def what_changed(artifact: Artifact, others: Sequence[Artifact]) -> str:
-    """The parts of the signature in which `artifact` differs from the artifacts before it."""
+    """The parts of the guards in which `artifact` differs from the artifacts before it, in words."""
     mine = _parts(artifact)
     changed: dict[str, None] = {}
     for other in others:
@@ -105,7 +107,7 @@ def what_changed(artifact: Artifact, others: Sequence[Artifact]) -> str:
 
 
 def what_helps(artifact: Artifact, others: Sequence[Artifact]) -> str:
-    """What a user may do about that: let sizes be symbolic, where these differ, or run such calls eagerly."""
+    """What a user can do about that: make the sizes that differ dynamic, or run such calls eagerly."""
     runs_eagerly = "`aotdist.disable()` runs such calls as they were written"
     marks = list(dict.fromkeys(mark for other in others for mark in _marks(artifact, other)))
     if not marks:
@@ -114,7 +116,7 @@ def what_helps(artifact: Artifact, others: Sequence[Artifact]) -> str:
 
 
 def _marks(artifact: Artifact, other: Artifact) -> Iterator[str]:
-    """How to mark the dimensions that differ between two artifacts, and may be symbolic."""
+    """The calls of `mark_dynamic` for the dimensions that differ between two artifacts."""
     if artifact.compilation.settings.dynamic or artifact.compilation.takes_no_symbols():
         return
     pairs = zip(artifact.fit.slots, artifact.fit.examples, strict=True)
@@ -123,14 +125,14 @@ def _marks(artifact: Artifact, other: Artifact) -> Iterator[str]:
 
 
 def _changed_dims(tensors: Mapping[str, torch.Tensor], other: Artifact) -> Iterator[tuple[str, list[int]]]:
-    """The dimensions of tensors, by path, that differ from those of an artifact, and may be symbolic."""
+    """The dimensions of tensors, by path, that differ from those of an artifact and can be symbolic."""
     for slot, example in zip(other.fit.slots, other.fit.examples, strict=True):
         if slot.path in tensors and (dims := _dims_that_differ(tensors[slot.path], example)):
             yield slot.path, dims
 
 
 def _dims_that_differ(one: torch.Tensor, other: torch.Tensor) -> list[int]:
-    """The dimensions that, with symbols for sizes, let both tensors be one; strides are free if a size is."""
+    """The dimensions that have to be symbolic for one program to take both tensors."""
     if one.dim() != other.dim():
         return []
     (shape, stride), (before, strides) = (rule_of(each).compared(each) for each in (one, other))
@@ -141,7 +143,7 @@ def _dims_that_differ(one: torch.Tensor, other: torch.Tensor) -> list[int]:
 
 def _parts(artifact: Artifact) -> dict[str, str]:
     fit = artifact.fit
-    parts = {f"{mode}": repr(value) for mode, value in fit.around.ambient._asdict().items()}
+    parts = {f"{mode}": repr(value) for mode, value in fit.environment.ambient._asdict().items()}
     for leaf in fit.arguments.leaves:
         if isinstance(leaf, (ConstantLeaf, CodeLeaf)):
             is_code = isinstance(leaf, CodeLeaf)
@@ -150,11 +152,11 @@ def _parts(artifact: Artifact) -> dict[str, str]:
         parts[f"what `{instance.path}` holds"] = f"{instance.cls.__name__}: {instance.spec}"
     for slot, example in zip(fit.slots, fit.examples, strict=True):
         parts[f"`{slot.path}`"] = _describe(example)
-    for _, holds in fit.around.holds:
+    for _, holds in fit.environment.holds:
         parts |= holds.described() if isinstance(holds, ModuleGuard) else {}
-    for source, value in fit.around.constants:
+    for source, value in fit.environment.constants:
         parts[f"`{source.path}`"] = repr(value)
-    for source, first in fit.around.again:
+    for source, first in fit.environment.same_objects:
         parts[f"what `{source.path}` is"] = f"`{first.path}`"
     return parts
 

@@ -1,4 +1,4 @@
-"""Converts a tangent that arrives to what the backward graph was compiled for."""
+"""Converts a tangent to the arguments that a backward graph was compiled for."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from aotdist.torch_seam.modes import class_functions_off
 
 
 class TangentMismatch(UnsupportedProgram):
-    """A gradient is another kind of tensor than what the backward was compiled for."""
+    """A tangent is another kind of tensor than the backward was compiled for."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tangent:
-    """What the backward graph takes for one differentiable output.
+    """The tangent that a backward graph takes for one differentiable output.
 
     Args:
         path: the output's name.
         recipe: the metadata that was assumed.
         strides: strides of each plain tensor, which a compiler may have chosen; None where any will do.
-        any_kind: whether a wrapper may come for a plain tensor: the graph's operators are run on it.
-        role: what it is to the graph.
-        as_it_is: whether a wrapper that is laid out otherwise (a DTensor of other placements) is another
-            kind, and not converted: there are backwards for those, too.
+        any_kind: whether a wrapper may arrive for a plain tensor: the graph's operators then run on it.
+        role: of its plain tensors among the graph's arguments.
+        as_it_is: whether a wrapper of another layout (a DTensor of other placements) is a mismatch instead of
+            being converted, as there is a backward for it.
     """
 
     path: str
@@ -49,11 +49,11 @@ class Tangent:
     as_it_is: bool = False
 
     def converting(self) -> Tangent:
-        """The same, but what can be converted is."""
+        """The same, but with wrappers of other layouts converted."""
         return replace(self, as_it_is=False)
 
     def is_any_plain(self) -> bool:
-        """Whether the graph takes a plain tensor as it is, however it lies."""
+        """Whether the graph takes any plain tensor as it is, whatever its strides."""
         return isinstance(self.recipe, Plain) and self.strides == (None,)
 
     def slots(self) -> list[Slot]:
@@ -61,11 +61,11 @@ class Tangent:
         return [Slot(self.role, self.path, inner) for inner, _ in leaves(self.recipe)]
 
     def needs_sizes(self) -> bool:
-        """Whether the numbers of a call have to be put in first; those of a plain tensor are not read."""
+        """Whether symbols in it are read, and have to be replaced by the numbers of the call first."""
         return is_symbolic(self.strides) or (isinstance(self.recipe, Wrapper) and is_symbolic(self.recipe))
 
     def __call__(self, tangent: torch.Tensor) -> list[torch.Tensor]:
-        """The arguments that the graph takes for `tangent`: its plain tensors, laid out as expected.
+        """The arguments for `tangent`: its plain tensors, with the expected strides.
 
         Raises:
             TangentMismatch: the tangent is another kind of tensor and cannot be converted.
@@ -73,12 +73,12 @@ class Tangent:
         return self.laid_out(self.converted(tangent))
 
     def laid_out(self, converted: torch.Tensor) -> list[torch.Tensor]:
-        """The same for what `converted` returned."""
+        """The arguments for a tangent that `converted` returned."""
         args = [converted] if isinstance(self.recipe, Plain) else plain_tensors(converted)
         return [_materialised(arg, stride) for arg, stride in zip(args, self.strides, strict=True)]
 
     def takes(self, tangent: torch.Tensor) -> bool:
-        """Whether `tangent` is of the kind that is expected, or converted to it."""
+        """Whether `tangent` is of the expected kind, or can be converted to it."""
         try:
             self.converted(tangent)
         except TangentMismatch:
@@ -86,7 +86,7 @@ class Tangent:
         return True
 
     def converted(self, tangent: torch.Tensor) -> torch.Tensor:
-        """`tangent` as the kind of tensor that is expected.
+        """`tangent`, converted to the expected kind of tensor.
 
         Raises:
             TangentMismatch: it cannot be converted.
@@ -115,13 +115,13 @@ class Tangent:
 
 
 def tangent_like(path: str, recipe: Recipe, *, loose: bool) -> Tangent:
-    """The tangent of a backward that was recorded for gradients like `recipe`; of any strides, if `loose`."""
+    """The tangent of a backward that was traced for `recipe`; with any strides, if `loose`."""
     strides = tuple(None if loose else plain.stride for _, plain in leaves(recipe))
     return Tangent(path, recipe, strides, as_it_is=True)
 
 
 def is_laid_out_as(a: Recipe, b: Recipe) -> bool:
-    """Whether two recipes are equal but for strides and `requires_grad`, which are not the layout's."""
+    """Whether two recipes are equal up to strides and `requires_grad`."""
     match a, b:
         case Plain(), Plain():
             return a.size == b.size and a.dtype == b.dtype
@@ -143,7 +143,7 @@ def _describe(recipe: Recipe) -> str:
 
 
 def _materialised(plain: torch.Tensor, stride: tuple[int, ...] | None) -> torch.Tensor:
-    """`plain` with these strides, if any are asked for, and its numbers in memory as they are."""
+    """`plain` with these strides, if any are required, and without lazy conjugation, negation or zeros."""
     if stride is not None and plain.stride() != stride:
         if not is_wrapper(plain):
             out = torch.empty_strided(plain.size(), stride, dtype=plain.dtype, device=plain.device)
@@ -155,12 +155,12 @@ def _materialised(plain: torch.Tensor, stride: tuple[int, ...] | None) -> torch.
 
 
 def restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """`tensor` in memory that is laid out densely, in the order of these strides; autograd may record it."""
+    """`tensor` in dense memory, with dimensions in the order of these strides; differentiable."""
     order = sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
     return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 
 
 def rebuilt(recipe: Recipe) -> Any:
-    """A quick `(*plains) -> tensor` for a wrapper's recipe."""
+    """A fast function `(*plains) -> tensor` for a wrapper's recipe."""
     assert isinstance(recipe, Wrapper), "a plain tensor is not put together"
     return wrapper_rule(recipe.cls).rebuilder(recipe)

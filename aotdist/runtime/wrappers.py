@@ -1,7 +1,7 @@
-"""Wrappers whose plain tensors a node has saved, and that nobody may write before its backward.
+"""Checks that wrappers whose plain tensors were saved are not written before the backward.
 
-Autograd compares the version counters of what is saved, which are those of plain tensors. A write to the
-wrapper around them, to a view of it or to what was detached from it, is counted in the wrapper's own only.
+Autograd compares the version counters of saved tensors, which are plain tensors. A write to a wrapper around
+them, or to its views, increases the wrapper's own counter only.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from aotdist.partition.traits import view_base
 from aotdist.program import NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.subclasses.protocol import Wrapper, leaves
 
-Noted: TypeAlias = tuple[tuple[torch.Tensor, int], ...]
-"""Tensors that have the version counters of wrappers, and what these said in the forward."""
+Versions: TypeAlias = tuple[tuple[torch.Tensor, int], ...]
+"""Tensors that share the version counters of wrappers, each with the version in the forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedWrappers:
-    """The wrappers whose memory the saved values of a node share.
+    """The wrappers that share memory with values saved by the node.
 
     Args:
         ins: those among the inputs.
@@ -49,7 +49,7 @@ class SavedWrappers:
         names: Row[PrimalIdx, Slot],
         outs: Row[NodeOutIdx, NodeOut],
     ) -> SavedWrappers:
-        """Those that the two graphs share the memory of.
+        """The wrappers that share memory with what the forward graph saves for the backward graph.
 
         Args:
             facts: of the program.
@@ -61,7 +61,7 @@ class SavedWrappers:
         saved = _saved(split)
         given = {node: at for at, node in enumerate(split.forward.placeholders())}
         taken = {PlainIdx(given[node]) for node in saved if node in given}
-        # A write that the call repeats outside of the node is none of the user's.
+        # These are written by the call itself, outside of the node.
         repeated = facts.reshaped() | {idx for idx, _, _ in plans.writes.writes}
         repeated |= facts.backward.writes.keys()
         ins = tuple(
@@ -76,7 +76,7 @@ class SavedWrappers:
 
 
 def _saved(split: Split) -> set[torch.fx.Node]:
-    """The nodes of the forward graph whose memory the saved values share: no views."""
+    """The nodes of the forward graph that own the memory of the saved values."""
     results = dict(zip(split.forward.outs, split.forward.results(), strict=True))
     inputs = split.forward.named_placeholders()
     found = (
@@ -97,13 +97,13 @@ def _wrapped(
             yield idx, [view_base(node) for node in nodes if node is not None]
 
 
-def check_unwritten(noted: Noted, names: Sequence[str]) -> None:
-    """Raise autograd's error for what was saved and written since.
+def check_unwritten(versions: Versions, names: Sequence[str]) -> None:
+    """Check that no wrapper has been written since the forward.
 
     Raises:
-        RuntimeError: a wrapper was written.
+        RuntimeError: one was; with autograd's message.
     """
-    for position, (wrapper, version) in enumerate(noted):
+    for position, (wrapper, version) in enumerate(versions):
         if wrapper._version != version:
             raise RuntimeError(
                 "one of the variables needed for gradient computation has been modified by an inplace "

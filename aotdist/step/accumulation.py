@@ -1,4 +1,4 @@
-"""Where `.grad` is while a step is traced: in the trace, and not on the tensors of the user."""
+"""`.grad` while a step is traced: kept here, as the user's tensors must not get gradients of the trace."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ _GRAD: Any = torch.Tensor.grad
 
 @dataclass(slots=True)
 class _Leaf:
-    """A leaf whose gradient the step has met.
+    """A leaf whose gradient the step has read or computed.
 
     Args:
         tensor: the leaf, as the program sees it.
         before: the gradient that it had when the call began.
         now: the gradient that it has.
-        begun: what stands for `before` and may be written: of a sparse gradient, another tensor.
+        begun: the tensor that the program gets for `before`; for a sparse gradient a copy, which may be
+            written.
     """
 
     tensor: torch.Tensor
@@ -42,10 +43,10 @@ class _Leaf:
 
 
 class Accumulation(TorchFunctionMode):
-    """Answers for the `grad` of leaves, and does what `backward()` does to it.
+    """Answers reads and writes of the `.grad` of leaves, and accumulates into it in `backward()`.
 
-    A leaf is an input of the step or was made in it. What an input's gradient is when the call begins is
-    asked of the trace, for which it is one more input.
+    A leaf is an input of the step or was made in it. The gradient that an input has when the call begins is
+    one more input of the trace.
     """
 
     def __init__(self) -> None:
@@ -55,12 +56,12 @@ class Accumulation(TorchFunctionMode):
 
     @contextlib.contextmanager
     def running(self) -> Generator[None]:
-        """A step runs inside."""
+        """The context in which a step is traced."""
         with self, replaced_here(torch.autograd, "backward", self._autograd_backward):
             yield
 
     def assigned(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Inputs that have another gradient than before, with that."""
+        """Inputs whose gradient was replaced, with the new one."""
         return [
             (leaf.tensor, leaf.now)
             for leaf in self._of_inputs()
@@ -68,12 +69,12 @@ class Accumulation(TorchFunctionMode):
         ]
 
     def begun(self) -> list[tuple[SparseRows, SparseRows]]:
-        """Sparse gradients that inputs had, with what stands for them."""
+        """Sparse gradients that inputs had, each with the copy that the program wrote."""
         found = [(leaf.before, leaf.begun) for leaf in self._of_inputs()]
         return [(a, b) for a, b in found if isinstance(a, SparseRows) and isinstance(b, SparseRows)]
 
     def as_given(self, result: Any) -> Any:
-        """A result with the gradients in it that the call was given."""
+        """A result in which copies of sparse gradients are replaced by the caller's gradients."""
         given = {id(leaf.begun): leaf.before for leaf in self._leaves.values()}
         return pytree.tree_map_only(SparseRows, lambda one: given.get(id(one), one), result)
 
@@ -110,7 +111,7 @@ class Accumulation(TorchFunctionMode):
         return tensor.grad if leaf is None else leaf.now
 
     def _leaf(self, tensor: torch.Tensor) -> _Leaf | None:
-        """What is known of a leaf, by the user's tensor or by its stand-in; None for what is no leaf."""
+        """The record of a leaf, given the user's tensor or its stand-in; None for any other tensor."""
         inputs = current_inputs()
         met = inputs.of_example(tensor)
         found = self._leaves.get(id(tensor if met is None else met))
@@ -146,7 +147,7 @@ class Accumulation(TorchFunctionMode):
         grad_variables: Any = None,
         inputs: Any = None,
     ) -> None:
-        """What `torch.autograd.backward` does, in the trace; a checkpoint's own stays as it is."""
+        """Replaces `torch.autograd.backward` in the trace, but for calls by checkpoints in a backward."""
         if in_backward():
             return original(tensors, grad_tensors, retain_graph, create_graph, grad_variables, inputs)
         grads = grad_tensors if grad_variables is None else grad_variables
@@ -201,7 +202,7 @@ class Accumulation(TorchFunctionMode):
 
 
 def _are_rows(indices: Any, values: Any, size: Any = None, **options: Any) -> bool:
-    """Whether a sparse tensor is made of rows of what is updated, as `Adagrad` does, and has no history."""
+    """Whether a sparse tensor is made of rows of a matrix without history, as `Adagrad` does."""
     has_history = torch.is_grad_enabled() and values.requires_grad
     if has_history or options or size is None or not isinstance(indices, torch.Tensor):
         return False

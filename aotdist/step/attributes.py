@@ -1,12 +1,13 @@
-"""What an optimizer holds in attributes, and in what hangs on them.
+"""The attributes of an optimizer, and containers and objects in them.
 
-Python runs in the trace alone: what it counts there, in an attribute or in a list, would be counted once,
-and what it reads there is what a program is specialised on.
+The Python of an optimizer runs only while a step is traced. So it must not change these (a counter would be
+incremented once), and what it may read of them is a condition of the compiled program.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import operator
 import types
@@ -19,96 +20,84 @@ import torch
 
 from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant, is_same
-from aotdist.capture.source import ABSENT
+from aotdist.capture.source import Source
+from aotdist.capture.watched import Watched
 from aotdist.errors import UnsupportedProgram
 
 _CONTAINERS = (dict, list, set, deque)
 _OF_SCHEDULES = "_opt_called"
-"""An attribute of optimizers by which schedules tell that there was a step."""
+"""The attribute of optimizers by which schedules check that the optimizer has stepped."""
 
 
-@dataclass(frozen=True, slots=True)
-class Container:
-    """A container, or the attributes of an object, and what was in it.
+def watched_attributes(owner: Any, excluded: Iterable[Any]) -> list[Watched]:
+    """The attributes of an object and the containers in them, except those in `excluded`, as they are now."""
+    return [watched(path, container, is_same) for path, container in _containers(owner, excluded)]
+
+
+def watched(path: str, container: Any, same: Callable[[Any, Any], bool] = operator.is_) -> Watched:
+    """Watches a container for changes.
 
     Args:
-        path: where it hangs on its owner; nothing for the owner's own attributes.
-        now: the container.
-        before: a copy of it.
+        path: its place on its owner, for messages.
+        container: a dictionary, a list, a set or a deque.
+        same: whether an item is the one that was there before.
     """
+    place = Source(path, container)
+    if isinstance(container, (set, deque)):
+        read = functools.partial(tuple[Any, ...], container)
+        return Watched(place, container, read(), read, None, same)
 
-    path: str
-    now: Any
-    before: Any
+    def items() -> Any:
+        return container
 
-    def changed(self) -> Iterator[str]:
-        """Places that hold something else by now; the whole container where others are there."""
-        if isinstance(self.now, dict):
-            for key in self.now.keys() | self.before.keys():
-                if not is_same(self.now.get(key, ABSENT), self.before.get(key, ABSENT)):
-                    yield _path(self.path, key)
-        elif len(self.now) != len(self.before):
-            yield self.path
-        elif isinstance(self.now, set):
-            if self.now != self.before:
-                yield self.path
-        else:
-            for at, (now, before) in enumerate(zip(self.now, self.before, strict=True)):
-                if not is_same(now, before):
-                    yield _path(self.path, at)
+    def entry(_: int, key: Any) -> Source:
+        return place.item(key, _path(path, key))
 
-    def is_as_before(self) -> bool:
-        """Whether it holds the very objects that it held."""
-        now, before = self.now, self.before
-        if len(now) != len(before) or isinstance(now, set):
-            return now == before
-        if isinstance(now, dict):
-            return all(now.get(key, ABSENT) is item for key, item in before.items())
-        return all(map(operator.is_, now, before))
+    return Watched(place, container, container.copy(), items, entry, same)
 
-    def layout(self, ignored: Collection[int]) -> Hashable:
-        """Constants in it, and which objects else, without those `ignored`: what a step is specialised on."""
-        items = self.before
-        if isinstance(items, dict):
-            marks = ((_mark(key), _mark(item)) for key, item in items.items() if id(item) not in ignored)
-            return self.path, tuple(mark for mark in marks if mark[0] != (str, _OF_SCHEDULES))
-        return self.path, (frozenset if isinstance(items, set) else tuple)(map(_mark, items))
+
+def layout_of(attributes: Watched, ignored: Collection[int]) -> Hashable:
+    """What a step is specialised on: constants in a container and the identities of other objects.
+
+    Args:
+        attributes: the container.
+        ignored: identities of objects that do not count.
+    """
+    path, items = attributes.place.path, attributes.before
+    if isinstance(items, dict):
+        marks = ((_mark(key), _mark(item)) for key, item in items.items() if id(item) not in ignored)
+        return path, tuple(mark for mark in marks if mark[0] != (str, _OF_SCHEDULES))
+    return path, (frozenset if isinstance(attributes.held, set) else tuple)(map(_mark, items))
 
 
 @contextlib.contextmanager
 def unchanged(
-    owner: Any, refusal: Callable[[str], UnsupportedProgram], apart: Iterable[Any]
+    owner: Any, refusal: Callable[[str], UnsupportedProgram], excluded: Iterable[Any]
 ) -> Generator[None]:
-    """What runs inside leaves the attributes of `owner` as they are, or they are put back.
+    """Refuse what changes the attributes of `owner` inside of the context, and put them back.
 
     Args:
         owner: the object.
-        refusal: what to raise, given what has changed.
-        apart: containers that may change.
+        refusal: the error to raise, given the path of what has changed.
+        excluded: containers that may change.
 
     Raises:
         UnsupportedProgram: something has changed.
     """
-    held = containers_of(owner, apart)
+    attributes = watched_attributes(owner, excluded)
     try:
         yield
-        for path in (path for container in held for path in container.changed()):
-            if path != _OF_SCHEDULES:
-                raise refusal(path)
+        for place, _, _ in (change for each in attributes for change in each.changed()):
+            if place.path != _OF_SCHEDULES:
+                raise refusal(place.path)
     except BaseException:
-        for container in held:
-            refill(container.now, container.before)
+        for each in attributes:
+            each.undo()
         raise
 
 
-def refill(container: Any, items: Any) -> None:
-    """Let a list, dictionary, set or deque hold these items, and no others."""
-    container.clear()
-    (container.extend if isinstance(container, (list, deque)) else container.update)(items)
-
-
 def methods_of(owner: Any) -> tuple[types.FunctionType, ...]:
-    """The user's functions in the class of `owner`, and in those of what hangs on its attributes."""
+    """The user's methods in the class of `owner` and in the classes of objects in its attributes."""
     classes = {type(owner): None}
     for _, value in _containers(owner):
         items = value.values() if isinstance(value, dict) else value
@@ -119,9 +108,9 @@ def methods_of(owner: Any) -> tuple[types.FunctionType, ...]:
     return tuple(function for function in functions if isinstance(function, types.FunctionType))
 
 
-def _containers(owner: Any, apart: Iterable[Any] = ()) -> Iterator[tuple[str, Any]]:
-    """The attributes of `owner`, and containers and attributes that hang on them, each with its path."""
-    seen = set(map(id, apart))
+def _containers(owner: Any, excluded: Iterable[Any] = ()) -> Iterator[tuple[str, Any]]:
+    """The attributes of `owner`, and the containers reached from them, each with its path."""
+    seen = set(map(id, excluded))
     waiting: list[tuple[str, Any]] = [("", vars(owner))]
     while waiting:
         path, value = waiting.pop()
@@ -134,11 +123,6 @@ def _containers(owner: Any, apart: Iterable[Any] = ()) -> Iterator[tuple[str, An
             waiting += [(_path(path, key), item) for key, item in items if not _is_apart(item)]
 
 
-def containers_of(owner: Any, apart: Iterable[Any]) -> list[Container]:
-    """The attributes of an object, and what hangs on them, without the containers that are `apart`."""
-    return [Container(path, value, value.copy()) for path, value in _containers(owner, apart)]
-
-
 def _mark(value: Any) -> Hashable:
     if is_constant(value):
         return type(value), value
@@ -147,7 +131,7 @@ def _mark(value: Any) -> Hashable:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _ThisOne:
-    """Equal to itself alone; keeps the object, whose identity another one would have afterwards."""
+    """An object, compared by identity; it is kept alive so that no other gets its identity."""
 
     value: Any
 
@@ -159,7 +143,7 @@ class _ThisOne:
 
 
 def _is_apart(value: Any) -> bool:
-    """Whether what hangs on `value` is not the owner's, or is seen to elsewhere."""
+    """Whether the walk does not enter `value`: it holds nothing of the owner's, or is handled elsewhere."""
     return is_constant(value) or isinstance(value, (torch.Tensor, torch.nn.Module, type))
 
 

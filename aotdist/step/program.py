@@ -1,4 +1,4 @@
-"""A step as a function of its arguments and of what its optimizers hold: what is traced."""
+"""The traced form of a step: a function of its arguments and of what its optimizers hold."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DataGuard
 from aotdist.step.accumulation import Accumulation
 from aotdist.step.attributes import methods_of, unchanged
-from aotdist.step.done import Done
 from aotdist.step.held import HeldItem, HeldState
-from aotdist.step.turns import MakesState, Turns, steps_ahead
+from aotdist.step.result import StepResult
+from aotdist.step.stepping import MakesState, TracedSteps, steps_ahead
 from aotdist.subclasses.protocol import SparseRows
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.optimizers import note_step, optimizer_hooks, scaler_rules, scaler_state
@@ -32,12 +32,12 @@ from aotdist.trace.numbers.scalars import DTYPES, KNOWN, Scalars
 from aotdist.trace.stand_ins import current_inputs
 
 
-class Now:
-    """What a step finds at a call.
+class StepInputs:
+    """What a step gets at a call besides its arguments.
 
     Args:
         held: what the optimizers hold.
-        asked: the schedules that step ahead, in order, for the program to read what they leave.
+        asked: the schedules that step before the call, in order, since the program reads what they set.
     """
 
     def __init__(self, held: HeldState, asked: Sequence[Any]) -> None:
@@ -48,11 +48,11 @@ class Now:
         self.numbers = {name: _tensor_of(number) for name, number in named}
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything that the optimizers hold, and that schedules will leave."""
+        """Everything that the optimizers hold and that schedules will set, by name."""
         return {**{place.path: place.value for place in self.held.tensors}, **self.numbers}
 
     def known_before(self) -> dict[str, torch.Tensor]:
-        """The tensors whose numbers can be read before the step: they lie on the CPU."""
+        """The tensors whose value can be read before the step without waiting: they are on the CPU."""
         plain = [place for place in self.held.tensors if type(place.value) is torch.Tensor]
         single = {place.path: place.value for place in plain if place.value.dim() == 0 and place.value.is_cpu}
         return {**self.numbers, **single}
@@ -60,25 +60,26 @@ class Now:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """What a step branched on.
+    """The branches that a step took on numbers.
 
     Args:
-        guard: asks anew, of the numbers that optimizers hold, and of those that the call is given or finds.
-        given: positions among the leaves of the arguments, and places.
+        guard: repeats the comparisons with the numbers of another call.
+        given: where its numbers are, besides those that optimizers hold: positions among the leaves of the
+            arguments, and places.
     """
 
     guard: DataGuard
     given: tuple[int | Source, ...]
 
     def holds(self, held: Sequence[torch.Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether a call would choose the same way."""
+        """Whether a call would take the same branches."""
         leaves = dict(enumerate(pytree.tree_leaves((args, kwargs)))) if self.given else {}
         numbers = [key.found() if isinstance(key, Source) else leaves.get(key) for key in self.given]
         return None not in map(number_kind, numbers) and self.guard.is_same(*held, *map(_tensor_of, numbers))
 
 
 def _copied(held: HeldState, given: Mapping[str, torch.Tensor]) -> dict[str, SparseRows]:
-    """What may be written in the place of sparse tensors that optimizers hold, as momentum, by name."""
+    """Copies of the sparse tensors that optimizers hold, for the step to write; by name."""
     copies = {path: each.again() for path, each in given.items() if isinstance(each, SparseRows)}
     for place in held.tensors:
         if place.path in copies:
@@ -87,7 +88,7 @@ def _copied(held: HeldState, given: Mapping[str, torch.Tensor]) -> dict[str, Spa
 
 
 def _read(place: HeldItem, given: Mapping[str, torch.Tensor]) -> list[Any]:
-    """The numbers of a place, read off what the program is given."""
+    """The numbers of a place, read off the graph inputs that hold them."""
     return [given[f"{place.path}.{at}"].item() for at in range(len(place.numbers()))]
 
 
@@ -98,7 +99,7 @@ def _tensor_of(number: Any) -> torch.Tensor:
 
 
 class StepProgram:
-    """A step, compiled for one layout of what the optimizers hold and one way to go.
+    """A step, compiled for one layout of the optimizers' state and one choice of branches.
 
     Args:
         run: the user's function.
@@ -111,7 +112,7 @@ class StepProgram:
     ) -> None:
         self._run = run
         self._optimizers = tuple(optimizers)
-        self._now: Now | None = None
+        self._now: StepInputs | None = None
         self._asked: _Choice | None = None
         self._choices: list[_Choice] = []
         self._scalers: dict[torch.amp.GradScaler, Any] = {}
@@ -120,39 +121,39 @@ class StepProgram:
         self.compiled = CompiledFunction(
             _reaching(run, optimizers, self._traced),
             lambda call, artifacts: make(
-                replace(call, differentiates=True, apart=self._containers()), artifacts
+                replace(call, differentiates=True, excluded=self._containers()), artifacts
             ),
         )
         self.compiled.in_container = True  # nothing compiled for a step is a way to do one with values
 
     def _containers(self) -> list[Any]:
-        """What a trace may change: what the optimizers hold, and what is noted here of it."""
+        """Containers that the trace handles itself: what the optimizers hold, and this object."""
         assert self._now is not None, "a trace belongs to a call"
         return [*self._now.held.all_containers(), self]
 
-    def fits(self, now: Now, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the step would choose the same way as when it was traced."""
+    def fits(self, now: StepInputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the step would take the same branches as when it was traced."""
         if any(_rules_of(scaler) != rules for scaler, rules in self._scalers.items()):
             return False
         held = list(now.known_before().values()) if self._choices else []
         return all(choice.holds(held, args, kwargs) for choice in self._choices)
 
-    def __call__(self, now: Now, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def __call__(self, now: StepInputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Do the step; returns what the user's function returns.
 
         Args:
-            now: what it finds.
+            now: what the optimizers hold.
             args: of the user's function.
             kwargs: likewise.
 
         Raises:
             AsWritten: the step was refused; nothing has been done.
-            MakesState: an optimizer makes state, or is not known; likewise.
-            ReadsAhead: it reads what a schedule leaves; likewise.
+            MakesState: an optimizer creates state, or is not known; nothing has been done.
+            ReadsAhead: the step reads what a schedule sets; nothing has been done.
         """
         self._now, self._asked = now, None
         try:
-            done: Done = self.compiled(*args, **kwargs, **now.tensors())
+            done: StepResult = self.compiled(*args, **kwargs, **now.tensors())
         finally:
             self._now = None
         if self._asked is not None:
@@ -165,7 +166,7 @@ class StepProgram:
             schedule.step(*args, **kwargs)
         return done.given()
 
-    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Done:
+    def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepResult:
         """The step, on stand-ins."""
         now = self._now
         assert now is not None, "a trace belongs to a call"
@@ -176,7 +177,7 @@ class StepProgram:
         known = [(given[name], real) for name, real in now.known_before().items()]
         scalars = Scalars([*known, *numbers.read_off()], node_here)
         accumulation = Accumulation()
-        done = Done(trace=len(self._traces))
+        done = StepResult(trace=len(self._traces))
         with (
             held.put_back(),
             accumulation.running(),
@@ -191,30 +192,30 @@ class StepProgram:
             scalars.reads = False
             put, copies = [place.owner[place.key] for place in held.numbers], _copied(held, given)
             written = functools.partial(_written_by, held=held)
-            turns = Turns(self._optimizers, scalars, written, ahead, now.asked)
-            with turns.heard():
+            steps = TracedSteps(self._optimizers, scalars, written, ahead, now.asked)
+            with steps.intercepted():
                 done.give(accumulation.as_given(self._run(*args, **kwargs)))
             if held.has_grown():
                 raise MakesState
             numbers.take_back()
             done.note(held, {id(place.value): {**given, **copies}[place.path] for place in held.tensors}, put)
         scalars.is_over = True
-        _refuse_skipped(turns, done)
+        _refuse_skipped(steps, done)
         done.assigned, done.cleared = accumulation.assigned(), accumulation.cleared()
         done.overwrite([*accumulation.begun(), *((given[path], copy) for path, copy in copies.items())])
-        done.later = [*turns.later]
-        self._traces.append((turns.stepped, turns.schedules))
+        done.later = [*steps.later]
+        self._traces.append((steps.stepped, steps.schedules))
         guard = scalars.guard()
         self._asked = None if guard is None else _Choice(guard, numbers.keys)
-        self._scalers.update({scaler: _rules_of(scaler) for scaler in turns.scalers()})
+        self._scalers.update({scaler: _rules_of(scaler) for scaler in steps.scalers()})
         return done
 
     @contextlib.contextmanager
     def _unchanged(self, held: HeldState) -> Generator[None]:
-        """Nothing but what `held` knows of is changed inside: that would only happen while it is traced.
+        """Refuse changes of the optimizers' attributes: they would only happen while the step is traced.
 
         Raises:
-            UnsupportedProgram: something is.
+            UnsupportedProgram: an attribute was changed.
         """
         with contextlib.ExitStack() as stack:
             for optimizer in self._optimizers:
@@ -224,7 +225,7 @@ class StepProgram:
 
 
 class _Numbers:
-    """Numbers that differ from call to call: arguments, and what the program finds elsewhere.
+    """Numbers that may differ from call to call: arguments, and those that the program finds elsewhere.
 
     Args:
         args: of a traced step, symbols among them.
@@ -246,13 +247,13 @@ class _Numbers:
         self._stand_ins = list(map(_holding, self._symbols))
 
     def read_off(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Of each, a tensor that the program reads it off, and one of this call."""
+        """For each, the tensor that the program reads it off, and one with the value of this call."""
         for symbol, stand_in in zip(self._symbols, self._stand_ins, strict=True):
             with no_modes():
                 yield stand_in, _tensor_of(hint(symbol))
 
     def put(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Let the trace follow them: in the arguments, which are returned, and in their places."""
+        """Put traced numbers in their places; returns the arguments with those in them."""
         self._numbers: list[Any] = [stand_in.item() for stand_in in self._stand_ins]
         for number, symbol in zip(self._numbers, self._symbols, strict=True):
             number.symbol = symbol
@@ -264,7 +265,7 @@ class _Numbers:
         return pytree.tree_unflatten(self._leaves, self._spec)
 
     def take_back(self) -> None:
-        """Let places that the program has not assigned hold their symbols."""
+        """Put the symbols back in places that the program has not assigned."""
         for place, number, symbol in zip(self.keys, self._numbers, self._symbols, strict=True):
             if isinstance(place, Source) and place.read_or(None) is number:
                 place.write(symbol)
@@ -276,10 +277,10 @@ def _holding(symbol: Any) -> torch.Tensor:
     return stand_in
 
 
-def _refuse_skipped(turns: Turns, done: Done) -> None:
-    """Refuse what a scaler could not take back where it skips a step."""
-    if turns.scalers() and (done.tensors or done.numbers):
-        names = " or ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in turns.stepped))
+def _refuse_skipped(steps: TracedSteps, done: StepResult) -> None:
+    """Refuse changes that could not be undone where a scaler skips a step."""
+    if steps.scalers() and (done.tensors or done.numbers):
+        names = " or ".join(dict.fromkeys(type(optimizer).__name__ for optimizer in steps.stepped))
         raise UnsupportedProgram(
             f"{names} counts in Python, or replaces its tensors, and a scaler may skip its step",
             stage="capture",
@@ -288,7 +289,7 @@ def _refuse_skipped(turns: Turns, done: Done) -> None:
 
 
 def _check(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that does more in its step than a trace can do once for all calls."""
+    """Refuse an optimizer whose step does in Python what each call would have to repeat."""
     what, fix = None, ""
     if optimizer_hooks(optimizer):
         what = "has hooks of its step (`register_step_pre_hook`, `register_step_post_hook`)"
@@ -301,12 +302,12 @@ def _check(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _rules_of(scaler: torch.amp.GradScaler) -> Any:
-    """What a program is specialised on: how the scale changes, and which tensors hold it."""
+    """The part of a scaler that a program is specialised on: its factors, and the tensors of its state."""
     return scaler_rules(scaler), tuple(map(id, scaler_state(scaler)))
 
 
 def _written_by(optimizer: torch.optim.Optimizer, held: HeldState) -> list[torch.Tensor]:
-    """What the step of an optimizer may write: its parameters, and what any of them holds."""
+    """The tensors that the step of an optimizer may write: its parameters, and all that optimizers hold."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     return [*params, *(place.owner[place.key] for place in held.tensors)]
 
@@ -316,7 +317,7 @@ def _reaching(
     optimizers: Sequence[torch.optim.Optimizer],
     traced: Callable[[tuple[Any, ...], dict[str, Any]], Any],
 ) -> Callable[..., Any]:
-    """A function that is looked through for what a step reaches: what the user's function closes over."""
+    """The function to capture; the user's function and the optimizers' methods can be reached from it."""
     methods = [method for optimizer in optimizers for method in methods_of(optimizer)]
     reached = functools.partial(traced, *methods)  # the optimizers' methods, as something callable
 

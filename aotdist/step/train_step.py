@@ -20,8 +20,7 @@ from aotdist.compiling import Compiling, compiling
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.origins import short_tracebacks
 from aotdist.report.explain import Explained
-from aotdist.runtime.artifact import Artifact
-from aotdist.runtime.kinds import Kinds
+from aotdist.runtime.artifact import Artifacts
 from aotdist.settings import Settings
 from aotdist.step.whole import WholeStep
 from aotdist.subclasses.protocol import communicates_around
@@ -74,8 +73,8 @@ class TrainStep(Explained):
     """A compiled training step; `grad_norm` is what clipping returned in the last update, or None.
 
     Args:
-        recipe: what it consists of.
-        make: compiles it; None for a step that always runs as it is written.
+        recipe: the arguments of `train_step`.
+        make: compiles it; None for a step that always runs eagerly.
     """
 
     def __init__(self, recipe: Recipe, make: Compiling | None) -> None:
@@ -101,11 +100,8 @@ class TrainStep(Explained):
         self._calls += 1
         return result
 
-    def _made_so_far(self) -> list[Artifact]:
-        return [artifact for step in self._steps for artifact in step._made_so_far()]
-
-    def _decided(self) -> list[Kinds]:
-        return [kinds for step in self._steps for kinds in step._decided()]
+    def _compiled_parts(self) -> list[Artifacts]:
+        return [part for step in self._steps for part in step._compiled_parts()]
 
     def reset(self) -> None:
         """Forget every artifact; the next call compiles again."""
@@ -125,7 +121,7 @@ class Recipe:
     accumulate: int
 
     def parts(self) -> tuple[Callable[..., Any], Callable[..., Any]]:
-        """What only adds to gradients, and the whole step: functions whose cells have what they reach."""
+        """Two functions: one that only accumulates gradients, and the whole step."""
         model, loss_fn, clip = self.model, _function(self.loss_fn), _function(self.clip)
         optimizers, scaler, accumulate = _several(self.optimizer), self.scaler, self.accumulate
 
@@ -137,7 +133,7 @@ class Recipe:
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
 
         def train_step(*args: Any, **kwargs: Any) -> tuple[Any, torch.Tensor | None]:
-            _ = loss_fn  # a cell of this function, in which what the step reaches is looked for
+            _ = loss_fn  # puts it into a cell of this function, where capture looks for state
             result, norm = gradients(*args, **kwargs), None
             if clip is not None and scaler is not None:
                 for optimizer in optimizers:
@@ -160,13 +156,13 @@ class Recipe:
         """What a step takes: what `loss_fn` takes besides the model."""
         try:
             first, *others = inspect.signature(self.loss_fn).parameters.values()
-        except ValueError:  # it says nothing of it, or takes nothing
+        except ValueError:  # it has no signature, or no parameter
             first, others = inspect.Parameter("args", inspect.Parameter.VAR_POSITIONAL), []
         takes_any = first.kind is inspect.Parameter.VAR_POSITIONAL
         return inspect.Signature([first, *others] if takes_any else others)
 
     def check(self) -> None:
-        """Raise `BadSettings` for an argument that is something else than its name says, or of no use."""
+        """Raise `BadSettings` for an argument of the wrong kind, or one that cannot work."""
         for name, (fits, fix) in _KINDS.items():
             given = getattr(self, name)
             if not fits(given):
@@ -193,13 +189,13 @@ class Recipe:
             )
 
     def _strangers(self) -> tuple[int, int]:
-        """How many of the optimizers' parameters the model does not have, and how many there are."""
+        """How many of the optimizers' parameters are not the model's, and how many there are."""
         groups = [group for optimizer in _several(self.optimizer) for group in optimizer.param_groups]
         params = {id(param) for group in groups for param in group["params"]}
         return len(params.difference(map(id, self.model.parameters()))), len(params)
 
     def warn_of_strangers(self) -> None:
-        """Warn, as eager would not, that a step trains other parameters than the model has by now."""
+        """Warn if the optimizers train parameters that the model does not have any more."""
         number, of = self._strangers()
         if number:
             warnings.warn(
@@ -215,13 +211,13 @@ def _several(optimizer: Any) -> Sequence[Any]:
 
 
 def _function(value: Any) -> Any:
-    """What is called when `value` is."""
+    """The function or module that a call of `value` runs."""
     known = (types.FunctionType, types.MethodType, functools.partial, nn.Module)
     return value.__call__ if callable(value) and not isinstance(value, known) else value
 
 
 def _loss_in(result: Any) -> torch.Tensor:
-    """What is differentiated, in what `loss_fn` returned.
+    """The loss in what `loss_fn` returned.
 
     Raises:
         UnsupportedProgram: it returned no loss.
@@ -263,4 +259,4 @@ _KINDS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "accumulate": (lambda given: _is_positive(given, int), "give a positive whole number"),
 }
-"""What each argument has to be, and how to say so."""
+"""For each argument a check of its value, and the fix that the error names."""

@@ -1,4 +1,4 @@
-"""A function with `backward()`, or an optimizer's step, in it: compiled as one program without autograd."""
+"""A function that calls `backward()` or steps optimizers, compiled as one program without autograd."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from torch import nn
 
 from aotdist.compiled import AsWritten, StepOfFunction
 from aotdist.compiling import Compiling
-from aotdist.runtime.artifact import Artifact
-from aotdist.runtime.kinds import Kinds
-from aotdist.step.done import Varies
+from aotdist.runtime.artifact import Artifacts
 from aotdist.step.held import HeldState, held_by, hyperparameters
-from aotdist.step.program import Now, StepProgram
-from aotdist.step.turns import MakesState, ReadsAhead
+from aotdist.step.program import StepInputs, StepProgram
+from aotdist.step.result import Varies
+from aotdist.step.stepping import MakesState, ReadsAhead
 from aotdist.torch_seam.dynamo import compiled_as_written
 from aotdist.torch_seam.modules import intercept_calls
 from aotdist.torch_seam.optimizers import intercept_steps, optimizer_hooks
 
 _VARYING = frozenset({"lr"})
-"""Hyperparameters that differ from call to call, before one is seen to."""
+"""Hyperparameters that are graph inputs from the first trace on; others once they are seen to change."""
 
 
 class WholeStep(StepOfFunction):
-    """A training step, as the user wrote it.
+    """A training step of the user's.
 
-    The first call runs as it is written, and so does any other that makes state of an optimizer or a scaler.
+    Its first call runs eagerly, and so does any later one in which an optimizer or a scaler creates state.
 
     Args:
         run: the user's function.
@@ -55,7 +54,7 @@ class WholeStep(StepOfFunction):
             return self.as_written(args, kwargs)
         self._notice_what_varies()
         schedules = [reference() for reference in self._ahead]
-        now = Now(self._held_now(), () if None in schedules else schedules)
+        now = StepInputs(self._held_now(), () if None in schedules else schedules)
         try:
             return self._program(now, args, kwargs)(now, args, kwargs)
         except AsWritten:
@@ -71,7 +70,7 @@ class WholeStep(StepOfFunction):
         return self(args, kwargs)
 
     def as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Do a step eagerly, and note which optimizers have their turn, and are there afterwards."""
+        """Do a step eagerly, and note which optimizers step and still exist afterwards."""
         stepped: list[tuple[weakref.ref[torch.optim.Optimizer], list[dict[str, Any]]]] = []
 
         def note(optimizer: torch.optim.Optimizer) -> None:
@@ -85,11 +84,8 @@ class WholeStep(StepOfFunction):
         self._has_run = True
         return result
 
-    def _made_so_far(self) -> list[Artifact]:
-        return [artifact for program in self._made() for artifact in program.compiled.artifacts]
-
-    def _decided(self) -> list[Kinds]:
-        return [program.compiled.artifacts.kinds for program in self._made()]
+    def _compiled_parts(self) -> list[Artifacts]:
+        return [program.compiled.artifacts for program in self._made()]
 
     def reset(self) -> None:
         """Forget every artifact; the next call compiles again."""
@@ -105,7 +101,7 @@ class WholeStep(StepOfFunction):
             self._held = None
 
     def _name(self, module: nn.Module) -> None:
-        """Note what the parameters of a module are called; it is called before those that it calls."""
+        """Note the names of a module's parameters; called for outer modules first."""
         new = [(id(param), name) for name, param in module.named_parameters() if id(param) not in self._names]
         if new:
             self._names.update(new)
@@ -116,8 +112,8 @@ class WholeStep(StepOfFunction):
         self._held = held or held_by(self._optimizers, self._names, self._varying)
         return self._held
 
-    def _program(self, now: Now, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepProgram:
-        """The program that fits, a new one if there is none."""
+    def _program(self, now: StepInputs, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> StepProgram:
+        """The program that fits this call, or a new one."""
         layout = (
             tuple((id(optimizer), optimizer_hooks(optimizer)) for optimizer in self._optimizers),
             tuple(now.held.layout),
@@ -132,13 +128,13 @@ class WholeStep(StepOfFunction):
         return programs[-1]
 
     def _params(self) -> Iterator[int]:
-        """The parameters of the modules, by identity: an optimizer may have others than a module by now."""
+        """Identities of the modules' parameters, which may no longer be those of the optimizers."""
         for reference in self._modules:
             module = reference()
             yield from map(id, () if module is None else module.parameters())
 
     def _notice_what_varies(self) -> None:
-        """Hyperparameters that were changed since the last call are inputs from now on."""
+        """Make hyperparameters that changed since the last call graph inputs from now on."""
         now = hyperparameters(self._optimizers)
         for before, after in zip(self._hyperparameters, now, strict=False):
             self._vary({key for key in before.keys() & after.keys() if before[key] != after[key]})

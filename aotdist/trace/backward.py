@@ -1,9 +1,10 @@
 """The backward of a traced program: autograd runs from its results, of all of them or of some.
 
-A backward is linear, so the backward of some results is a part of that of all (`aotdist.partition.reduced`).
-There are exceptions: a user's function with several results may treat None and zeros differently; where
-wrappers are added to plain tensors, a sum is of another class than a summand; and user code may write or keep
-tensors. With one of these, the backward is traced for every choice of results.
+A backward is linear, so the backward of some results is a part of that of all
+(`partition/other_backwards.py`). There are exceptions: a user's function with several results may treat None
+and zeros differently; where wrappers are added to plain tensors, a sum is of another class than a summand;
+and user code may write or keep tensors. With one of these, the backward is traced for every choice of
+results.
 """
 
 from __future__ import annotations

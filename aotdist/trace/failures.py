@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from aotdist.aliasing.view_log import ViewLog
-from aotdist.aliasing.view_refusals import detached_since, reshaped_since
+from aotdist.aliasing.views import detached_since, reshaped_since
 from aotdist.errors import AotdistError, UnsupportedProgram
 from aotdist.origins import Origins, raised_at
 from aotdist.program import Slot

@@ -22,8 +22,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from aotdist.convention.random_numbers import Stream
-from aotdist.convention.rng import draws_nothing, functional_draw
+from aotdist.convention.rng import Stream, draws_nothing, functional_draw
 from aotdist.origins import is_asked_by_a_library
 from aotdist.torch_seam.functional import (
     DataDependentOutputException,

@@ -20,8 +20,8 @@ import torch
 
 from aotdist.aliasing.overwrite import bump
 from aotdist.capture.arguments import NO_FAKES, UserFakes
-from aotdist.convention.random_numbers import Stream
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
+from aotdist.convention.rng import Stream
 from aotdist.errors import InternalError
 from aotdist.origins import is_asked_by_the_user
 from aotdist.program import LATE_ROLES, Graph, PrimalIdx, Role, Slot

@@ -22,16 +22,16 @@ from torch import Tensor, fx
 from torch.fx.node import map_arg
 
 import aotdist
-from aotdist.codegen.contract import Decompositions, Emission, Emitted
+from aotdist.codegen.contract import Backend, Decompositions, Emission, Emitted
 from aotdist.codegen.triton import TritonBackend, with_kernels
 from aotdist.kernels import triton_seam
 from aotdist.kernels.costs import estimate
 from aotdist.kernels.emission import Fused
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.launching import Config, Launch, blocks_of
-from aotdist.kernels.loading import loaded
 from aotdist.kernels.running import Jitted
-from aotdist.kernels.tuning import likeness
+from aotdist.kernels.triton_seam import loaded
+from aotdist.kernels.tuning import nameless_source
 from aotdist.program import Graph
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.trees import pytree
@@ -74,14 +74,14 @@ def check_kernels(name: str, *, dry: bool, device: torch.device, copied: float, 
 
 
 @dataclass(frozen=True, slots=True)
-class Checker:
+class Checker(Backend):
     """Stands in for the Triton backend: its graphs run node by node, and their kernels are checked beside.
 
     Args:
         report: where findings go.
         copied: bytes a second of a copy.
         dry: whether kernels are interpreted.
-        timed: kernels that have been timed, see `likeness`.
+        timed: kernels that have been timed, see `nameless_source`.
         labels: of the graphs that it was given.
     """
 
@@ -92,19 +92,10 @@ class Checker:
     labels: list[str] = field(default_factory=list[str])
     name: str = "checker"
     partition: Literal["default", "min_cut"] = "min_cut"
-    any_tangents: bool = False
-    owns_cut: bool = False
-
-    def check(self) -> None:
-        """It always runs."""
 
     def decompositions(self) -> Decompositions:
         """As of the Triton backend."""
         return TritonBackend().decompositions()
-
-    def prepare_joint(self, graph: Graph) -> Graph:
-        """The graph itself."""
-        return graph
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Emit kernels, and check them whenever the graph runs."""
@@ -137,7 +128,7 @@ class Checker:
 
     def _check(self, one: _OneKernel) -> Mapping[str, Any]:
         error = one.error()
-        alike = likeness(one.kernel)
+        alike = nameless_source(one.kernel)
         numbers = {"operators": one.operators(), "bytes": one.kernel.num_bytes, "error": error}
         if alike in self.timed:
             return numbers

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 from aotdist.codegen.contract import Kind
 from aotdist.codegen.triton import with_kernels
-from aotdist.kernels.compilation import Target, compile_kernel, num_vectors
+from aotdist.kernels.compilation import Target
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.polynomial import hint_of
 from aotdist.program import Graph, Slot
+from benchmarks.kernels.binaries import compile_kernel, num_vectors
 from benchmarks.kernels.graphs import graphs_of
 from benchmarks.kernels.living import most_bytes_alive
 from benchmarks.kernels.models import Model, Optimizer, Precision

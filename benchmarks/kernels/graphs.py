@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 import aotdist
-from aotdist.codegen.contract import Decompositions, Emission, Emitted, Kind
+from aotdist.codegen.contract import Backend, Decompositions, Emission, Emitted, Kind
 from aotdist.codegen.triton import TritonBackend
 from aotdist.program import Graph
 from aotdist.torch_seam.symbols import hint
 
 
 @dataclass(frozen=True, slots=True)
-class Recorder:
+class Recorder(Backend):
     """Stands in for the Triton backend: keeps each graph, and computes nothing.
 
     Args:
@@ -27,16 +27,9 @@ class Recorder:
     graphs: list[tuple[Kind, Graph]]
     name: str = "recorder"
     partition: Literal["default", "min_cut"] = "min_cut"
-    any_tangents: bool = False
-    owns_cut: bool = False
-
-    def check(self) -> None: ...
 
     def decompositions(self) -> Decompositions:
         return TritonBackend().decompositions()
-
-    def prepare_joint(self, graph: Graph) -> Graph:
-        return graph
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         self.graphs.append((emission.kind, graph))

@@ -1,7 +1,6 @@
-"""What makes a folder a checkpoint: a name, a manifest that was written last, and files that are as it says.
+"""Checkpoint folders, and the manifest that is written into them last.
 
-Everything that is not a tensor stands in the manifest, where a person can read it. It has the checksums of
-the files, and its own.
+The manifest is JSON, and has everything that is not a tensor, checksums of the files, and one of itself.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from aotdist.errors import AotdistError
 from aotdist.files import with_checksum
 
 FORMAT = 2
-"""Version of the manifest's format, and of what it describes; another one is not read."""
+"""Version of the format of checkpoints; others are not read."""
 
 MANIFEST_FILE = "manifest.json"
 INDEX_FILE = ".metadata"
@@ -45,12 +44,10 @@ class BadCheckpoint(AotdistError):
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
-    """What a position counts in: the same position means the same bytes where these are equal.
+    """What gives a position its meaning: where these are equal, so are the bytes at a position.
 
     Args:
         seq_len: bytes of a window.
-        seed: decides the order of the windows.
-        sha256: of the text.
     """
 
     seq_len: int
@@ -60,14 +57,12 @@ class TextFacts:
 
 @dataclass(frozen=True, slots=True)
 class Heading:
-    """What a checkpoint is of, known before anything of it is written.
+    """The state of training at a checkpoint, without tensors.
 
     Args:
-        step: optimizer steps taken.
         position: windows of the text that all ranks together have consumed.
         validated: the step after which the model was last validated.
         layout: sizes of the mesh axes: replicas, shards, tensor parallel.
-        text: what a position counts in.
     """
 
     step: int
@@ -79,7 +74,7 @@ class Heading:
 
 @dataclass(frozen=True, slots=True)
 class FileFacts:
-    """A file as it was written."""
+    """Size and checksum of a file."""
 
     num_bytes: int
     sha256: str
@@ -87,14 +82,12 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """Everything about a checkpoint but the values of its tensors.
+    """A checkpoint but for the values of its tensors.
 
     Args:
-        heading: what it is of.
-        tensors: dtype and shape of each, as `float32[64, 32]`; of sharded ones the whole.
+        tensors: dtype and whole shape of each, as `float32[64, 32]`.
         files: by name, within the checkpoint's folder.
-        versions: of aotdist and torch, by which it was written.
-        format: see `FORMAT`.
+        versions: of aotdist and torch that wrote it.
     """
 
     heading: Heading
@@ -109,7 +102,7 @@ class Manifest:
         return sum(file.num_bytes for file in self.files.values())
 
     def text(self) -> str:
-        """As it stands in its file, with the checksum of the rest at its end."""
+        """The contents of its file, with a checksum at the end."""
         return with_checksum(dataclasses.asdict(self))
 
 
@@ -126,7 +119,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(written: bytes) -> Manifest:
-    """The manifest that was written so.
+    """The manifest in the contents of a file.
 
     Raises:
         BadCheckpoint: it is damaged, or of another format.
@@ -136,7 +129,7 @@ def parse_manifest(written: bytes) -> Manifest:
         if document["format"] != FORMAT:
             raise BadCheckpoint(f"it has format {document['format']!r}, and this version reads {FORMAT}")
         manifest = _manifest(document)
-        if manifest.text().encode() != written:  # so its checksum is right, and nothing else stands there
+        if manifest.text().encode() != written:  # the checksum fits, and there is nothing else
             raise ValueError("it is not as it was written")
         return manifest
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -144,10 +137,10 @@ def parse_manifest(written: bytes) -> Manifest:
 
 
 def _manifest(document: Any) -> Manifest:
-    """The manifest that a document says; what else it has is left out.
+    """The manifest in a JSON document.
 
     Raises:
-        ValueError: something is not what it must be, or (KeyError, TypeError, AttributeError) is not there.
+        ValueError: a value is wrong. If one is missing: KeyError, TypeError, AttributeError.
     """
     heading, files = document["heading"], document["files"]
     text = heading["text"]
@@ -190,7 +183,7 @@ def _layout(value: Any) -> tuple[int, int, int]:
 
 
 def spell_tensor(dtype: torch.dtype, shape: Sequence[int]) -> str:
-    """As a manifest describes a tensor: `float32[64, 32]`."""
+    """A manifest's description of a tensor: `float32[64, 32]`."""
     return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
 
 
@@ -202,7 +195,7 @@ def facts_of(path: Path) -> FileFacts:
 
 
 def first_damage(folder: Path, files: dict[str, FileFacts], names: Sequence[str]) -> str | None:
-    """What is wrong with the first of these files that is not as it was written; None when all are."""
+    """The fault of the first of these files that has changed; None if none has."""
     for name in names:
         try:
             found = facts_of(folder / name)
@@ -216,25 +209,25 @@ def first_damage(folder: Path, files: dict[str, FileFacts], names: Sequence[str]
 
 
 def checkpoint_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step stands, once it is complete."""
+    """The folder of a complete checkpoint."""
     return root / f"step-{step:08}"
 
 
 def partial_folder(root: Path, step: int) -> Path:
-    """Where the checkpoint of a step is written, and what is being deleted lies."""
+    """The folder in which a checkpoint is written; also a prefix for folders that are being deleted."""
     return root / f"{_PARTIAL_PREFIX}{step:08}"
 
 
 def step_of(folder: Path) -> int:
-    """The step that a complete checkpoint is of, by its name."""
+    """The step in the name of a complete checkpoint."""
     return int(folder.name.removeprefix("step-"))
 
 
 def complete_checkpoints(root: Path) -> list[Path]:
-    """Checkpoints that were written to the end, the latest first; what else lies there is none.
+    """Complete checkpoints, the latest first.
 
     Raises:
-        BadCheckpoint: nobody can tell which there are.
+        BadCheckpoint: the folder cannot be listed.
     """
     try:
         found = [path for path in root.iterdir() if _COMPLETE.fullmatch(path.name) and path.is_dir()]
@@ -250,12 +243,12 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def partial_checkpoints(root: Path) -> list[Path]:
-    """What a run that was cut short has left."""
+    """Incomplete checkpoints of runs that were interrupted."""
     return list(root.glob(f"{_PARTIAL_PREFIX}*"))
 
 
 def discard(path: Path) -> None:
-    """Removes what lies there, a folder or a file, as far as that can be done: it is in nobody's way."""
+    """Remove a folder or file as far as possible, without errors."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

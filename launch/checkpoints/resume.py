@@ -1,4 +1,4 @@
-"""Goes on with a run: finds the last good checkpoint, and puts it into the training state."""
+"""Resumes a run: finds the last good checkpoint, and loads it into the training state."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from aotdist.launch.checkpoints.manifest import (
     read_manifest,
     step_of,
 )
-from aotdist.launch.checkpoints.reader import CheckedReader
-from aotdist.launch.checkpoints.snapshot import NEVER, TrainState, load_tensors
+from aotdist.launch.checkpoints.snapshot import NEVER, CheckedReader, TrainState, load_tensors
 from aotdist.launch.parallel import World
 
 _TEXT_FLAGS = {
@@ -28,11 +27,11 @@ _TEXT_FLAGS = {
 
 @dataclass(frozen=True, slots=True)
 class Resumed:
-    """Where training goes on.
+    """How training was resumed.
 
     Args:
-        step: of the checkpoint; `NEVER` when there was none yet, and training begins.
-        refused: checkpoints that came later and are not good, each with the reason.
+        step: of the checkpoint; `NEVER` if there was none.
+        refused: later checkpoints that are damaged, each with the reason.
     """
 
     step: int
@@ -44,17 +43,14 @@ class Resumed:
 
 
 def resume(state: TrainState, root: Path, world: World, text: TextFacts) -> Resumed:
-    """Loads the latest checkpoint that is as it was written; every rank must take part.
+    """Load the latest checkpoint that is not damaged; every rank must take part.
 
     Args:
-        state: is overwritten.
-        root: the run's folder of checkpoints.
-        world: the ranks, which need not be those that saved.
-        text: what positions in the text count in.
+        world: the ranks; another number than saved the checkpoint will do.
 
     Raises:
-        BadCheckpoint: there are checkpoints and none is good, or the good one is of another model.
-        BadSettings: the text is another one than that which the run was trained on.
+        BadCheckpoint: all checkpoints are damaged, or the latest good one is of another model.
+        BadSettings: the run was trained on another text.
     """
     refused: list[str] = []
     for folder in world.from_rank_0(lambda: complete_checkpoints(root)):
@@ -73,7 +69,7 @@ def resume(state: TrainState, root: Path, world: World, text: TextFacts) -> Resu
 
 
 def _checked(folder: Path, world: World) -> tuple[Manifest, CheckedReader] | str:
-    """A checkpoint, or why it is not as it was written; each rank looks at a share of its files."""
+    """A checkpoint, or why it is damaged; each rank checks a share of its files."""
     good = None
     try:
         manifest = read_manifest(folder)

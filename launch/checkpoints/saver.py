@@ -1,7 +1,7 @@
-"""Saves checkpoints beside training: the copy is taken between two steps, the writing is done by a thread.
+"""Saves checkpoints during training: tensors are copied between two steps, and a thread writes them.
 
-The ranks agree on what they write in a process group of the saver's own, so its collectives and those of a
-step do not meet. A save that fails does so on all ranks alike: PyTorch's save gathers the faults of all.
+The saver has a process group of its own, so that its collectives do not mix with those of a step. A save
+fails on all ranks or on none: PyTorch's save gathers the errors of all.
 """
 
 from __future__ import annotations
@@ -29,19 +29,17 @@ from aotdist.launch.parallel import World
 
 
 class CheckpointFailed(AotdistError):
-    """The last checkpoint of a run could not be written; the one before it is still there."""
+    """The last checkpoint of a run could not be written; the one before it still exists."""
 
 
 @dataclass(slots=True)
 class _Save:
-    """One that is under way.
+    """A save in progress.
 
     Args:
-        step: of the checkpoint.
-        future: done when the checkpoint is there, or has failed.
-        started: when it began, by `time.perf_counter`.
-        waited_s: seconds that training has stood still for it.
-        ended: when it was done; 0 before.
+        started: its start, by `time.perf_counter`.
+        waited_s: seconds that training has waited for it.
+        ended: its end; 0 before.
     """
 
     step: int
@@ -52,16 +50,14 @@ class _Save:
 
 
 class Saver:
-    """Makes the checkpoints of a run; to be used in the same order on all ranks.
+    """Makes the checkpoints of a run; all ranks must call its methods in the same order.
 
-    Leaving it waits for the save that is under way, unless a rank is lost, whom it would wait for in vain.
+    Leaving the context waits for the save in progress, unless a rank is lost, which would never end it.
 
     Args:
-        root: the run's folder of checkpoints.
-        options: when, and how many are kept.
-        world: the ranks.
-        text: what positions in the text count in; it stands in every manifest.
-        saved: the step of the checkpoint that training goes on from.
+        options: when to save, and how many checkpoints to keep.
+        text: that training reads, for the manifests.
+        saved: the step of the checkpoint that training resumes from.
     """
 
     def __init__(
@@ -86,37 +82,37 @@ class Saver:
 
     @property
     def has_save(self) -> bool:
-        """Whether a save was started and not collected; the same on all ranks."""
+        """Whether a save was started and not collected yet; the same on all ranks."""
         return self._save is not None
 
     @property
     def is_writing(self) -> bool:
-        """Whether this rank has not heard yet how its save ended."""
+        """Whether a save is in progress on this rank."""
         return self._save is not None and not self._save.future.done()
 
     def is_due(self, step: int) -> bool:
-        """Whether a checkpoint is to be made after this step, which is not the last."""
+        """Whether to save after this step, if it is not the last."""
         return self._options.every > 0 and step % self._options.every == 0
 
     def start(self, state: TrainState) -> None:
-        """Copies the state and begins to write it; nothing else may be under way."""
+        """Copies the state and starts to write it; no other save may be in progress."""
         started = time.perf_counter()
         writer = AtomicWriter(self._root, self._heading(state), self._options.keep)
         tensors = tensors_of(state, self._world.place.rank)
         answer = async_save(
             tensors, storage_writer=writer, process_group=self._group, no_dist=self._group is None
         )
-        future = cast("Future[Metadata]", answer)  # that alone, with a writer that stages
+        future = cast("Future[Metadata]", answer)  # a writer with `stage` gets the future alone
         self._save = save = _Save(state.step, future, started, time.perf_counter() - started)
         future.add_done_callback(lambda _: setattr(save, "ended", time.perf_counter()))
         if not self._options.asynchronous:
             self._wait(save)
 
     def collect(self) -> CheckpointRecord:
-        """Waits for the save that was started, and says how it ended.
+        """Waits for the save that was started, and records how it ended.
 
         Raises:
-            Exception: the ranks could not agree on how it ended: one of them is gone.
+            Exception: a rank was lost, so that the others do not know how it ended.
         """
         save, self._save = self._save, None
         assert save is not None, "no save was started"
@@ -126,11 +122,11 @@ class Saver:
         if not failure:
             self._saved = save.step
             num_bytes = read_manifest(checkpoint_folder(self._root, save.step)).num_bytes
-        seconds = max(save.ended - save.started, save.waited_s)  # who waits may wake before the callback runs
+        seconds = max(save.ended - save.started, save.waited_s)  # the callback may run after `wait` returns
         return CheckpointRecord(save.step, num_bytes, seconds, save.waited_s, failure)
 
     def save_last(self, state: TrainState) -> CheckpointRecord | None:
-        """Saves what training leaves behind, and waits for it; None when it is saved already, or not to be.
+        """Saves the final state, and waits for it; None if it is saved already, or checkpoints are off.
 
         Raises:
             CheckpointFailed: it could not be written.
@@ -172,7 +168,7 @@ def _own_group(world: World) -> dist.ProcessGroup | None:
 
 
 def _failure(future: Future[Any]) -> str:
-    """Why a save failed, on which rank; empty when it did not."""
+    """The rank and the error of a save that failed; empty if it did not."""
     try:
         future.result()
     except CheckpointException as error:

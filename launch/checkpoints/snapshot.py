@@ -1,26 +1,28 @@
 """The tensors of a checkpoint, out of a training state and back into it.
 
-Names are those of the model as it was written: neither compiling nor sharding changes them, so a checkpoint
-of two ranks loads on four, and one of FSDP2 on FSDP2 with tensor parallelism. What each rank has for itself
-(random numbers, buffers such as an amax history) is kept for each rank beside that, and goes back where the
-ranks form the same mesh.
+Names are those of the original model: neither compiling nor sharding changes them, so a checkpoint of two
+ranks loads on four, and one of FSDP2 on FSDP2 with tensor parallelism. State of a single rank (random number
+generators, buffers such as an amax history) is saved for each rank, and restored if the mesh is the same.
 """
 
 from __future__ import annotations
 
 import hashlib
+import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from aotdist.launch.checkpoints.manifest import BadCheckpoint, Manifest, spell_tensor
-from aotdist.launch.checkpoints.reader import CheckedReader
+from aotdist.launch.checkpoints.manifest import INDEX_FILE, BadCheckpoint, Manifest, spell_tensor
 from aotdist.launch.data import ByteStream
 from aotdist.torch_seam.dtensor import local_part
 from aotdist.torch_seam.trees import pytree
@@ -29,7 +31,7 @@ NEVER = -1
 """A step before every other one."""
 
 _OWN = "rank"
-"""The key of the tensors that each rank has for itself."""
+"""The key of the tensors that belong to a single rank."""
 
 
 @dataclass(slots=True)
@@ -37,10 +39,6 @@ class TrainState:
     """All that training changes.
 
     Args:
-        model: its parameters and buffers.
-        optimizer: its moments.
-        stream: its position in the text.
-        step: optimizer steps taken.
         validated: the step after which the model was last validated.
     """
 
@@ -52,7 +50,7 @@ class TrainState:
 
 
 def tensors_of(state: TrainState, rank: int) -> dict[str, Any]:
-    """The tensors as they are, not copied: of the model, of the optimizer, and of this rank alone."""
+    """Tensors of the model, of the optimizer and of this rank alone; they are not copied."""
     model, optimizer = get_state_dict(state.model, state.optimizer)
     own = {"buffers": _own_buffers(state.model, model), "generators": _generators()}
     return {"model": model, "optimizer": optimizer["state"], _OWN: {str(rank): own}}
@@ -70,10 +68,10 @@ def _generators() -> dict[str, Tensor]:
 def load_tensors(
     state: TrainState, reader: CheckedReader, manifest: Manifest, *, rank: int, layout: tuple[int, int, int]
 ) -> None:
-    """Writes the tensors of a checkpoint into a state, each rank its shards; every rank must take part.
+    """Loads the tensors of a checkpoint into a state, each rank its shards; every rank must take part.
 
-    On another mesh than the checkpoint's, the ranks all have the buffers of one of its ranks, and random
-    numbers begin anew, from its seed and its step.
+    On another mesh than the checkpoint's, all ranks get the buffers of one of its ranks, and random number
+    generators are seeded anew, from the run's seed and the step.
 
     Raises:
         BadCheckpoint: it is of another model; the first tensor that differs is named.
@@ -82,7 +80,7 @@ def load_tensors(
     own = wanted.pop(_OWN)[str(rank)]
     _require_same_tensors(dict(named_tensors(wanted)), manifest.tensors)
     if layout == manifest.heading.layout:
-        # Copies, because the model's own buffers are filled from what all ranks share as well.
+        # Copies, because the buffers themselves are filled from the shared part of the checkpoint.
         wanted[_OWN] = {str(rank): pytree.tree_map_only(Tensor, torch.clone, own)}
     load(wanted, storage_reader=reader, no_dist=not dist.is_initialized())
     groups = get_state_dict(state.model, state.optimizer)[1]["param_groups"]
@@ -93,13 +91,13 @@ def load_tensors(
         optim_state_dict={"state": wanted["optimizer"], "param_groups": groups},
     )
     if _OWN in wanted:
-        _give_back(wanted[_OWN][str(rank)], _own_buffers(state.model, state.model.state_dict()))
+        _restore_own(wanted[_OWN][str(rank)], _own_buffers(state.model, state.model.state_dict()))
     else:
         torch.manual_seed(_new_seed(manifest))
 
 
 def named_tensors(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of nested dictionaries, with the keys on the way to it joined by dots."""
+    """Every tensor in nested dictionaries, with the keys that lead to it joined by dots."""
     for key, value in tree.items():
         if isinstance(value, Mapping):
             yield from named_tensors(value, f"{prefix}{key}.")
@@ -128,7 +126,7 @@ def _of_another_model(difference: str) -> BadCheckpoint:
     )
 
 
-def _give_back(saved: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
+def _restore_own(saved: Mapping[str, Any], buffers: Mapping[str, Tensor]) -> None:
     for name, buffer in buffers.items():
         buffer.copy_(saved["buffers"][name])
     torch.set_rng_state(saved["generators"]["cpu"])
@@ -140,3 +138,53 @@ def _new_seed(manifest: Manifest) -> int:
     heading = manifest.heading
     digest = hashlib.sha256(f"{heading.text.seed} {heading.step}".encode()).digest()
     return int.from_bytes(digest[:7], "big")
+
+
+_INDEX_CLASSES = {
+    "torch": {"Size"},
+    "torch.serialization": {"_get_layout"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    # Not `BytesStorageMetadata`: it announces a pickle, which PyTorch's planner loads whatever is in it.
+    "torch.distributed.checkpoint.metadata": {
+        *("Metadata", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties"),
+        *("MetadataIndex", "StorageMeta", "_MEM_FORMAT_ENCODING"),
+    },
+    "pathlib": {"PosixPath", "Path"},
+    "pathlib._local": {"PosixPath", "Path"},  # Python 3.13
+}
+"""Classes that PyTorch's index of a checkpoint (`.metadata`, a pickle) is made of, by module."""
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str, /) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_dtype or name in _INDEX_CLASSES.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} does not belong there")
+
+
+class CheckedReader(FileSystemReader):
+    """PyTorch's reader, which loads tensors with `weights_only`; the index may hold listed classes only.
+
+    Raises:
+        BadCheckpoint: the index cannot be read, or holds something else.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self._index = _read_index(folder / INDEX_FILE)
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        """The index of the tensors."""
+        return self._index
+
+
+def _read_index(path: Path) -> Metadata:
+    try:
+        with path.open("rb") as file:
+            index = _IndexUnpickler(file).load()
+    except Exception as error:  # a pickle can fail in any way
+        raise BadCheckpoint(f"its index, {path.name}, is not PyTorch's: {error}") from error
+    if not isinstance(index, Metadata):
+        raise BadCheckpoint(f"its index, {path.name}, is a {type(index).__name__}")
+    return index

@@ -1,7 +1,7 @@
-"""Writes a checkpoint so that it is there as a whole or not at all.
+"""Writes checkpoints atomically.
 
-Ranks write their files into a folder with a name of its own. When the files of all are on disk, rank 0 adds
-the manifest and renames the folder: that rename is the moment from which on the checkpoint exists.
+Ranks write their files into a folder with a temporary name. When the files of all ranks are on disk, rank 0
+adds the manifest and renames the folder: the checkpoint exists from that moment on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from aotdist.torch_seam.trees import pytree
 
 @dataclass(frozen=True)
 class _CheckedResult(WriteResult):
-    """Where a tensor was written, and the file as a whole: this is how rank 0 hears of other ranks' files."""
+    """Where a tensor was written, and facts of that file, for rank 0's manifest."""
 
     file: str
     facts: FileFacts
@@ -55,8 +55,7 @@ class AtomicWriter(FileSystemWriter):
 
     Args:
         root: the run's folder of checkpoints, which all ranks see.
-        heading: what this one is of.
-        keep: complete checkpoints that are left there, the latest ones; 0 for all.
+        keep: how many of the latest checkpoints to keep; 0 for all.
     """
 
     def __init__(self, root: Path, heading: Heading, keep: int) -> None:
@@ -67,23 +66,23 @@ class AtomicWriter(FileSystemWriter):
         self._keep = keep
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A copy on the CPU, so that training may write on; each tensor is copied once.
+        """A copy on the CPU, so that training may continue; each tensor is copied once.
 
-        The inherited one copies a DTensor on the CPU twice, and one without dimensions not at all.
+        The inherited method copies a DTensor on the CPU twice, and tensors without dimensions not at all.
         """
         self.per_thread_copy_ahead = 0
         return pytree.tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), state_dict)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Makes the folder; one that a save was cut short in is no checkpoint, and nothing to warn of."""
+        """Makes the folder; the index of an interrupted save is removed, since PyTorch would warn of it."""
         if not self._partial.is_dir():
-            with suppress(OSError):  # nothing is there, or another rank has made the folder meanwhile
+            with suppress(OSError):  # there is none, or another rank has made the folder meanwhile
                 self._partial.unlink()
         discard(self._partial / INDEX_FILE)
         return super().prepare_local_plan(plan)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """On rank 0, when every rank has made the folder and none has written: sweeps out what is old."""
+        """On rank 0, before any rank writes: removes files of interrupted saves."""
         for leftover in partial_checkpoints(self._root):
             if leftover != self._partial:
                 discard(leftover)
@@ -92,7 +91,7 @@ class AtomicWriter(FileSystemWriter):
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Writes this rank's files, and reads them once more for their checksums."""
+        """Writes this rank's files, and reads them again for their checksums."""
         results = super().write_data(plan, planner).value()
         names = {result.storage_data.relative_path for result in results}
         facts = {name: facts_of(self._partial / name) for name in names}
@@ -101,7 +100,7 @@ class AtomicWriter(FileSystemWriter):
         return checked
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On rank 0, when all files are on disk: makes them a checkpoint, and drops the oldest."""
+        """On rank 0, when all files are on disk: completes the checkpoint, and deletes the oldest ones."""
         super().finish(metadata, results)
         files = {result.file: result.facts for part in cast("_Results", results) for result in part}
         files[INDEX_FILE] = facts_of(self._partial / INDEX_FILE)
@@ -128,7 +127,7 @@ class AtomicWriter(FileSystemWriter):
                 )
 
     def _drop_later(self) -> None:
-        """What training has not come to yet, or again, was refused: the run took another course since."""
+        """Deletes checkpoints of this and later steps, which were refused when the run was resumed."""
         target = checkpoint_folder(self._root, self._heading.step)
         later = [old for old in complete_checkpoints(self._root) if step_of(old) > self._heading.step]
         for old in (*later, target):
@@ -141,7 +140,7 @@ class AtomicWriter(FileSystemWriter):
             self._drop(old)
 
     def _drop(self, old: Path) -> None:
-        """Takes a name away first: a crash in the midst of what follows leaves no half of a checkpoint."""
+        """Renames a checkpoint before deleting it, so that a crash leaves no incomplete one."""
         doomed = self._root / f"{self._partial.name}-{old.name}"
         with suppress(FileNotFoundError):
             old.rename(doomed)
@@ -169,7 +168,7 @@ def _write_durably(path: Path, text: str) -> None:
 
 
 def _sync(folder: Path) -> None:
-    """Puts the names in a folder on disk, as `fsync` puts the bytes of a file."""
+    """`fsync` of a folder: the names in it are on disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -1,4 +1,4 @@
-"""`aotdist bench`: a step of a model as it is, through `torch.compile` and through aotdist, in turns."""
+"""`aotdist bench`: times a step of a model in eager mode, by `torch.compile` and by aotdist, in turns."""
 
 from __future__ import annotations
 
@@ -54,13 +54,10 @@ class _Contender:
     """One way to run the step.
 
     Args:
-        name: as the table shows it.
-        step: runs it, and returns its results and gradients.
+        step: runs the step, and returns its results and gradients.
         first_s: seconds of the first step, which compiles.
-        results: of the first step.
         failure: why it has no results; empty if it has.
-        seconds: of each later step.
-        peak: MiB that a step has tensors in at once, beyond those that there are before.
+        peak: MiB of tensors that a step allocates at its peak.
     """
 
     name: str
@@ -110,7 +107,7 @@ def _ranks() -> Generator[None]:
 
 
 def _step_of(make: Callable[[], Made], way: Callable[[Any], Any]) -> Callable[[], Sequence[Tensor]]:
-    """The step of a model of its own, with the same numbers in it as every other's."""
+    """The step of a new model, with the same parameters as the others."""
     torch.manual_seed(0)
     made = make()
     target, args, kwargs = called_by(next(made, None) if isinstance(made, Generator) else made)
@@ -136,7 +133,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _begin(contender: _Contender) -> None:
-    """The first step; a contender that fails is left out of the rest, on all ranks alike."""
+    """Run the first step; a contender that fails is not timed."""
     torch.manual_seed(0)
     started = time.perf_counter()
     try:
@@ -179,7 +176,7 @@ def _table(contenders: Sequence[_Contender]) -> Generator[str]:
 
 
 def _likeness(one: _Contender, eager: _Contender) -> str:
-    """How the results of the first steps compare."""
+    """How the results of the first step compare with eager's."""
     if one is eager:
         return ""
     ours, theirs = ([local_part(x) for x in each.results] for each in (one, eager))
@@ -188,12 +185,12 @@ def _likeness(one: _Contender, eager: _Contender) -> str:
     apart = torch.tensor([_apart(*pair) for pair in zip(ours, theirs, strict=True) if pair[0].numel()])
     if not apart.numel():
         return "no numbers to compare"
-    # PyTorch's `amax` and `any` return what NaN is due, wherever it stands; Python's `max` passes over it.
+    # PyTorch's `amax` and `any` propagate NaN; Python's `max` does not.
     return f"off eager's by at most {apart.amax():.1e}" if apart.any() else "eager's, bit for bit"
 
 
 def _apart(own: Tensor, other: Tensor) -> float:
-    """The largest difference: NaN where one of two numbers is NaN, nothing where both are."""
+    """The largest difference; NaN if a number is NaN in one of them only."""
     own, other = _wide(own), _wide(other)
     same = (own == other) | (own.isnan() & other.isnan())
     return float(torch.where(same, 0.0, (own - other).abs()).amax())

@@ -1,4 +1,4 @@
-"""`aotdist build`: an artifact of a model, made on a machine that need not have the GPU, nor the ranks."""
+"""`aotdist build`: compiles a model into an artifact, without the GPU and the ranks that will run it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def add_to(subparsers: Any) -> None:
 
 
 def add_model_to(parser: argparse.ArgumentParser) -> None:
-    """Add what names a model and says how it is compiled ahead of time."""
+    """Add the arguments of `build` and `explain`: the model, and how to compile it."""
     parser.add_argument("model", metavar="MODEL", help="package.module:function, or file.py:function")
     parser.add_argument("--target", default="cpu", help=f"{', '.join(KNOWN_TARGETS)} (default: %(default)s)")
     parser.add_argument("--world-size", metavar="N", type=int, default=1, help="ranks that will run it")
@@ -47,7 +47,7 @@ def add_model_to(parser: argparse.ArgumentParser) -> None:
 
 
 def ahead(options: argparse.Namespace) -> dict[str, Any]:
-    """How to compile ahead of time, as the options and the environment say."""
+    """Arguments for compiling ahead of time, from the options and the environment."""
     return {
         "target": options.target,
         "world_size": options.world_size,
@@ -68,7 +68,7 @@ def maker_named(name: str) -> Callable[[], Made]:
     """The function that MODEL names.
 
     Raises:
-        BadSettings: there is none; it names those that there are.
+        BadSettings: there is none; the error lists those of the module.
     """
     place, colon, function = name.rpartition(":")
     if not colon:
@@ -87,7 +87,7 @@ def maker_named(name: str) -> Callable[[], Made]:
 
 
 def _makers_of(module: Any) -> Iterator[str]:
-    """The functions of a module that may be what MODEL names: its own, and called without arguments."""
+    """The functions that MODEL may name: defined in the module, and callable without arguments."""
     for name, one in inspect.getmembers(module, inspect.isfunction):
         if one.__module__ == module.__name__ and not name.startswith("_"):
             with suppress(BadSettings):

@@ -1,4 +1,4 @@
-"""`aotdist cache`: what was compiled and kept, as a list; checked; thrown away."""
+"""`aotdist cache`: lists, verifies and clears the compile cache."""
 
 from __future__ import annotations
 

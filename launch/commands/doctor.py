@@ -1,4 +1,4 @@
-"""`aotdist doctor`: what this machine has for aotdist, and what it lacks, each finding with a way out."""
+"""`aotdist doctor`: checks whether this machine has what aotdist needs, and says how to fix what it lacks."""
 
 from __future__ import annotations
 
@@ -59,13 +59,11 @@ def _line(finding: Finding) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What was found out.
+    """The result of a check.
 
     Args:
-        subject: of what.
-        state: `limited` where something is missing that not everybody needs.
-        what: in words.
-        fix: the way out; empty where all is fine.
+        state: `limited` if something is missing that not everybody needs.
+        fix: empty if nothing is missing.
     """
 
     subject: str
@@ -75,7 +73,7 @@ class Finding:
 
 
 def findings(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
-    """Everything that can be found out in a second or two, without starting ranks."""
+    """All checks; they take a second or two, and start no ranks."""
     yield Finding("python", "fine", f"Python {platform.python_version()}")
     yield _version("torch", torch.__version__, TESTED_TORCH, older="broken")
     yield _triton()
@@ -90,7 +88,7 @@ def findings(environ: Mapping[str, str] = os.environ) -> Iterator[Finding]:
 def _version(
     package: str, version: str, tested: tuple[tuple[int, int], tuple[int, int]], *, older: State
 ) -> Finding:
-    """A package whose version is among those that the tests pass on, older, or newer, which may do."""
+    """Whether a package's version is tested, older, or newer."""
     oldest, newest = (".".join(map(str, each)) for each in tested)
     found, known = minor_of(version), f"{package} {version}; aotdist is tested with {oldest} to {newest}"
     if found < tested[0]:
@@ -187,7 +185,7 @@ def _cache(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _there(path: Path) -> Path:
-    """The path, or the nearest folder above it that is there."""
+    """The path, or the nearest folder above it that exists."""
     return next(each for each in (path, *path.parents) if each.exists())
 
 
@@ -213,7 +211,7 @@ _COMBINATIONS: Sequence[tuple[Callable[[Mapping[str, str]], bool], str, str]] = 
         "install another version of one of them, or shard without accelerate",
     ),
 )
-"""Things that do not go together: whether they meet here, what comes of it, and the way out."""
+"""Combinations that cause trouble: whether this machine has one, its effect, and the fix."""
 
 
 def _minor(package: str) -> str:

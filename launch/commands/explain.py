@@ -1,4 +1,4 @@
-"""`aotdist explain`: what compiling a model comes to, as text or a page; nothing runs."""
+"""`aotdist explain`: compiles a model and reports the result, as text or a page; nothing runs."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code: 0 done, 1 failed, 2 wrong options, or what training says.
 
-    If nobody reads what it prints any more (`| head`), the code is that of a program that SIGPIPE ends.
+    If the reader of its output is gone (`| head`), the code is that of a program ended by SIGPIPE.
 
     Args:
         arguments: the words after the program's name; `sys.argv` when None.

@@ -36,7 +36,7 @@ def add_to(subparsers: Any) -> None:
 def _run(options: argparse.Namespace) -> int:
     words: list[str] = options.more
     try:
-        from aotdist.launch import going_on, train
+        from aotdist.launch import resuming, train
     except ModuleNotFoundError as error:  # the other commands need none of these packages
         raise BadSettings(
             f"training needs the package {error.name}", fix="pip install 'aotdist[train]'"
@@ -46,7 +46,7 @@ def _run(options: argparse.Namespace) -> int:
         return train.main(["--help"], _PROGRAM)
     ranks: int | None = options.ranks
     if ranks is None and "RANK" not in os.environ:
-        ranks = going_on.ranks_before(words, _PROGRAM)
+        ranks = resuming.earlier_ranks(words, _PROGRAM)
     if ranks is None:
         if options.max_restarts is not None:
             raise BadSettings("--max-restarts says nothing without --ranks", fix="give both, or use torchrun")
@@ -56,7 +56,7 @@ def _run(options: argparse.Namespace) -> int:
     restarts = 3 if options.max_restarts is None else options.max_restarts
     if restarts < 0:
         raise BadSettings(f"--max-restarts is {restarts}", fix="give 0 or more")
-    going_on.require_sound(words, ranks, _PROGRAM)
+    resuming.check_command(words, ranks, _PROGRAM)
     command = torchrun(ranks, restarts, words)
     os.execv(command[0], command)  # signals then reach torchrun, which hands them on
 

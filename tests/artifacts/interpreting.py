@@ -11,12 +11,12 @@ import torch
 from aotdist.artifacts import load as loading
 from aotdist.artifacts.live import Live
 from aotdist.codegen import ahead
-from aotdist.kernels.device_functions import HELPERS
+from aotdist.kernels.compilation import Packed
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.launching import blocks_of
-from aotdist.kernels.loading import loaded
-from aotdist.kernels.packing import Packed
 from aotdist.kernels.running import Jitted
+from aotdist.kernels.spelling import HELPERS
+from aotdist.kernels.triton_seam import loaded
 from tests.artifacts.attention import kernels_for_attention
 
 _library: torch.library.Library | None = None

@@ -23,9 +23,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.fx import GraphModule
 
 import aotdist
-from aotdist.artifacts.archive import FORMAT, Manifest, version_of
+from aotdist.artifacts.archive import FORMAT, Manifest, merged, version_of
 from aotdist.artifacts.archive import save as save_archive
-from aotdist.artifacts.ranks import merged
 from aotdist.artifacts.record import written
 from aotdist.capture.captured import UserCall
 from aotdist.codegen.fx import FxBackend

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 import aotdist
-from aotdist.artifacts.ranks import Variant, merged
+from aotdist.artifacts.archive import Variant, merged
 from tests.artifacts import cases_ranks
 from tests.artifacts.programs import PROGRAMS_OF_TWO_RANKS, mlp, sharded, sharded_evenly, sharded_vocabulary
 from tests.ranks.harness import World

@@ -13,7 +13,7 @@ from torch import nn
 
 import aotdist
 from aotdist.codegen import cuda_graphs
-from aotdist.codegen.recordable import recorded_device
+from aotdist.codegen.cuda_capture import recorded_device
 from aotdist.program import Graph, Slot
 from tests.codegen.recording import Rerun
 from tests.kernels.reference import outcome

@@ -17,7 +17,7 @@ from torch._dynamo.utils import counters
 import aotdist
 from aotdist.codegen.contract import Emitted, Kind
 from aotdist.codegen.inductor import InductorBackend
-from aotdist.codegen.kernel_batch import KernelBatches
+from aotdist.codegen.kernel_batch import KernelBatch
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.inductor import (
@@ -500,10 +500,10 @@ def test_filters_of_warnings_decide_nothing_about_compilers(monkeypatch: pytest.
 def test_a_kernel_that_does_not_build(needs_grad: bool, monkeypatch: pytest.MonkeyPatch):
     """Is an error of ours; `auto` runs the program by `fx`, and says so once."""
 
-    def finish(batches: KernelBatches) -> None:
+    def finish(batch: KernelBatch) -> None:
         raise RuntimeError("C++ compile error")
 
-    monkeypatch.setattr(KernelBatches, "finish", finish)
+    monkeypatch.setattr(KernelBatch, "finish", finish)
     x, settings = torch.arange(4.0, requires_grad=needs_grad), {"cache_bytes": 0}
     with pytest.raises(UnsupportedProgram, match="C\\+\\+ compile error"):
         aotdist.compile(waves, backend="inductor", settings=settings)(x)

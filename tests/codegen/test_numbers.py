@@ -13,7 +13,7 @@ import torch
 
 from aotdist.codegen.contract import Emitted
 from aotdist.codegen.fx import FxBackend
-from aotdist.codegen.numbers import numbers_apart
+from aotdist.codegen.numbers import split_off_numbers
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph
 from tests.codegen.captured import captured, emission
@@ -57,7 +57,7 @@ def test_both_parts_together_are_the_graph(of_step: bool) -> None:
     graph = with_number(add, of_step=of_step)
     mode = emission(graph).fake_mode
     assert mode is not None
-    apart = numbers_apart(graph, mode)
+    apart = split_off_numbers(graph, mode)
     assert apart is not None
     targets = {node.target for node in apart.rest.gm.graph.nodes}
     assert targets.isdisjoint({READ, operator.pow, builtins.max, math.sqrt})
@@ -71,7 +71,7 @@ def test_both_parts_together_are_the_graph(of_step: bool) -> None:
 def test_graph_without_numbers_stays_whole() -> None:
     graph = captured(lambda x, step: [x * 2, step + 1], [X, STEP])
     mode = emission(graph).fake_mode
-    assert mode is not None and numbers_apart(graph, mode) is None
+    assert mode is not None and split_off_numbers(graph, mode) is None
 
 
 def test_operator_without_a_form_for_tensors_is_refused() -> None:
@@ -79,4 +79,4 @@ def test_operator_without_a_form_for_tensors_is_refused() -> None:
     mode = emission(graph).fake_mode
     assert mode is not None
     with pytest.raises(UnsupportedProgram, match="leaky_relu"):
-        numbers_apart(graph, mode)
+        split_off_numbers(graph, mode)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor
 
 import aotdist
 from aotdist.artifacts.cache.key import key_of
-from aotdist.codegen.contract import Decompositions, Emission, Emitted
+from aotdist.codegen.contract import Backend, Emission, Emitted
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.regions import RegionCall, emit_by_regions, parts_of
 from aotdist.errors import UnsupportedProgram
@@ -47,24 +47,14 @@ def tensors(num_layers: int) -> list[Tensor]:
     return [torch.randn(4, 4, generator=generator) for _ in range(num_layers + 1)]
 
 
-@dataclass
-class Recording:
+@dataclass(frozen=True)
+class Recording(Backend):
     """Runs what Inductor would be given operator by operator, and keeps it."""
 
     graphs: list[Graph] = field(default_factory=list[Graph])
     strides: Callable[[Graph], Any] = lambda _: None
     name: str = "inductor"
-    partition: Literal["default", "min_cut"] = "default"
     any_tangents: bool = True
-    owns_cut: bool = False
-
-    def check(self) -> None: ...
-
-    def decompositions(self) -> Decompositions:
-        return {}
-
-    def prepare_joint(self, graph: Graph) -> Graph:
-        return graph
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         self.graphs.append(graph)

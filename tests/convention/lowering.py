@@ -17,8 +17,7 @@ from aotdist.aliasing.view_mode import ViewMode
 from aotdist.aliasing.views import Opened
 from aotdist.convention.epilogue import plan_epilogue, replay
 from aotdist.convention.mutation import plan_differentiable, plan_plain
-from aotdist.convention.random_numbers import Stream
-from aotdist.convention.rng import SLOTS, RngPlan, draws_nothing, functional_draw
+from aotdist.convention.rng import SLOTS, RngPlan, Stream, draws_nothing, functional_draw
 from aotdist.convention.subclass import plan_unwrap, rebuild_all
 from aotdist.facts import (
     Facts,

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from aotdist.convention.random_numbers import PHILOX, RULES, Stream, philox_4x32
-from aotdist.convention.rng import functional_draw
+from aotdist.convention.rng import PHILOX, RULES, Stream, functional_draw, philox_4x32
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.trees import pytree

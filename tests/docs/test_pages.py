@@ -103,7 +103,7 @@ def test_every_pass_and_setting_is_on_their_page() -> None:
 def test_every_error_has_its_section() -> None:
     for module in ("saver", "manifest"):
         importlib.import_module(f"aotdist.launch.checkpoints.{module}")
-    for module in ("loop", "lease"):
+    for module in ("loop", "run_lock"):
         importlib.import_module(f"aotdist.launch.{module}")
     headings = re.findall(r"^## (\w+)$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
     assert {kind.__name__ for kind in aotdist.AotdistError.__subclasses__()} <= {*headings}

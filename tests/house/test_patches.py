@@ -32,7 +32,7 @@ NOT_OF_LIBRARIES = {
     ("aotdist/torch_seam/inductor.py", "os.environ"),  # for good: an address that kernels read
     ("kernels/interpreter.py", "interpreter.GridExecutor.__call__"),  # for good: its faults
     ("kernels/interpreter.py", "interpreter._patch_lang_tensor"),
-    ("kernels/loading.py", "linecache.cache"),
+    ("kernels/triton_seam.py", "linecache.cache"),
     ("launch/commands/build.py", "sys.modules"),  # a process of its own
 }
 """Places of other modules that are assigned without a patch, by the file that does it."""

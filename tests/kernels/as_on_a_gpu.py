@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from aotdist.codegen import triton
-from aotdist.kernels import configurations, triton_seam
-from aotdist.kernels.choices import Choices
-from aotdist.kernels.tuning import Tuner
+from aotdist.kernels import costs, triton_seam
+from aotdist.kernels.tuning import Choices, Tuner
 
 
 @dataclass
@@ -36,7 +35,7 @@ def cut_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_seam, "is_interpreting", lambda: False)
     monkeypatch.setattr(triton, "_refuse_cpu", lambda graph: None)
     monkeypatch.setattr(triton, "_tuner", lambda settings: None)
-    monkeypatch.setattr(configurations, "_SMALL_SECONDS", 0.0)
+    monkeypatch.setattr(costs, "_SMALL_SECONDS", 0.0)
 
 
 def tune(

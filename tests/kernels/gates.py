@@ -18,12 +18,13 @@ from torch.nn import functional as F
 
 import aotdist
 from aotdist.codegen.triton import with_kernels
-from aotdist.kernels.compilation import Binary, Target, compile_kernel, num_vectors
+from aotdist.kernels.compilation import Target
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.launching import is_persistent
 from aotdist.kernels.polynomial import hint_of
 from aotdist.program import Graph
 from aotdist.subclasses.sparse24_operators import choose_24, compress_24
+from benchmarks.kernels.binaries import Binary, compile_kernel, num_vectors
 from benchmarks.kernels.graphs import graphs_of
 from benchmarks.kernels.optimizers import clipped_adamw, random_state, sgd
 from benchmarks.models import Block, LlamaShape

@@ -14,9 +14,8 @@ from torch.nn import functional as F
 from aotdist.codegen.triton import with_kernels
 from aotdist.kernels import triton_seam
 from aotdist.kernels.background import Background
-from aotdist.kernels.choices import Choices
 from aotdist.kernels.emission import Fused
-from aotdist.kernels.tuning import Tuner, _key
+from aotdist.kernels.tuning import Choices, Tuner, _key
 from benchmarks.kernels.graphs import graphs_of
 from tests.kernels.as_on_a_gpu import cut_as_on_a_gpu
 

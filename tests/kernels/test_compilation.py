@@ -10,7 +10,8 @@ import torch
 
 import aotdist
 from aotdist.kernels import compilation
-from aotdist.kernels.compilation import TARGETS, Binary, Usage, compile_kernel
+from aotdist.kernels.compilation import TARGETS, Usage
+from benchmarks.kernels.binaries import Binary, compile_kernel
 from tests.kernels.reference import Emissions, assert_same
 
 ROOT = Path(__file__).parents[2]

@@ -13,15 +13,13 @@ from torch.nn import functional as F
 from aotdist.codegen import ahead
 from aotdist.codegen.contract import Emission
 from aotdist.codegen.triton import with_kernels
-from aotdist.kernels import configurations as module
 from aotdist.kernels import costs, emission, gpus, triton_seam
 from aotdist.kernels.background import Background
-from aotdist.kernels.compilation import TARGETS
-from aotdist.kernels.configurations import MOST, configurations
+from aotdist.kernels.compilation import TARGETS, Packed
+from aotdist.kernels.costs import MOST, configurations
 from aotdist.kernels.emitted import EmittedKernel
 from aotdist.kernels.gpus import USUAL, Gpu
 from aotdist.kernels.launching import MIN_COLUMNS, Config, config_of, num_stages_of
-from aotdist.kernels.packing import Packed
 from aotdist.settings import Settings
 from benchmarks.kernels.graphs import graphs_of
 from tests.kernels.as_on_a_gpu import cut_as_on_a_gpu
@@ -102,7 +100,7 @@ def test_a_way_that_should_be_much_quicker_leads(monkeypatch: pytest.MonkeyPatch
     def estimate(_: EmittedKernel, config: Config) -> costs.Estimate:
         return costs.Estimate(1e-4 if config == better else 2e-4, fits=True)
 
-    monkeypatch.setattr(module, "estimate", estimate)
+    monkeypatch.setattr(costs, "estimate", estimate)
     assert configurations(emitted)[0] == better
 
 

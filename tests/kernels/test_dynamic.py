@@ -170,12 +170,12 @@ def test_inputs_are_written_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> N
     assert kernel.printed.over and len(compiled.explain().artifacts) == 1
 
 
-def test_a_size_that_no_argument_tells_leaves_a_graph_to_the_library() -> None:
+def test_a_size_that_no_argument_gives_leaves_a_graph_to_the_library() -> None:
     (_, graph), *_ = graphs_of(lambda x: x.sin() * 2, marked(torch.ones(4, 6), 0))
     ins = tuple(replace(slot, role="primal") if slot.role == "size" else slot for slot in graph.ins)
     fused = with_kernels(Graph(graph.gm, ins, graph.outs), keeps_casts=False, label="untold")
     assert not fused.kernels
-    assert set(fused.reasons.values()) == {"s0, which no argument of the graph tells"}
+    assert set(fused.reasons.values()) == {"s0, which no argument of the graph gives"}
 
 
 def test_dropout_draws_from_its_stream() -> None:

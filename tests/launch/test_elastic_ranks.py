@@ -17,7 +17,6 @@ import pytest
 
 from aotdist.launch import train
 from aotdist.launch.checkpoints.manifest import complete_checkpoints
-from aotdist.launch.lease import LEASE_FILE
 from aotdist.launch.metrics import EndRecord
 from tests.launch.harness import REPOSITORY, Job, losses, start_torchrun, step_records, wait_for_steps
 
@@ -107,7 +106,6 @@ def test_ranks_whose_torchrun_is_killed_save_and_end_and_one_goes_on_with_their_
     assert train.main(["--resume", str(folder)]) == 1  # they are still there
     said = process.communicate(timeout=60)[1]  # until the last rank has ended
     assert all(f"[rank {rank}] its torchrun, process {process.pid}, is gone" in said for rank in range(2))
-    assert not (folder / LEASE_FILE).exists()
     stopped = job.records("orphans")[-1]
     assert isinstance(stopped, EndRecord) and stopped.status == "stopped"
     assert int(complete_checkpoints(folder / "checkpoints")[0].name.removeprefix("step-")) == stopped.step
@@ -127,5 +125,4 @@ def test_a_run_that_is_killed_with_its_launcher_is_taken_over_at_once(job):
     wait_for_steps(job, "killed", 12)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert (job.folder / "killed" / LEASE_FILE).exists()
     assert train.main(["--resume", str(job.folder / "killed"), "--optim.steps=1"]) == 0

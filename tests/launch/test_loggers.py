@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from aotdist.launch import recorder, train
+from aotdist.launch import loggers, train
 from tests.launch.harness import held_out_losses, losses
 
 
@@ -27,7 +27,7 @@ class StandIn:
 
 @pytest.fixture(autouse=True)
 def no_curve(monkeypatch):
-    monkeypatch.setattr(recorder, "draw_curve", lambda folder: None)
+    monkeypatch.setattr(loggers, "draw_curve", lambda folder: None)
 
 
 def install(monkeypatch, name, **contents):

@@ -5,14 +5,14 @@ import json
 
 import pytest
 
-from aotdist.launch import profiling, recorder, train
+from aotdist.launch import loggers, profiling, train
 
 FILES = {"trace-rank0.json.gz", "times-rank0.txt"}
 
 
 @pytest.fixture(autouse=True)
 def no_curve(monkeypatch):
-    monkeypatch.setattr(recorder, "draw_curve", lambda folder: None)
+    monkeypatch.setattr(loggers, "draw_curve", lambda folder: None)
 
 
 def test_the_steps_that_are_named_are_traced(job):

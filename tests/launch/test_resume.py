@@ -14,7 +14,7 @@ import torch
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
 from aotdist.files import with_checksum
-from aotdist.launch import lease, loop, metrics, recorder, train
+from aotdist.launch import loggers, loop, metrics, run_folder, train
 from aotdist.launch.checkpoints import writer
 from aotdist.launch.checkpoints.manifest import facts_of, read_manifest
 from aotdist.launch.metrics import CheckpointRecord, EndRecord
@@ -26,7 +26,7 @@ EVERY_2 = ("--checkpoint.every=2",)
 @pytest.fixture(autouse=True)
 def no_curve(monkeypatch):
     """Drawing takes longer than these runs do."""
-    monkeypatch.setattr(recorder, "draw_curve", lambda folder: None)
+    monkeypatch.setattr(loggers, "draw_curve", lambda folder: None)
 
 
 def run(job, name, *options, **kinds):
@@ -288,7 +288,7 @@ def test_a_folder_that_may_not_be_written_is_named(job, capsys, monkeypatch):
     def read_only(*_, **__):
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
-    for module in (lease, metrics):
+    for module in (run_folder, metrics):
         with monkeypatch.context() as patch:
             patch.setattr(module, "write_whole", read_only)
             assert resume(job, "locked", "--optim.steps=3") == 2
@@ -413,7 +413,7 @@ def test_a_disk_without_any_room_stops_no_run_either(job, capsys, monkeypatch, s
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(loop.Trainer, "_take_step", filling)
-    monkeypatch.setattr(recorder, "draw_curve", draw_nothing)
+    monkeypatch.setattr(loggers, "draw_curve", draw_nothing)
     with (
         pytest.warns(UserWarning, match=r"metrics.jsonl of the run folder cannot be written: File too large"),
         pytest.warns(UserWarning, match=r"loss.png of the run folder cannot be written: No space left"),

@@ -6,9 +6,9 @@ import pytest
 
 from aotdist import BadSettings
 from aotdist.launch.config import JobOptions, RunOptions
-from aotdist.launch.lease import LEASE_FILE, Lease
 from aotdist.launch.parallel import Place
 from aotdist.launch.run_folder import RunFolder, claim_run_folder
+from aotdist.launch.run_lock import LOCK_FILE, RunLock
 
 FIRST = Place(launched=True, launch_id="a")
 RESTARTED = Place(launched=True, launch_id="a", restarts=1)
@@ -23,9 +23,9 @@ def options(tmp_path):
 
 
 def claim(options, place):
-    """The folder, which is given back at once."""
-    with Lease() as lease:
-        return claim_run_folder(options, place, lease)
+    """The folder, which is released at once."""
+    with RunLock() as lock:
+        return claim_run_folder(options, place, lock)
 
 
 def begun(folder, launch_id):
@@ -67,9 +67,9 @@ def test_a_folder_that_is_named_is_taken(options, tmp_path):
 
 
 def test_a_folder_that_another_process_has_just_made_is_not_free(options, tmp_path):
-    with Lease() as held:
+    with RunLock() as held:
         first = claim_run_folder(options("young"), FIRST, held)
-        assert {path.name for path in first.path.iterdir()} == {LEASE_FILE}
+        assert {path.name for path in first.path.iterdir()} == {LOCK_FILE}
         with pytest.raises(BadSettings, match="exists already"):
             claim(options("young"), FIRST)
     assert claim(options("young"), FIRST) == first

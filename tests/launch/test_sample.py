@@ -2,11 +2,11 @@
 
 import torch
 
-from aotdist.launch import sample
+from aotdist.launch import loop
 from aotdist.launch.config import ModelOptions, ParallelOptions, RunOptions
+from aotdist.launch.loop import draw_byte, write_sample
 from aotdist.launch.model import build_decoder
 from aotdist.launch.parallel import Place, join
-from aotdist.launch.sample import draw_byte, write_sample
 
 
 class Echo(torch.nn.Module):
@@ -27,7 +27,7 @@ def write(model, **options):
 
 
 def test_the_likeliest_bytes_continue_the_prompt_beyond_the_window(monkeypatch):
-    monkeypatch.setattr(sample, "PROMPT", "abc")
+    monkeypatch.setattr(loop, "PROMPT", "abc")
     model = Echo()
     text = write(model, sample_bytes=12)
     assert text == "abcdefghijklmno"
@@ -35,7 +35,7 @@ def test_the_likeliest_bytes_continue_the_prompt_beyond_the_window(monkeypatch):
 
 
 def test_a_prompt_longer_than_the_window_is_kept(monkeypatch):
-    monkeypatch.setattr(sample, "PROMPT", "0123456789a")
+    monkeypatch.setattr(loop, "PROMPT", "0123456789a")
     text = write(Echo(), sample_bytes=2)
     assert text == "0123456789abc"
 

@@ -60,17 +60,7 @@ def of_a_slice(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, w)[4:20], labels[4:20])
 
 
-def smoothed(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
-    logits = widened(F.linear(x, w))
-    return F.cross_entropy(logits, labels.where(labels % 3 != 0, -100), label_smoothing=0.1)
-
-
-def smoothed_sum(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
-    logits = widened(F.linear(x, w))
-    return F.cross_entropy(logits, labels, label_smoothing=0.7, reduction="sum") / 32
-
-
-LOSSES = (mean, summed, ignored, shifted_labels, shifted_logits, of_a_slice, smoothed, smoothed_sum)
+LOSSES = (mean, summed, ignored, shifted_labels, shifted_logits, of_a_slice)
 
 
 def examples(dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -164,11 +154,8 @@ def with_class_weights(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, w), labels, weight=torch.ones(CLASSES))
 
 
-def smoothed_otherwise(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
-    """What is spread over all labels is not what is taken from one."""
-    log_probabilities = F.log_softmax(F.linear(x, w), 1)
-    even = -log_probabilities.sum(1).masked_fill(labels == -100, 0).sum()
-    return F.nll_loss(log_probabilities, labels, reduction="sum") * 0.9 + even * 0.1
+def smoothed(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(F.linear(x, w), labels, label_smoothing=0.1)
 
 
 def with_bias(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
@@ -190,7 +177,7 @@ def classes_sliced(x: Tensor, w: Tensor, labels: Tensor) -> Tensor:
 LEFT = (
     also_returned,
     with_class_weights,
-    smoothed_otherwise,
+    smoothed,
     with_bias,
     row_by_row,
     soft_capped,

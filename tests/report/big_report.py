@@ -1,6 +1,6 @@
 """A report of a model that nobody had to compile: as many nodes as one asks for."""
 
-from aotdist.report.details import Details, KernelDetails, TensorFacts, compared
+from aotdist.report.details import Details, KernelDetails, TensorFacts, compare_ranks
 from aotdist.report.nodes import CollectiveDetails, GraphDetails, GraphNode, Saved
 from aotdist.report.summary import format_bytes
 
@@ -50,7 +50,7 @@ def big_report(num_nodes: int) -> Details:
             ("saved for backward", format_bytes(sum(one.bytes for one in saved))),
             ("traced once for equal blocks", f"`layers.0` for {layers - 2} more {HOSTILE}"),
         ),
-        ranks=compared({int(rank): {"input args[0]": text} for rank, text in told.items()} | {2: None}),
+        ranks=compare_ranks({int(rank): {"input args[0]": text} for rank, text in told.items()} | {2: None}),
     )  # fmt: skip
 
 

@@ -12,8 +12,8 @@ from torch import nn
 
 import aotdist
 from aotdist.api import compiled_call
-from aotdist.report.details import Details, compared, details_of
-from aotdist.report.explain import embedded, told_by
+from aotdist.report.details import Details, comparable_facts, compare_ranks, details_of
+from aotdist.report.explain import embedded
 from aotdist.report.summary import format_bytes
 from tests.report.big_report import HOSTILE
 
@@ -170,11 +170,11 @@ def test_text_of_programs_cannot_end_the_script() -> None:
 
 
 def test_ranks_are_compared_name_by_name(normed: Details) -> None:
-    told = told_by(normed)
-    other = {**told, "input args[0]": "f32[2, 4] (only read)"}
-    found = compared({0: told, 1: other, 2: None, 3: told})
+    mine = comparable_facts(normed)
+    other = {**mine, "input args[0]": "f32[2, 4] (only read)"}
+    found = compare_ranks({0: mine, 1: other, 2: None, 3: mine})
     assert (found.others, found.missing) == ((1, 3), (2,))
-    mine, others = told["input args[0]"], other["input args[0]"]
+    mine, others = mine["input args[0]"], other["input args[0]"]
     assert found.differences == {"input args[0]": {0: mine, 1: others, 3: mine}}
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 import aotdist
 import aotdist.report.progress as progress_of
-from aotdist.report.progress import Progress, showing
+from aotdist.report.progress import StageTimes, showing
 
 
 class Log(io.StringIO):
@@ -35,10 +35,10 @@ class Terminal(Log):
 
 
 def test_the_line_names_stage_and_nodes() -> None:
-    progress = Progress("Llama")
-    assert re.fullmatch(r"aotdist: compiling `Llama`: \d+ s", progress.line())
-    progress.stage, progress.num_nodes = "trace", lambda: 12_345
-    assert re.fullmatch(r"aotdist: compiling `Llama`: trace, 12,345 nodes, \d+ s", progress.line())
+    times = StageTimes("Llama")
+    assert re.fullmatch(r"aotdist: compiling `Llama`: \d+ s", times.line())
+    times.running, times.num_nodes = "trace", lambda: 12_345
+    assert re.fullmatch(r"aotdist: compiling `Llama`: trace, 12,345 nodes, \d+ s", times.line())
 
 
 def test_the_line_is_gone_in_the_end() -> None:
@@ -95,13 +95,13 @@ def test_of_several_ranks_the_first_is_shown(rank: int, monkeypatch: pytest.Monk
 def test_a_compilation_tells_its_stages(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[tuple[str, int]] = []
 
-    class Heard(Progress):
+    class Heard(StageTimes):
         def __setattr__(self, name: str, value: object) -> None:
             super().__setattr__(name, value)
-            if name == "stage" and value:
-                seen.append((self.stage, self.num_nodes() if self.num_nodes else 0))
+            if name == "running" and value:
+                seen.append((self.running, self.num_nodes() if self.num_nodes else 0))
 
-    monkeypatch.setattr(progress_of, "Progress", Heard)
+    monkeypatch.setattr(progress_of, "StageTimes", Heard)
     aotdist.compile(lambda x: x.sin().sum(), backend="fx")(torch.randn(3, requires_grad=True))
     assert [stage for stage, _ in seen][:4] == ["capture", "trace", "convention", "passes"]
     assert dict(seen)["codegen"] > 0

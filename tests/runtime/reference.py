@@ -34,7 +34,11 @@ def reference(artifact: Artifact) -> Call:
     compilation, fit = artifact.compilation, artifact.fit
 
     def inner(primals: Sequence[Any]) -> list[Any]:
-        return lifted(compilation, fit.numbers.sizes.read(primals))(primals)
+        sizes = {
+            name: eval(measure.spelled("tensor"), {"tensor": primals[measure.input]})
+            for name, measure in fit.numbers.sizes.symbols
+        }
+        return lifted(compilation, sizes)(primals)
 
     return fit.dedupe.lift(compilation.bases.lift(inner))
 

@@ -1,4 +1,4 @@
-"""A backend that looks whether a graph was compiled before, and compiles it if not."""
+"""A backend that looks in the cache before it compiles a graph."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any, TypeVar
 from aotdist.artifacts.cache.folder import Entry, Folder, Turn
 from aotdist.artifacts.cache.key import about, key_of, key_of_toolchain, read, with_origins, written
 from aotdist.artifacts.live import NOTHING_LIVE
+from aotdist.artifacts.typed import ERRORS_OF_READING
 from aotdist.artifacts.values import Json, Values
 from aotdist.codegen.contract import Backend, Emission, Emitted, Portable
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.codegen.portable import emitted_from
-from aotdist.errors import AotdistError, UnsupportedProgram
+from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph
 from aotdist.settings import Settings
 from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode
@@ -23,14 +24,13 @@ from aotdist.torch_seam.inductor import inductor_config
 
 
 def caching(backend: Backend, settings: Settings) -> Backend:
-    """`backend`, which looks in the cache before it compiles, if that is worth its while.
+    """`backend` with a cache around it, if it is Inductor.
 
-    `fx` emits in a hundredth of the time that the trace before it takes, and `triton` keeps kernels with
-    Triton's own.
+    `fx` emits in a hundredth of the trace's time, and kernels of `triton` are in Triton's own cache.
 
     Args:
-        backend: of the user's choice.
-        settings: say where the cache is.
+        backend: the user's choice.
+        settings: where the cache is.
     """
     if not isinstance(backend, InductorBackend) or settings.cache_bytes == 0:
         return backend
@@ -38,51 +38,51 @@ def caching(backend: Backend, settings: Settings) -> Backend:
 
 
 def folder_of(settings: Settings) -> Folder:
-    """Where what is compiled is kept."""
+    """The folder of the cache."""
     return Folder.within(Path(settings.cache_folder).expanduser() / "compiled", settings.cache_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CachingBackend(InductorBackend):
-    """Inductor behind a folder of what it made before.
+    """Inductor with a cache.
 
     Args:
         settings: how to compile, and where the cache is.
-        folder: what was compiled.
+        folder: the cache.
     """
 
     settings: Settings
     folder: Folder
 
     def check(self) -> None:
-        """See that what compiling needs is there: once for a machine, since it takes 0.3 s.
+        """Check that there is a C++ compiler: once for a machine, since it takes 0.3 s.
 
-        It also starts on the headers of kernels, which is the work of whoever will compile.
+        The check also starts to precompile headers, which a process that only finds entries does not need.
 
         Raises:
-            BadSettings: it is not.
+            BadSettings: there is none.
         """
-        place = self._at(key_of_toolchain(), "C++", "toolchain")
-        if place.look(lambda entry: entry) is not None:
+        lookup = self._at(key_of_toolchain(), "C++", "toolchain")
+        if lookup.find(lambda entry: entry) is not None:
             return
         try:
             InductorBackend.check(self)
-            place.fill(None, ())
+            lookup.fill(None, ())
         finally:
-            place.leave()
+            lookup.release()
 
     def prepare_joint(self, graph: Graph) -> Graph:
-        """Rewrite a joint or an inference graph as the compiler does, or did.
+        """Inductor's rewrite of a joint or an inference graph, from the cache if it is there.
 
-        The graph is what was written of it, whether it was found or not: what is made of it next has one key.
+        After a miss, the graph is written and read as well, so that the keys of later graphs are the same.
         """
         vals = [node.meta.get("val") for node in graph.placeholders()]
         mode = next((val.fake_mode for val in vals if isinstance(val, FakeTensor)), None)
-        place = self._place("joint", "program", graph, mode)
-        if mode is None or place is None:
+        lookup = self._lookup("joint", "program", graph, mode)
+        if mode is None or lookup is None:
             InductorBackend.check(self)
             return InductorBackend.prepare_joint(self, graph)
-        found = place.look(lambda entry: read(entry.content, graph, mode))
+        found = lookup.find(lambda entry: read(entry.content, graph, mode))
         if found is not None:
             return found
         try:
@@ -92,35 +92,35 @@ class CachingBackend(InductorBackend):
                 content = written(prepared, mode)
             except UnsupportedProgram:
                 return prepared
-            place.fill(content, ())
+            lookup.fill(content, ())
             return with_origins(read(content, graph, mode), prepared)
         finally:
-            place.leave()
+            lookup.release()
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
-        """Compile a graph, or take what was made of one that was the same."""
+        """The compiled graph, from the cache if it is there."""
         more = (emission.kind, sorted(emission.static_ins), sorted(emission.saved_ins))
-        place = self._place(emission.kind, emission.name, graph, emission.fake_mode, *more)
+        lookup = self._lookup(emission.kind, emission.name, graph, emission.fake_mode, *more)
         label = f"{emission.name} {emission.kind}"
-        found = None if place is None else place.look(lambda entry: emitted_from(_portable_in(entry), label))
+        found = lookup.find(lambda entry: emitted_from(_portable_in(entry), label)) if lookup else None
         if found is not None:
             return replace(found, from_cache=True)
-        if place is None:
+        if lookup is None:
             InductorBackend.check(self)
             return InductorBackend.emit(self, graph, emission)
         try:
             InductorBackend.check(self)
-            with inductor_config(fx_graph_cache=False):  # which would keep it once more, pickled
+            with inductor_config(fx_graph_cache=False):  # it would keep the same, pickled
                 emitted = InductorBackend.emit(self, graph, emission)
         except BaseException:
-            place.leave()
+            lookup.release()
             raise
-        return replace(emitted, finish=_finishing(emitted, place))
+        return replace(emitted, finish=_finishing(emitted, lookup))
 
-    def _place(
+    def _lookup(
         self, what: str, name: str, graph: Graph, fake_mode: FakeTensorMode | None, *more: Any
-    ) -> Place | None:
-        """Where what is made of a graph is kept; None if it cannot be."""
+    ) -> Lookup | None:
+        """The lookup of what is made of a graph; None if that cannot be kept."""
         if fake_mode is None:
             return None
         try:
@@ -129,21 +129,21 @@ class CachingBackend(InductorBackend):
             return None
         return self._at(key, name, what)
 
-    def _at(self, key: str, name: str, what: str) -> Place:
-        return Place(self.folder, key, about(name, what), self.settings.rank_timeout_s / 2)
+    def _at(self, key: str, name: str, what: str) -> Lookup:
+        return Lookup(self.folder, key, about(name, what), self.settings.rank_timeout_s / 2)
 
 
-def _finishing(emitted: Emitted, place: Place) -> Callable[[], None]:
-    """What waits for the compiler, and keeps what it made."""
+def _finishing(emitted: Emitted, lookup: Lookup) -> Callable[[], None]:
+    """A function that waits for the compiler, and keeps its output."""
 
     def finish() -> None:
         try:
             emitted.finish()
             portable = emitted.portable() if emitted.portable else None
             if portable is not None:
-                place.fill(_portable_written(portable), portable.libraries)
+                lookup.fill(_portable_written(portable), portable.libraries)
         finally:
-            place.leave()
+            lookup.release()
 
     return finish
 
@@ -163,17 +163,14 @@ def _portable_in(entry: Entry) -> Portable:
 
 T = TypeVar("T")
 
-_UNREADABLE = (AotdistError, OSError, ImportError, LookupError, TypeError, ValueError, AttributeError)
-"""What reading an entry raises whose content is not what this aotdist writes."""
 
-
-class Place:
-    """A key of a folder, and the turn of this process to fill it.
+class Lookup:
+    """The search for one entry; after a miss, it holds the right of this process to make the entry.
 
     Args:
-        folder: that it is in.
+        folder: the cache.
         key: see `key.key_of`.
-        about: what is kept there, for people.
+        about: what the entry is, for people.
         patience_s: how long to wait for another process that is making it.
     """
 
@@ -184,26 +181,22 @@ class Place:
         self._patience_s = patience_s
         self._turn: Turn | None = None
 
-    def look(self, read: Callable[[Entry], T]) -> T | None:
-        """What is kept there; None if it is to be made, which is then this process's turn.
-
-        Args:
-            read: makes it of the entry.
-        """
+    def find(self, read: Callable[[Entry], T]) -> T | None:
+        """What `read` makes of the entry; None if there is none: this process is then to make it."""
         found = self._read(read)
         if found is None:
             self._turn = self._folder.turn(self._key, self._patience_s)
-            found = self._read(read)  # by whoever had the turn before
+            found = self._read(read)  # another process may have made it meanwhile
         if found is not None:
-            self.leave()
+            self.release()
         return found
 
     def fill(self, content: Any, binaries: tuple[bytes, ...]) -> None:
         """Keep what was made."""
         self._folder.keep(Entry(self._key, self._about, content, binaries))
 
-    def leave(self) -> None:
-        """Let the next one look. Idempotent."""
+    def release(self) -> None:
+        """Let the next process look. Idempotent."""
         if self._turn is not None:
             self._turn.release()
 
@@ -213,6 +206,6 @@ class Place:
             return None
         try:
             return read(entry)
-        except _UNREADABLE as error:
+        except (*ERRORS_OF_READING, OSError, ImportError) as error:
             self._folder.warn(f"the entry {self._key} is ignored: {type(error).__name__}: {error}")
             return None

@@ -1,4 +1,4 @@
-"""Entries on disk: whole or not there, the owner's alone, at most so many bytes of them."""
+"""Cache entries on disk: written atomically, readable by their owner alone, limited in total size."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from aotdist.errors import CacheCorrupt
 from aotdist.files import OWNER_ONLY, is_owners_alone, write_whole
 
 _MAGIC = b"aotdist cache 1\n"
-"""The number goes up with every change of what is written; entries of another format are none."""
+"""The number is increased with every change of what is written; entries of other formats are ignored."""
 
 _DIGEST, _LENGTH = 32, 8
 
@@ -33,10 +33,10 @@ class Entry:
     """What is kept under a key.
 
     Args:
-        key: the entry knows its own, so that a file under another name is no entry.
-        about: what it is of and was made with, for people.
-        content: as JSON has it.
-        binaries: in an order that the content knows.
+        key: its own key, so that a renamed file is no entry.
+        about: what it was made of and with, for people.
+        content: a JSON value.
+        binaries: extension modules, in the order in which the content refers to them.
     """
 
     key: str
@@ -82,17 +82,17 @@ class Entry:
 _SUFFIX = ".entry"
 _NUM_LOCKS = 64
 _ABANDONED_S = 3600.0
-"""A file that is being written is not touched for so long only if its writer is gone."""
+"""The age at which an unfinished file is taken for that of a writer that has died."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """A file of the folder that is, or should be, an entry.
+    """An entry in a list; it may be damaged.
 
     Args:
         key: of the entry.
-        num_bytes: of the file.
-        used: when it was last used, in seconds of the clock.
+        num_bytes: of its file.
+        used: time of its last use, as by `time.time`.
     """
 
     key: str
@@ -103,12 +103,12 @@ class Listed:
 class Folder:
     """The entries of a folder.
 
-    Nothing here fails: an entry that cannot be read is not there, and one that cannot be written is not kept.
-    What is wrong is warned about, once for a process.
+    Errors of the disk are warnings, once for a process: an entry that cannot be read counts as missing, and
+    one that cannot be written is not kept.
 
     Args:
-        path: of the folder; made when something is first kept.
-        limit: how many bytes of entries to keep; those that were not used for the longest time go first.
+        path: of the folder, which is made when something is first kept.
+        limit: bytes of entries to keep; the least recently used are removed first.
     """
 
     def __init__(self, path: Path, limit: int) -> None:
@@ -119,7 +119,7 @@ class Folder:
     @classmethod
     @functools.cache
     def within(cls, path: Path, limit: int) -> Folder:
-        """That of a path: the same for all programs of a process."""
+        """The folder at a path, one object for all programs of a process."""
         return cls(path, limit)
 
     def get(self, key: str) -> Entry | None:
@@ -166,7 +166,7 @@ class Folder:
             self.warn(f"what was compiled is not kept in {self.path}: {error}")
 
     def turn(self, key: str, patience_s: float) -> Turn | None:
-        """The right to make the entry of a key, see `turns.turn`."""
+        """The right to make the entry of a key, see `turn`."""
         with contextlib.suppress(OSError):
             self._make()
         if self._complaint() is not None:
@@ -175,20 +175,20 @@ class Folder:
         return turn(self.path / f"turns-{number}.lock", patience_s)
 
     def listed(self) -> list[Listed]:
-        """All entries, the one that was used last first; damaged ones too."""
+        """All entries, damaged ones too, most recently used first."""
         found = [Listed(path.stem, known.st_size, known.st_mtime) for path, known in self._files(_SUFFIX)]
         return sorted(found, key=lambda each: -each.used)
 
     def remove(self, key: str) -> None:
-        """Forget an entry.
+        """Delete an entry.
 
         Raises:
-            OSError: it cannot be removed.
+            OSError: it cannot be deleted.
         """
         self._file(key).unlink(missing_ok=True)
 
     def complaint(self) -> str | None:
-        """Why the folder is not used, if it is not."""
+        """Why the folder cannot be used, if so."""
         try:
             known = self.path.lstat()
         except FileNotFoundError:
@@ -208,7 +208,7 @@ class Folder:
         return None
 
     def warn(self, text: str) -> None:
-        """Say once what is wrong; programs are compiled as if there were no cache."""
+        """Warn, the first time; programs are compiled as if there were no cache."""
         if not self._has_warned:
             self._has_warned = True
             warnings.warn(f"aotdist: {text}", stacklevel=2)
@@ -223,7 +223,7 @@ class Folder:
         self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
 
     def _make_room(self, num_bytes: int) -> None:
-        """Remove what was not used for the longest time, and what writers left behind."""
+        """Remove the least recently used entries, and unfinished files of writers that have died."""
         for path, known in self._files(""):
             if path.name.startswith(".") and time.time() - known.st_mtime > _ABANDONED_S:
                 path.unlink(missing_ok=True)
@@ -235,7 +235,7 @@ class Folder:
             total -= oldest.num_bytes
 
     def _files(self, suffix: str) -> Iterator[tuple[Path, os.stat_result]]:
-        """Files of the folder, not folders in it; others may remove some meanwhile."""
+        """The files of the folder; other processes may remove some meanwhile."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for path in sorted(self.path.iterdir()):
                 if path.name.endswith(suffix) and (not suffix or not path.name.startswith(".")):
@@ -249,7 +249,7 @@ class Folder:
 
 
 def _no_link(path: str, flags: int) -> int:
-    """Open a file as `open` asks to, at once and not through a link."""
+    """An opener for `open` that follows no link, and does not block."""
     return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
 
 
@@ -262,7 +262,7 @@ _held = threading.local()
 
 
 class Turn:
-    """The right to make something, until it is released; one that nobody holds any more is released too.
+    """The right of this process to make an entry: a file lock. It ends with `release`, or with this object.
 
     Args:
         descriptor: of the locked file.
@@ -273,22 +273,22 @@ class Turn:
         _held.count = getattr(_held, "count", 0) + 1
 
     def release(self) -> None:
-        """Let the next one have it. Idempotent."""
+        """Let the next process have it. Idempotent."""
         self._close()
 
 
 def _released(descriptor: int, thread: int) -> None:
-    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process that was forked meanwhile has the descriptor as well
+    fcntl.flock(descriptor, fcntl.LOCK_UN)  # a forked process may have the descriptor as well
     os.close(descriptor)
     if thread == threading.get_ident():
         _held.count -= 1
 
 
 def turn(file: Path, patience_s: float) -> Turn | None:
-    """A turn, after those who came before; None for one who had better not wait.
+    """Wait for the turn; None if it does not come in time, cannot be had, or this thread holds another.
 
     Args:
-        file: what to lock; made if it is not there, and never removed.
+        file: the file to lock; made if it does not exist, and never removed.
         patience_s: how long to wait.
     """
     try:

@@ -1,4 +1,4 @@
-"""All that an entry depends on, as one hash: the graph, versions, the machine, settings of the process."""
+"""Everything that an entry depends on, as one hash: graph, versions, machine, settings of the process."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from aotdist.torch_seam.operators import OpOverload, argument_names, schema_of
 from aotdist.torch_seam.tensors import StorageWeakRef
 
 _FOR_PEOPLE = ("original_aten", "stack_trace", "from_node", "nn_module_stack")
-"""What nodes carry that decides nothing but what kernels are called."""
+"""Node metadata that only affects the names of kernels."""
 
-_MADE_ANEW = ("tensor_meta", "mutation_region_id")
-"""What Inductor's rewrites leave behind, and make again when they need it."""
+_RECOMPUTED = ("tensor_meta", "mutation_region_id")
+"""Node metadata that Inductor's rewrites leave behind, and recompute when they need it."""
 
-_KNOWN = frozenset({*META, "val", *_FOR_PEOPLE, *_MADE_ANEW})
+_KNOWN = frozenset({*META, "val", *_FOR_PEOPLE, *_RECOMPUTED})
 
 _OUTSIDE = ("triton_kernel_wrapper",)
-"""Higher-order operators whose arguments stand in tables of the process, not in the graph."""
+"""Higher-order operators whose arguments are in tables of the process, not in the graph."""
 
 
 def written(graph: Graph, fake_mode: FakeTensorMode) -> Json:
-    """`graph` as it is written for this machine: its nodes, and what they say of tensors.
+    """`graph` as JSON, for this machine: its nodes, and the metadata of their tensors.
 
     Raises:
-        UnsupportedProgram: it holds something that cannot be written, or that would be lost.
+        UnsupportedProgram: it contains something that cannot be written, or would be lost.
     """
     for node in _all_nodes(graph.gm):
         unknown = node.meta.keys() - _KNOWN
@@ -69,15 +69,15 @@ def written(graph: Graph, fake_mode: FakeTensorMode) -> Json:
 
 
 def read(json: Json, given: Graph, fake_mode: FakeTensorMode) -> Graph:
-    """The graph that was written so.
+    """The graph that was written as `json`.
 
     Args:
-        json: what was written.
-        given: has the same arguments.
-        fake_mode: that of its values.
+        json: what `written` returned.
+        given: a graph with the same arguments.
+        fake_mode: the mode of its `val`s.
 
     Raises:
-        BadArtifact: it was not written like that.
+        BadArtifact: `json` is no graph.
     """
     nodes, shapes = json
     values = Values(NOTHING_LIVE, {})
@@ -88,7 +88,7 @@ def read(json: Json, given: Graph, fake_mode: FakeTensorMode) -> Graph:
 
 
 def with_origins(graph: Graph, like: Graph) -> Graph:
-    """`graph`, told in place where the nodes of `like` come from: kernels are named after it."""
+    """`graph`, with the metadata of `like` from which kernels get their names; changed in place."""
     for ours, theirs in zip(graph.gm.graph.nodes, like.gm.graph.nodes, strict=True):
         ours.meta |= {name: theirs.meta[name] for name in _FOR_PEOPLE if name in theirs.meta}
     return graph
@@ -100,12 +100,12 @@ def key_of(what: str, graph: Graph, fake_mode: FakeTensorMode, settings: Setting
     Args:
         what: what is made of the graph, in a word.
         graph: the graph.
-        fake_mode: that of its values.
-        settings: how the user asked to compile.
-        more: all else that the result depends on, as JSON has it.
+        fake_mode: the mode of its `val`s.
+        settings: how to compile.
+        more: everything else that the result depends on, as JSON values.
 
     Raises:
-        UnsupportedProgram: it is made of more than can be told.
+        UnsupportedProgram: the result depends on something that no key can include.
     """
     operators = frozenset(node.target for node in _all_nodes(graph.gm) if isinstance(node.target, OpOverload))
     refuse_foreign_lowerings(operators)
@@ -125,7 +125,7 @@ def key_of(what: str, graph: Graph, fake_mode: FakeTensorMode, settings: Setting
 
 
 def key_of_toolchain() -> str:
-    """The key of what is known of the compilers of this machine."""
+    """The key of the check of this machine's compilers."""
     return _hash({"what": "toolchain", "machine": dict(machine())})
 
 
@@ -146,7 +146,7 @@ def _all_nodes(gm: GraphModule) -> Iterator[Node]:
 
 
 def _argument(val: Any) -> Json:
-    """What is not said of an argument by its size, strides, dtype and device."""
+    """The properties of an argument besides its size, strides, dtype and device."""
     if not isinstance(val, FakeTensor):
         return repr(val)
     return [val.storage_offset(), val.requires_grad, val.is_conj(), val.is_neg(), val.is_inference()]
@@ -161,12 +161,12 @@ def _storages(graph: Graph) -> list[int]:
 
 
 def _described(operator: OpOverload) -> str:
-    """An operator with what others may have said of it."""
+    """An operator's schema and tags, which other packages may have registered."""
     return f"{schema_of(operator)} {sorted(map(str, operator.tags))}"
 
 
 def _groups(gm: GraphModule) -> Iterator[tuple[str, Json]]:
-    """The groups that a graph communicates in: their sizes, and this rank's places where code has them."""
+    """The process groups of a graph: their sizes, and this rank's places if code depends on them."""
     has_places = merges_gathers()
     for node in _all_nodes(gm):
         if str(node.target).startswith(_OUTSIDE):
@@ -184,7 +184,7 @@ _VARIABLES = ("CXX", "CPATH", "CPLUS_INCLUDE_PATH", "OMP_NUM_THREADS", "CONDA_PR
 
 @functools.cache
 def machine() -> Mapping[str, str]:
-    """What stays the same while a process runs, by what it is called."""
+    """The parts of a key that stay the same while a process runs, by name."""
     return {
         "aotdist": _our_code(),
         "python": sys.version,
@@ -197,10 +197,10 @@ def machine() -> Mapping[str, str]:
 
 
 def process() -> Mapping[str, str]:
-    """What a program may change at any time.
+    """The parts of a key that a program may change at any time, by name.
 
     Raises:
-        UnsupportedProgram: Inductor was given functions of the user's.
+        UnsupportedProgram: Inductor's options contain functions of the user's.
     """
     options = inductor_options()
     foreign = sorted(name for name, value in options.items() if _is_function(value))
@@ -219,13 +219,13 @@ def process() -> Mapping[str, str]:
 
 
 def refuse_foreign_lowerings(operators: frozenset[OpOverload]) -> None:
-    """See that Inductor's own functions lower a graph.
+    """Check that a graph is lowered by Inductor's own functions.
 
     Args:
-        operators: that the graph calls.
+        operators: the operators that the graph calls.
 
     Raises:
-        UnsupportedProgram: others registered some, for these operators or for PyTorch's own.
+        UnsupportedProgram: others registered lowerings for these operators, or for PyTorch's own.
     """
     for operator, function in inductor_extensions():
         if _is_of_torch(function):
@@ -251,7 +251,7 @@ def _is_of_torch(function: Callable[..., Any] | functools.partial[Any]) -> bool:
 
 
 def _our_code() -> str:
-    """A hash of our own source: while aotdist is worked on, its version stays the same."""
+    """A hash of our own source, since the version stays the same while aotdist is developed."""
     digest = hashlib.sha256()
     for path in own_files():
         digest.update(f"{path.relative_to(_PACKAGE)}\n".encode() + path.read_bytes())
@@ -263,29 +263,24 @@ _PACKAGE = Path(__file__).resolve().parents[2]
 
 def own_files() -> list[Path]:
     """The files of the package `aotdist`, all rooms."""
-    return sorted(_python_files(_PACKAGE))
-
-
-def _python_files(folder: Path) -> Iterator[Path]:
-    for path in folder.iterdir():  # some folders are links, which `rglob` does not follow
-        if path.is_dir():
-            yield from _python_files(path)
-        elif path.suffix == ".py":
-            yield path
+    folders = os.walk(_PACKAGE, followlinks=True)  # `rglob` does not follow links
+    return sorted(
+        Path(folder, name) for folder, _, names in folders for name in names if name.endswith(".py")
+    )
 
 
 def _instructions() -> str:
-    """Of the processor, as far as the system tells: kernels are compiled for this one."""
+    """The processor's features, for which kernels are compiled, as far as the system tells."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    told = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()
+    features = sorted({line for line in lines if line.startswith(("flags", "Features", "model name"))})
+    return hashlib.sha256("\n".join(features).encode()).hexdigest()
 
 
 def _compiler() -> str:
-    """The C++ compiler as a file; asking for its version would start it."""
+    """Path, size and date of the C++ compiler; asking for its version would start it."""
     found = shutil.which(os.environ.get("CXX", "g++"))
     if found is None:
         return ""

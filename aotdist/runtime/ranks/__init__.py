@@ -2,19 +2,19 @@
 
 In the order of a compiled function's life:
 
-- `failing_together` stands around the compilation: a rank that cannot compile says so, and its peers raise at
-  once instead of waiting for it; or, with `Settings(unsupported="eager")`, run what it cannot compile as it
-  was written, as it does itself.
+- `failing_together` surrounds the compilation: a rank that cannot compile posts that, and its peers raise at
+  once instead of waiting for it; or, with `Settings(unsupported="eager")`, they run that kind of call
+  eagerly, as it does itself.
 - `agree` comes before the first run: the ranks of each process group compare the collectives that they are
   about to run. A difference raises `RankDivergence` on every rank, never a hang. What they agreed on for an
-  earlier call, a rank may run again by itself. `agreeing_on_backwards` is for those that are compiled when
-  they are first asked for.
-- `naming_lost_ranks` makes what stands around each run (`watches_of`): when a collective breaks as a peer
-  died, the survivors raise `RankLost` with its number.
-- `board_of_this_process` is where a report, too, asks what the others compiled.
+  earlier call, a rank may run again without the others. `agreeing_on_backwards` does the same for backwards
+  that are compiled on demand.
+- `naming_lost_ranks` surrounds each run (`watches_of`): when a collective breaks because a peer died, the
+  survivors raise `RankLost` with its number.
+- `board_of_this_process` is also used by reports, to compare ranks.
 
-All of it goes through the store that the ranks met in (`board.py`), never through a process group:
-a group whose ranks have diverged could only hang.
+All messages go through the store in which the ranks met (`board.py`), never through a process group: a group
+whose ranks have diverged could only hang.
 """
 
 from aotdist.runtime.ranks.agreement import agree

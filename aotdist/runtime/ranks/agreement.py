@@ -1,22 +1,22 @@
 """How ranks agree on what they are about to run; two levels, so that 1,000 ranks cost a rank O(1).
 
-Each party (`sequence.py`) sits at a *table*, and its lowest rank leads::
+Each party (`sequence.py`) meets at a *table*, and its lowest rank leads::
 
-    every rank   lays its entry: the digests of its views, for this party and for those within it
-    the leader   gathers the entries, compares, and settles the verdict:
+    every rank   posts its entry: the digests of its views, for this party and for those within it
+    the leader   collects the entries, compares them, and settles the verdict:
                    agreed | Differ (and which two ranks must show their steps) | Refused (and why)
-    every rank   reads the verdict; on Differ the two witnesses post their steps and all read them
+    every rank   reads the verdict; on Differ the two witnesses post their steps, and all read them
 
-A verdict is settled by whoever writes first, so a rank that must give up (a peer failed, died or
-never came) refuses on behalf of the whole table, and nobody is left behind. Nobody blocks on one
-table while another needs it: one loop serves all the tables of a rank.
+The first verdict that is written counts. So a rank that has to give up (a peer failed, died or never came)
+refuses on behalf of the whole table, and no rank is left waiting. One loop serves all tables of a rank, so no
+table waits for another.
 
-A rank that gives up at one table must not leave the others of its tables to run without it. So there
-are as many *rounds* as a rank of the table has tables that stand in no other (two for a 2-D mesh):
-each round carries a refusal one table further, which covers a mesh of that many axes.
+If a rank gives up at one table, its other tables must not run without it. So there are as many *rounds* as a
+rank of the table has tables that are in no other (two for a 2-D mesh): each round carries a refusal one table
+further, which covers a mesh of that many axes.
 
-A rank need not come to a table with what its party agreed on before: a smaller last batch on one rank
-makes that rank compile, while its peers run what they have, and eager would go on as well.
+A rank does not meet its party for what the party agreed on before: a smaller last batch makes one rank
+compile while its peers run what they have, as in eager.
 """
 
 from __future__ import annotations
@@ -67,25 +67,25 @@ from aotdist.settings import Settings
 log = logging.getLogger(__name__)
 
 _FIRST_DOUBT_S, _LONGEST_DOUBT_S = 0.1, 2.0
-"""Seconds between two questions whether peers failed or died; the pause doubles up to the second."""
+"""Seconds between two checks whether peers failed or died: the first, and the limit of its doubling."""
 
 _PROBE_AFTER_S = 1.0
-"""Seconds of waiting before peers' processes are probed, which costs a question for each of them."""
+"""Seconds of waiting before peers' processes are probed, which takes a connection to each of them."""
 
 _SAY_SO_S = 10.0
 """Seconds of waiting after which a rank logs for whom it waits."""
 
 _LEADER_FIRST_S = 1.0
-"""Seconds that other ranks wait longer than the leader, who knows better who is absent."""
+"""Seconds that other ranks wait longer than the leader, which knows who is absent."""
 
 _CAUSE_FIRST_S = 2.0
-"""Seconds that each later round is waited for longer: its absent ranks may be waiting in the one before."""
+"""Seconds that each later round is waited for longer: absent ranks may be waiting in the round before."""
 
 _SHOW_TIMEOUT_S = 10.0
 """Seconds for the two witnesses to show their steps; they do so as soon as they read the verdict."""
 
 _NAMED = 4
-"""Ranks whose last report, or whose fate, stands in a message."""
+"""How many ranks are named in a message with their last report, or what happened to them."""
 
 
 def agree(
@@ -100,23 +100,23 @@ def agree(
 ) -> None:
     """Compare what this rank is about to run with its peers; return when all are about to run the same.
 
-    Call it once for each artifact, on every rank, before the artifact first runs, also when the
-    sequence is empty. A party that agreed on the same for an earlier artifact does not meet again: any of
-    its ranks may be alone with a call of a new kind. Process groups without peers (of one rank, or
-    fake) take no part.
+    It is called once for each artifact, on every rank, before the artifact first runs, even if the sequence
+    is empty. A party that agreed on the same for an earlier artifact does not meet again, as one of its
+    ranks may be the only one with a call of a new kind. Process groups without peers (of one rank, or fake)
+    are ignored.
 
-    A rank whose program uses a group must meet all of that group's ranks. One that does not even know
-    of the group cannot be told from one that is late, so it is named only after the timeout; give the
-    groups that the program *might* use (those of its meshes) to have it named at once.
+    A rank whose program uses a group must meet all of that group's ranks. A rank that does not know of the
+    group looks like one that is late, so it is named only after the timeout; pass the groups that the
+    program *might* use (those of its meshes) to have it named at once.
 
     Args:
         sequence: what the artifact has in common with its peers', see `fingerprint_of`.
-        label: what is compiled, as the user knows it.
+        label: the name of what is compiled.
         settings: `rank_timeout_s` is how long to wait.
         groups: names of process groups to agree in even if the sequence has nothing in them.
         earlier: the sequences of the function's earlier artifacts, on which its ranks agreed.
-        check: what stands before the first run: peers that run something else instead will not come.
-        undecided: the kind of the call, if it is to run as it was written where a peer's is refused.
+        check: the check before the first run, which knows of peers that run something else and will not come.
+        undecided: the kind of the call, if it is to run eagerly where a peer's is refused.
 
     Raises:
         UnsupportedProgram: a peer cannot compile its call of the kind `undecided`, and does not come.
@@ -144,16 +144,16 @@ class Meeting:
     """One rank's part in one agreement.
 
     Args:
-        board: this rank's view of the notices.
+        board: this rank's access to the notices.
         label: what is to be run, for messages.
         steps: what this rank is about to run.
-        parties: with whom.
+        parties: the parties that it meets.
         timeout_s: how long it waits for its peers.
-        check: knows what peers run instead of coming, if they do.
-        undecided: the kind of the call, if it runs as it was written where a peer's is refused.
+        check: knows of peers that run something else instead of coming.
+        undecided: the kind of the call, if it runs eagerly where a peer's is refused.
 
     Attributes:
-        places: the table of each party, as a key; its number counts the party's meetings, alike on all ranks.
+        places: the key of each party's table; its number counts the party's meetings, the same on all ranks.
         has_said: whether this rank has logged for whom it waits.
     """
 
@@ -168,21 +168,21 @@ class Meeting:
     has_said: bool = field(init=False, default=False)
 
     def hold(self) -> None:
-        """`agree`, where steps and parties are known."""
+        """Meet the parties; see `agree`."""
         board, parties, rounds = self.board, self.parties, None
         report(board, f"agreeing on `{self.label}`")
-        while rounds is None:  # what was refused at a table may be another call than this rank came for
+        while rounds is None:  # a table may have refused another call than this rank's
             self.places = {party: _seat(board, party) for party in parties}
             rounds = self._held()
         for party, number in rounds.items():
-            # Everyone has left the table before this one, so its notices can go.
+            # All ranks have left the party's table before this one, so its notices can be deleted.
             board.erase(board.memory.worn.pop(party, ()))
             self._keep_for_later(party, number)
         met = f", agreed over {', '.join(map(spell, parties[:4]))}" if parties else ", which asks nobody"
         report(board, f"running `{self.label}`{met}", has_met=bool(parties))
 
     def _held(self) -> dict[Party, int] | None:
-        """The number of rounds that each table held; None where another call was refused there."""
+        """The number of rounds of each table; None if a table refused another call."""
         rounds, round_no = dict.fromkeys(self.parties, 1), 1
         try:
             while still := [party for party in self.parties if rounds[party] >= round_no]:
@@ -198,16 +198,16 @@ class Meeting:
         except BaseException:
             memory = self.board.memory
             memory.failures += 1
-            # This rank came to these tables: at its next, a refusal is meant for it too.
+            # This rank took part in these tables, so the next refusal there concerns it as well.
             for party in self.parties:
                 memory.failures_at[party] = memory.failures
             raise
         return rounds
 
     def _round(self, parties: Sequence[Party], round_no: int) -> dict[Party, Verdict]:
-        """The verdicts of all tables, or those up to the first where ranks do not agree."""
+        """The verdicts of all tables, or those so far when one is not an agreement."""
         for party in parties:
-            self.board.post(self._key(party, round_no, self.board.rank), self._laid(party))
+            self.board.post(self._key(party, round_no, self.board.rank), self._entry(party))
         found: dict[Party, Verdict] = {}
         doubts_at = min(_FIRST_DOUBT_S, self.timeout_s)
 
@@ -229,8 +229,8 @@ class Meeting:
 
         return poll(look)
 
-    def _laid(self, table: Party) -> Mapping[str, Any]:
-        """What this rank lays on a table: digests by party, how many tables it has, and for what it came."""
+    def _entry(self, table: Party) -> Mapping[str, Any]:
+        """This rank's entry at a table: digests by party, its number of tables, and the kind of its call."""
         inside = [party for party in self.parties if set(party) <= set(table)]
         return {
             "digests": {party_key(party): digest(view(self.steps, party)) for party in inside},
@@ -239,11 +239,11 @@ class Meeting:
         }
 
     def _key(self, party: Party, *parts: object) -> str:
-        """Where a notice of a table hangs: a rank's entry in a round, its verdict, a witness's steps."""
+        """The key of a notice of a table: a rank's entry in a round, the verdict, a witness's steps."""
         return "/".join(map(str, (self.places[party], *parts)))
 
     def _look(self, party: Party, round_no: int) -> Verdict | None:
-        """The verdict, if it is settled; the leader settles it as soon as all entries lie there."""
+        """The verdict, if it is settled; the leader settles it as soon as all entries are posted."""
         board = self.board
         verdict = verdict_from_notice(board.read(self._key(party, round_no, "verdict")))
         if verdict is None and party[0] == board.rank:
@@ -254,13 +254,13 @@ class Meeting:
         return verdict
 
     def _settle(self, party: Party, round_no: int, verdict: Verdict) -> Verdict:
-        """The verdict of a table, which is this one unless there is one by now."""
+        """Settle the verdict of a table, unless another rank already has; returns what counts."""
         notice = verdict if isinstance(verdict, int) else asdict(verdict)
         settled = self.board.settle(self._key(party, round_no, "verdict"), notice)
         return verdict_from_notice(settled) or verdict
 
     def _refused_before(self, entries: Mapping[int, Mapping[str, Any]]) -> Refused | None:
-        """Refuse the call that some have come for when others were refused it, and are at a later one."""
+        """The refusal of a call that some ranks have come for, and that others already run eagerly."""
         kinds = {entry["undecided"] for entry in entries.values()}
         if len(kinds) == 1:
             return None
@@ -268,18 +268,18 @@ class Meeting:
         return next((refused for refused in refusals if refused is not None), None)
 
     def _unsupported(self, ranks: Sequence[int], kind: str | None) -> Refused | None:
-        """The refusal of a call of this kind by one of the ranks, which runs it as it was written."""
+        """The refusal of a call of this kind by one of the ranks, which runs it eagerly."""
         reasons = {} if kind is None else self.board.said(refusal_topic(kind), ranks)
         fix = "what that rank says has the way out"
         return Refused("unsupported", next(iter(reasons.values())), fix, kind) if reasons else None
 
     def _reason(self, party: Party, round_no: int, waited: float) -> Refused | None:
-        """Why to refuse on behalf of the table, if there is a reason.
+        """The reason to refuse on behalf of the table, if there is one.
 
-        A peer runs this rank's call as it was written, or something else, so that it will not come; or it
-        failed, died or is too late. The leader watches everyone. The others watch the leader; only the
-        second of them probes its process, because a port that nobody serves answers a limited number of
-        probes. These two log.
+        A peer runs this rank's call eagerly, or runs something else, so it will not come; or it failed,
+        died or is too late. The leader watches all ranks, and the others watch the leader. Of these only
+        the deputy probes its process, since a port that nobody serves answers a limited number of probes.
+        These two log.
         """
         board, (leader, deputy, *_) = self.board, party
         leads = board.rank == leader
@@ -331,10 +331,10 @@ class Meeting:
         round_no: int,
         cause: Differ | Refused,
     ) -> AotdistError | None:
-        """Tell every other table that this rank does not go on; what it raises, if not for another call.
+        """Refuse at all other tables; returns the error to raise, or None if the refusal is of another call.
 
-        Each table ends up with this rank's refusal or with a verdict that this rank has read, so no
-        table can call this rank as a witness after it has left.
+        Each table then has this rank's refusal or a verdict that this rank has read, so no table can call it
+        as a witness after it has left.
         """
         refusal = cause.refusal(self.label) if isinstance(cause, Differ) else cause
         final = dict[Party, Verdict | None](dict.fromkeys(self.parties)) | dict(found)
@@ -349,20 +349,20 @@ class Meeting:
             self._keep_for_later(party, round_no + 1)
         error = self._error(final)
         if error is None or isinstance(error, UnsupportedProgram):
-            return error  # nobody leaves: all go on, those whose call this was as it was written
+            return error  # no rank leaves: all go on, those with this call eagerly
         with contextlib.suppress(StoreGone):
             farewell(self.board, self._to_hear(error, round_no))
         return error
 
     def _to_hear(self, error: AotdistError, round_no: int) -> set[int]:
-        """Peers that are to hear of an error before the store is gone: of a loss, those that have come."""
+        """Peers that must read of an error before the store is gone: of a lost rank, those that have come."""
         if isinstance(error, RankDivergence):
             return {rank for party in self.parties for rank in party}
         come = (set(party).difference(self._absent(party, round_no)) for party in self.parties)
         return set[int]().union(*come)
 
     def _error(self, final: Mapping[Party, Verdict | None]) -> AotdistError | None:
-        """What this rank raises: a difference at a table of its own rather than one that it heard of."""
+        """The error to raise: preferably a difference at one of this rank's tables, rather than a refusal."""
         board = self.board
         differing = {party: verdict for party, verdict in final.items() if isinstance(verdict, Differ)}
         for party, verdict in differing.items():
@@ -372,7 +372,7 @@ class Meeting:
         for party, verdict in differing.items():
             return self._divergence(party, verdict)
         refusals = [verdict for verdict in final.values() if isinstance(verdict, Refused)]
-        # An error goes first, then what was refused of this call.
+        # Errors come first, then refusals of this call.
         refused = min(refusals, key=lambda one: (one.kind == "unsupported", one.call != self.undecided))
         is_another = refused.kind == "unsupported" and refused.call != self.undecided
         return None if is_another else refused.error()
@@ -393,7 +393,7 @@ class Meeting:
         )
 
     def _keep_for_later(self, party: Party, num_rounds: int) -> None:
-        """The notices of a table must hang until its ranks have read them: note what to take down."""
+        """Note which notices of a table to delete at the party's next meeting, when all have read them."""
         rank, rounds = self.board.rank, range(1, num_rounds + 1)
         worn = self.board.memory.worn.setdefault(party, [])
         worn += [*(self._key(party, number, rank) for number in rounds), self._key(party, "steps", rank)]
@@ -402,13 +402,13 @@ class Meeting:
 
 
 def _seat(board: Board, party: Party) -> str:
-    """This rank's next table with the party.
+    """The key of this rank's next table with the party.
 
-    A rank that failed since its last meeting with them never came to the table at which they gave up
-    on it; it passes that one by, so that all meet at the same table again.
+    If this rank failed since their last meeting, the others gave up on it at a table to which it never
+    came. It skips that one, so that all meet at the same table again.
     """
     memory, key = board.memory, party_key(party)
-    missed = memory.failures - memory.failures_at[party]  # at most: they may not have met each time
+    missed = memory.failures - memory.failures_at[party]  # at most: they need not have met each time
     memory.failures_at[party] = memory.failures
     while True:
         place = f"tables/{key}/{board.count(f'seats/{key}/{board.rank}')}"

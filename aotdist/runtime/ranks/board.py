@@ -1,8 +1,8 @@
-"""The notice board: what the ranks of a world tell each other through the store that they met in.
+"""The notice board: messages between ranks through the store in which they met.
 
 A notice is a small JSON value under a key. Ranks poll for notices rather than wait in the store:
-`TCPStore.wait` holds the connection, which other threads of the process share, and prints two
-warnings each time it runs out; `FileStore.wait` looks once a second.
+`TCPStore.wait` blocks the connection, which other threads of the process share, and prints two warnings at
+each timeout; `FileStore.wait` looks once a second.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Party = tuple[int, ...]
 """Ranks that meet: two or more global ranks in ascending order. The first one leads."""
 
 Run: TypeAlias = tuple[int, tuple[str, ...]]
-"""Of a party: the number of its last run, and digests of this and the ones before, the last first."""
+"""The number of a party's last run, and digests of that run and the ones before, the last first."""
 
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.2
 """Seconds between two looks. The longest: 1,000 ranks waiting ask the store 5,000 times a second."""
@@ -44,16 +44,15 @@ class Memory:
     """What one rank remembers between agreements in one store.
 
     Args:
-        failures: compilations and agreements of this rank that failed.
-        troubles: topics on which this rank says that it is in trouble; it takes that down when it compiles
-            again.
-        failures_at: for each party, `failures` when this rank last took a seat in it.
-        worn: for each party, keys that this rank wrote and that nobody will need after the next agreement.
-        runs: for each party, by its key, what was run last.
+        failures: number of compilations and agreements of this rank that failed.
+        troubles: topics of errors that this rank has posted; it deletes them when it compiles again.
+        failures_at: for each party, `failures` at this rank's last meeting with it.
+        worn: for each party, keys that this rank wrote and that nobody reads after the next agreement.
+        runs: for each party, by its key, the last runs.
         gave_up_at: for each party, by its key, the run at which this rank last raised an error.
-        forwards: runs of forwards that communicate.
-        known: ranks that have written down a run.
-        says_at_the_end: whether the end of the process will be told.
+        forwards: number of runs of forwards that communicate.
+        known: ranks that have posted a run.
+        says_at_the_end: whether the end of the process will be posted.
     """
 
     failures: int = 0
@@ -68,16 +67,16 @@ class Memory:
 
 
 _memories: WeakKeyDictionary[Store, dict[int, Memory]] = WeakKeyDictionary()
-"""What ranks remember: by store, so that a new process group does not meet the leavings of the one before;
-then by rank, because ranks that are threads may share a store."""
+"""By store, so that a new process group does not find what the one before left behind; then by rank, because
+ranks that are threads may share a store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """One rank's view of the notices.
+    """One rank's access to the notices.
 
     Args:
-        store: where they hang; every rank sees the same.
+        store: the store that has them, the same for all ranks.
         rank: this rank's global number.
 
     Raises:
@@ -89,16 +88,16 @@ class Board:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks see the notices."""
+        """The number of ranks."""
         return dist.get_world_size()
 
     @property
     def memory(self) -> Memory:
-        """What this rank remembers of this store."""
+        """What this rank remembers between agreements in this store."""
         return _memories.setdefault(self.store, {}).setdefault(self.rank, Memory())
 
     def post(self, key: str, notice: object) -> None:
-        """Hang a notice, over an older one with the same key."""
+        """Post a notice, in place of an older one with the same key."""
         with self._reaching():
             self.store.set(_full(key), _encode(notice))
 
@@ -108,34 +107,34 @@ class Board:
             return json.loads(self.store.get(_full(key))) if self.store.check([_full(key)]) else None
 
     def has(self, keys: Iterable[str]) -> bool:
-        """Whether all of these hang there; one question to the store, however many keys."""
+        """Whether all of these notices exist; one request to the store."""
         with self._reaching():
             return self.store.check([_full(key) for key in keys])
 
     def read_all(self, keys: Sequence[str]) -> list[Any]:
-        """Notices that are known to hang there; one question to the store."""
+        """Notices that are known to exist; one request to the store."""
         with self._reaching():
             return [json.loads(notice) for notice in self.store.multi_get([_full(key) for key in keys])]
 
     def say(self, topic: str, notice: object) -> None:
-        """Hang what this rank says on a topic."""
+        """Post this rank's notice on a topic."""
         self.post(f"{topic}/{self.rank}", notice)
 
     def said(self, topic: str, ranks: Sequence[int]) -> dict[int, Any]:
-        """What ranks say on a topic, without those that say nothing.
+        """The notices of ranks on a topic, without those that have none.
 
-        Two questions to the store when all say something, two for each when not.
+        Two requests to the store if all have one, else two for each rank.
         """
         keys = [f"{topic}/{rank}" for rank in ranks]
         notices = self.read_all(keys) if self.has(keys) else [self.read(key) for key in keys]
         return {rank: notice for rank, notice in zip(ranks, notices, strict=True) if notice is not None}
 
     def unsay(self, topics: Iterable[str]) -> None:
-        """Take down what this rank said on these topics."""
+        """Delete this rank's notices on these topics."""
         self.erase(f"{topic}/{self.rank}" for topic in topics)
 
     def settle(self, key: str, notice: object) -> Any:
-        """Hang a notice unless one hangs there already; what hangs there then. The first writer wins."""
+        """Post a notice unless there is one; returns the one that is there then. The first writer wins."""
         with self._reaching():
             return json.loads(self.store.compare_set(_full(key), "", _encode(notice)))
 
@@ -145,7 +144,7 @@ class Board:
             return self.store.add(_full(key), 1)
 
     def erase(self, keys: Iterable[str]) -> None:
-        """Take notices down."""
+        """Delete notices."""
         with self._reaching():
             for key in keys:
                 self.store.delete_key(_full(key))
@@ -174,12 +173,12 @@ def board_of_this_process() -> Board | None:
 
 
 def poll(look: Callable[[float], T | None], first_pause_s: float = _FIRST_PAUSE_S) -> T:
-    """Look again and again, with longer and longer pauses, until there is something to see.
+    """Call `look` with growing pauses until it returns something else than None.
 
-    A pause is a tenth of the time waited so far at most, so nothing is seen much too late.
+    A pause is at most a tenth of the time waited so far.
 
     Args:
-        look: is given the seconds waited so far; None means "not yet".
+        look: takes the seconds waited so far; returns None for "not yet".
         first_pause_s: the shortest pause.
     """
     start = time.monotonic()
@@ -189,7 +188,7 @@ def poll(look: Callable[[float], T | None], first_pause_s: float = _FIRST_PAUSE_
 
 
 def spell(ranks: Iterable[int]) -> str:
-    """Ranks as a person writes them: `rank 3`, `ranks 0-7`, `ranks 0, 2, 5`."""
+    """Ranks as text: `rank 3`, `ranks 0-7`, `ranks 0, 2, 5`."""
     ordered = sorted(ranks)
     if len(ordered) == 1:
         return f"rank {ordered[0]}"
@@ -201,7 +200,7 @@ def spell(ranks: Iterable[int]) -> str:
 
 
 def party_key(party: Party) -> str:
-    """A party in few bytes: `0-7`, `0-56/8` (every eighth), `0,1,5`. `party_named` reads it back."""
+    """A party as a short key: `0-7`, `0-56/8` (every eighth), `0,1,5`. `party_named` reads it back."""
     stride = party[1] - party[0]
     if party == tuple(range(party[0], party[-1] + 1, stride)):
         return f"{party[0]}-{party[-1]}" + (f"/{stride}" if stride > 1 else "")

@@ -1,4 +1,4 @@
-"""A rank that fails tells the others; a rank that waits hears of it; the host of the store leaves last."""
+"""Ranks post their failures, and read those of others while they wait; the host of the store leaves last."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from aotdist.runtime.ranks.liveness import (
 )
 
 _ALARM = "alarm"
-"""Counts failures of the whole world, so that a waiting rank asks one question, not one per peer."""
+"""Counts failures of all ranks, so that a waiting rank makes one request, not one for each peer."""
 
 _FAREWELL_S = 3.0
-"""Seconds for which the host of the store stays for those who have not heard why it leaves."""
+"""Seconds that the host of the store waits for ranks that have not read yet why it leaves."""
 
 
 @contextmanager
 def failing_together(label: str, undecided: str | None = None) -> Generator[None]:
-    """Around a compilation: when it raises, every rank that waits for this one in `agree` raises too.
+    """A block that compiles: if it raises, every rank that waits for this one in `agree` raises as well.
 
-    The failure holds until this rank compiles again, so a rank that catches the error and tries once
-    more is welcome. Without peers it does nothing.
+    The failure holds until this rank compiles again: it may catch the error and try once more. Without
+    peers the block does nothing.
 
     Args:
         label: what is compiled, for messages.
-        undecided: its kind, if peers run such calls as they were written where this rank's is refused.
+        undecided: its kind, if peers run such calls eagerly where this rank's is refused.
     """
     board = board_of_this_process()
     if board is None:
@@ -45,9 +45,9 @@ def failing_together(label: str, undecided: str | None = None) -> Generator[None
         board.unsay([refusal_topic(undecided)])
     try:
         yield
-    except PassesPrograms:  # it is compiled anew, or runs as it was written: each rank finds that out
+    except PassesPrograms:  # it is compiled again, or runs eagerly: each rank finds that out by itself
         raise
-    except BaseException as error:  # an interrupted rank leaves its peers waiting as well
+    except BaseException as error:  # peers wait for an interrupted rank as well
         with contextlib.suppress(StoreGone):  # the error itself matters more
             if undecided is not None and isinstance(error, UnsupportedProgram):
                 _say_refused(board, label, undecided, error)
@@ -58,10 +58,10 @@ def failing_together(label: str, undecided: str | None = None) -> Generator[None
 
 
 def report(board: Board, doing: str, *, has_met: bool = False) -> None:
-    """Say what this rank is doing and where it can be probed; it is at work, so no trouble of it holds.
+    """Post what this rank is doing and where it can be probed, and delete its earlier failures.
 
     Args:
-        board: this rank's view of the notices.
+        board: this rank's access to the notices.
         doing: what it is doing.
         has_met: see `go_on`.
     """
@@ -71,29 +71,29 @@ def report(board: Board, doing: str, *, has_met: bool = False) -> None:
 
 
 def last_report(board: Board, rank: int) -> str:
-    """What a rank last said that it was doing."""
+    """What a rank last posted that it was doing."""
     status = board.said("status", [rank]).get(rank)
     said = "has not compiled anything yet" if status is None else f"last reported: {status['doing']}"
     return f"{spell([rank])} {said}"
 
 
 def addresses(board: Board, ranks: Sequence[int]) -> dict[int, Address]:
-    """Where those of the ranks that have reported can be probed."""
+    """The addresses of those ranks that have posted one."""
     return {rank: Address(**status["address"]) for rank, status in board.said("status", ranks).items()}
 
 
 def failures_of(board: Board, ranks: Sequence[int]) -> dict[int, str]:
-    """Those of the ranks that failed to compile and have not tried again, and why."""
+    """The ranks that failed to compile and have not tried again, with the reasons."""
     return board.said("failed", ranks) if board.has([_ALARM]) else {}
 
 
 def refusal_topic(kind: str) -> str:
-    """The topic on which ranks say that they run calls of a kind as they were written, and why."""
+    """The topic on which ranks post why they run a kind of calls eagerly."""
     return f"refused/{kind}"
 
 
 def present() -> None:
-    """Say where this rank can be probed, before it compiles anything: one that dies is missed."""
+    """Post where this rank can be probed before it compiles anything, so that its death is noticed."""
     board = board_of_this_process()
     with contextlib.suppress(StoreGone):
         if board is not None and not board.said("status", [board.rank]):
@@ -101,11 +101,11 @@ def present() -> None:
 
 
 def farewell(board: Board, peers: Iterable[int]) -> None:
-    """Before an error leaves this rank: say that it is known here; the store's host stays for its peers.
+    """Before an error is raised: post that this rank knows of it; the store's host waits for its peers.
 
     Args:
-        board: this rank's view of the notices.
-        peers: ranks that are to hear of it, too.
+        board: this rank's access to the notices.
+        peers: ranks that must learn of the error, too.
     """
     memory = board.memory
     memory.gave_up_at = {key: number for key, (number, _) in memory.runs.items()}
@@ -123,15 +123,15 @@ def farewell(board: Board, peers: Iterable[int]) -> None:
 
 
 def leave(board: Board, error: AotdistError, peers: Iterable[int]) -> None:
-    """Before an error leaves this rank that its peers are to leave by, too: tell them."""
-    board.memory.failures += 1  # they may have given up on this rank at a table
+    """Before an error is raised that its peers are to raise as well: post it."""
+    board.memory.failures += 1  # peers may have given up on this rank at a table
     with contextlib.suppress(StoreGone):
         say_leaving(board, error)
         farewell(board, peers)
 
 
 def say_leaving(board: Board, error: AotdistError) -> None:
-    """Tell all ranks that this one goes no further with them, and why."""
+    """Post that this rank does not go on, and why."""
     runs = {key: number for key, (number, _) in board.memory.runs.items()}
     notice = {"diverged": isinstance(error, RankDivergence), "what": error.what, "fix": error.fix}
     say_trouble(board, "leaving", {**notice, "runs": runs})
@@ -139,7 +139,7 @@ def say_leaving(board: Board, error: AotdistError) -> None:
 
 
 def leaving_of(board: Board, ranks: Sequence[int]) -> AotdistError | None:
-    """Why one of the ranks goes no further, if one does, and for another reason than this rank knows."""
+    """The error of a rank that does not go on, if there is one that this rank has not raised yet."""
     if not board.has([_ALARM]):
         return None
     known = board.memory.gave_up_at
@@ -151,18 +151,17 @@ def leaving_of(board: Board, ranks: Sequence[int]) -> AotdistError | None:
 
 
 def ended_among(board: Board, ranks: Sequence[int]) -> str | None:
-    """What one of the ranks said when it ended in good order, if one did: it will run nothing more."""
+    """The notice of a rank whose process has ended normally, if there is one: it runs nothing more."""
     return next(iter(board.said("ended", ranks).values()), None)
 
 
 def go_on(board: Board, *, has_met: bool = False) -> None:
-    """This rank goes on after an error that it caught: nobody is to leave because of it any more.
+    """Delete the failures that this rank posted: it goes on after an error that was caught.
 
     Args:
-        board: this rank's view of the notices.
-        has_met: whether it has agreed with its peers since, so that all of them have heard of the error.
-            Until then it says that it has heard: one who catches an error may be at work again before the
-            store's host looks, which would wait for it.
+        board: this rank's access to the notices.
+        has_met: whether it has agreed with its peers since, so that all of them know of the error. Until then
+            its notice that it knows stays, as the store's host may still wait for that.
     """
     caught = board.memory.troubles - (set() if has_met else {"heard"})
     if caught:
@@ -171,7 +170,7 @@ def go_on(board: Board, *, has_met: bool = False) -> None:
 
 
 def deaths_of(board: Board, suspects: Sequence[int], present: Sequence[int]) -> dict[int, str]:
-    """Those of the suspects whose process is gone; ranks that are present vouch for their machines."""
+    """The suspects whose process is gone, with reasons; ranks that are present show that machines answer."""
     meet_machines(addresses(board, present), turn=board.rank)
     known = addresses(board, suspects)
     reasons = dict.fromkeys(dead_among(known), "died: its process is gone")
@@ -188,13 +187,13 @@ def _announce(board: Board, label: str, error: BaseException) -> None:
 
 
 def say_trouble(board: Board, topic: str, notice: object) -> None:
-    """Say what holds until this rank goes on."""
+    """Post a failure, which holds until this rank goes on."""
     board.memory.troubles.add(topic)
     board.say(topic, notice)
 
 
 def _say_refused(board: Board, label: str, kind: str, error: UnsupportedProgram) -> None:
-    """Tell the peers not to wait: this rank runs its call as it was written."""
+    """Tell the peers not to wait, as this rank runs its call eagerly."""
     board.memory.failures += 1
     reason = f"{error.what}, at {error.where}" if error.where else error.what
     board.say(refusal_topic(kind), f"{spell([board.rank])} cannot compile `{label}`: {reason}")

@@ -1,7 +1,7 @@
-"""What a compiled program has in common with its peers': state that ranks share, and collectives.
+"""What a compiled program must have in common with its peers': shared state, and collectives.
 
-What differs from rank to rank stays out: batches, offsets, a rank's own share of a tensor, parameters that no
-peer has (the experts of one rank).
+What may differ from rank to rank is left out: batches, offsets, a rank's shard of a tensor, parameters that
+no peer has (the experts of one rank).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from aotdist.subclasses.protocol import (
 
 
 def fingerprint_of(compilation: Compilation) -> tuple[Sequenced, ...]:
-    """All that peers compare, part by part: shared state as it is registered, as it is read, collectives.
+    """What peers compare: shared state in order of registration, its first uses, and collectives.
 
     State is shared with the ranks of a process group if it is a tensor distributed over them, or if a
     collective of theirs holds it, or its gradient.
@@ -46,7 +46,7 @@ def fingerprint_of(compilation: Compilation) -> tuple[Sequenced, ...]:
 
 
 def fingerprint_of_state(model: nn.Module) -> tuple[Sequenced, ...]:
-    """What peers compare before a model runs as it is written: tensors that are distributed over ranks."""
+    """What peers compare before a model runs eagerly: tensors that are distributed over ranks."""
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     recipes = {name: recipe_of(tensor) for name, tensor in tensors.items()}
     groups = {name: tuple(sorted(process_groups([recipe]))) for name, recipe in recipes.items()}
@@ -55,7 +55,7 @@ def fingerprint_of_state(model: nn.Module) -> tuple[Sequenced, ...]:
 
 
 def watches_of(compilation: Compilation, sequence: Sequence[Sequenced]) -> dict[Phase, LossWatch | None]:
-    """What stands around each run of the graphs of a program, with the check before it; None without peers.
+    """The watch around each run of a program's graphs, with the check before it; None without peers.
 
     Args:
         compilation: the program.
@@ -73,19 +73,19 @@ def watches_of(compilation: Compilation, sequence: Sequence[Sequenced]) -> dict[
 def agreeing_on_backwards(
     compilation: Compilation, sequence: Sequence[Sequenced]
 ) -> Callable[[Graph], RunCheck | None]:
-    """What agrees with peers on backwards of a program that are compiled when they are first asked for.
+    """A function that agrees with peers on a backward that is compiled on demand.
 
-    It agrees with those with whom the backward communicates, and returns what stands before each run of it. A
-    peer that runs another backward of the program instead will not come: it waits in a collective. Where this
-    one has none, that shows at this rank's next program that has. It outlives the compilation, so it holds no
-    tensor of the call.
+    It meets the ranks with which the backward communicates, and returns the check before each run of it. A
+    peer that runs another backward of the program will not come: it waits in a collective. If this backward
+    has no collectives, the difference shows at this rank's next program that has some. The function
+    outlives the compilation, so it holds no tensor of the call.
 
     Args:
         compilation: the program.
         sequence: its fingerprint.
 
     Raises:
-        RankDivergence: when it is called: a peer runs, or is about to run, something else.
+        RankDivergence: by the function: a peer runs, or is about to run, something else.
         RankLost: likewise: a peer failed, died, or did not come within the timeout.
     """
     label, settings, state = compilation.captured.name, compilation.settings, compilation.state()
@@ -102,14 +102,15 @@ def agreeing_on_backwards(
 
 
 _compiled: WeakKeyDictionary[type[nn.Module], Counter[tuple[Party, ...]]] = WeakKeyDictionary()
-"""How many modules that share state were compiled, by their class and by who shares it."""
+"""The number of modules with shared state that were compiled, by class and by the parties that share it."""
 
 
 def number_of_its_kind(module: nn.Module) -> int:
-    """How many modules of this one's class, shared by the same ranks, were compiled before it.
+    """How many modules of this class, shared by the same ranks, were compiled before this one.
 
-    It tells models apart whose parameters have the same names, and counts alike on ranks that compile such
-    models in the same order. It is 0 for a module that shares nothing: a rank may have some for itself.
+    The number distinguishes models whose parameters have the same names, and is the same on ranks that
+    compile such models in the same order. It is 0 for a module without shared state, which one rank may
+    have alone.
     """
     if board_of_this_process() is None:
         return 0
@@ -124,7 +125,7 @@ def number_of_its_kind(module: nn.Module) -> int:
 
 
 def _groups_of_state(compilation: Compilation, sequence: Sequence[Collective]) -> dict[str, tuple[str, ...]]:
-    """The process groups that share each parameter and buffer, by its path, in the order of registration."""
+    """The process groups that share each parameter and buffer, by path, in the order of registration."""
     found: dict[str, set[str]] = {path: set() for path in compilation.state()}
     for path, recipe in _recipes(compilation):
         found[path] |= process_groups([recipe])

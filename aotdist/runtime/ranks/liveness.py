@@ -1,14 +1,14 @@
-"""Which ranks still exist: each keeps a TCP port open, and a refused connection is a dead process.
+"""Which ranks are alive: each keeps a TCP port open, and a refused connection means that its process is gone.
 
-The port is never served. The kernel completes a connection to it as long as the process lives,
-even one that is blocked inside a collective or holds the interpreter lock, and refuses it from the
-moment the process is gone, even by SIGKILL. So there is no heartbeat, no thread, no traffic per step.
+The port is never served. The kernel completes connections to it as long as the process lives, even if the
+process is blocked in a collective or holds the interpreter lock, and refuses them once the process is gone,
+even by SIGKILL. So there is no heartbeat, no thread, and no traffic per step.
 
-Between machines a firewall may refuse connections as well. So a refusal counts only from a machine
-that has answered this process before; on the same machine it always counts.
+Between machines a firewall may refuse connections as well. So a refusal counts only from a machine that has
+answered this process before; on the same machine it always counts.
 
-A rank that has not opened its port yet has a connection of gloo's from `init_process_group` on, if the
-default group has gloo: the kernel closes it when the process is gone.
+A rank that has not opened its port yet has gloo's connections since `init_process_group`, if the default
+group has gloo: the kernel closes them when the process is gone.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ Pulse = Literal["alive", "dead", "unknown"]
 """`unknown`: the machine does not answer, or its answer proves nothing."""
 
 _BACKLOG = 4096
-"""Connections that the kernel keeps for a port that nobody serves: Linux's own limit. When they are
-used up, further ones go unanswered, which reads `unknown`, never `dead`."""
+"""Connections that the kernel keeps for a port that nobody serves: Linux's own limit. Beyond that, probes get
+no answer, which is `unknown`, never `dead`."""
 
 _AT_ONCE = 256
 """Ranks probed together: well below the usual limit of 1,024 open files."""
 
 _NOBODYS_TAG = 2**31 - 7
-"""Of receives that no rank ever answers."""
+"""The tag of receives that no rank ever answers."""
 
 _ports: list[socket.socket] = []
-"""That this process has opened, one for each interface."""
+"""The ports that this process has opened, one for each interface."""
 
 _answering: set[str] = set()
-"""Addresses of other machines of which some port has answered: no firewall refuses in their place."""
+"""Addresses of other machines on which a port has answered: no firewall refuses in their place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,16 +69,16 @@ class Address:
 
 
 def address_of_this_process(store: Store) -> Address:
-    """Open this process's port, once, and say where it is for ranks that can reach the store.
+    """Open this process's port, once; returns its address for ranks that can reach the store.
 
-    It is open on the interface that leads to the store's host, as connections of the ranks are, and no other.
+    It is open only on the interface that leads to the store's host, as the ranks' connections are.
     """
     ip = _ip_towards(_host_of(store))
     return Address(_machine(), ip, _open_port(ip).getsockname()[1])
 
 
 def is_hosted_by_a_rank(store: Store) -> bool:
-    """Whether the store dies with the process of rank 0: none of torchrun's, and none in a file or memory."""
+    """Whether rank 0's process hosts the store, and not torchrun's agent, a file or memory."""
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     return isinstance(store, TCPStore) and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
@@ -99,25 +99,25 @@ def dead_among(addresses: Mapping[int, Address]) -> list[int]:
 
 
 def is_closed(rank: int) -> bool:
-    """Whether gloo has seen a rank close its connection in the default group; False where that has no gloo.
+    """Whether gloo has seen a rank close its connection in the default group; False if that has no gloo.
 
-    On a connection that is closed a receive fails when it is asked for. On any other it is forgotten at once:
-    to wait for it, however briefly, would close the connection.
+    On a closed connection, a receive fails when it is started. On an open one, it is dropped at once:
+    waiting for it, however briefly, would close the connection.
     """
     world, cpu = world_group_name(), torch.device("cpu")
     try:
         if world is not None and runs_on_gloo(world, cpu):
             dist.irecv(torch.empty(1, device=cpu), src=rank, tag=_NOBODYS_TAG)
-    except RuntimeError as error:  # also where the group has nothing for CPUs
+    except RuntimeError as error:  # also raised if the group has no backend for CPUs
         return "Connection closed by peer" in str(error)
     return False
 
 
 def meet_machines(addresses: Mapping[int, Address], turn: int) -> None:
-    """Let every other machine answer once, while its ranks live, so that its refusals count later.
+    """Probe every other machine once while its ranks live, so that its refusals count later.
 
     Args:
-        addresses: of ranks that are thought to live.
+        addresses: of ranks that are believed to be alive.
         turn: which of a machine's ranks to probe; different callers should take different turns.
     """
     by_machine: dict[str, list[int]] = {}
@@ -149,7 +149,7 @@ def _family(ip: str) -> socket.AddressFamily:
 
 
 def _close_in_child() -> None:
-    """A forked data loader that outlives its rank must not keep the rank's port open."""
+    """Close the ports in a forked process: a data loader that outlives its rank must not keep them open."""
     while _ports:
         _ports.pop().close()
     _open_port.cache_clear()
@@ -167,7 +167,7 @@ def _host_of(store: Store) -> str:
 
 @functools.cache
 def _ip_towards(host: str) -> str:
-    """The address of the interface from which this machine reaches `host`; nothing is sent."""
+    """The address of the interface through which this machine reaches `host`; nothing is sent."""
     with contextlib.suppress(OSError):
         family, kind, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:

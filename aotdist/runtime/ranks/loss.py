@@ -1,9 +1,9 @@
-"""Who is missing when a collective breaks: turns a transport's error into `RankLost` with a number.
+"""Turns a transport's error in a collective into a `RankLost` that names the dead rank.
 
-gloo reports a dead peer on the ranks that talk to it, by socket address: "Connection closed by peer
-[10.0.0.7]:24264". Ranks that talk to *those* stay blocked until they leave, and then see them leave.
-So a rank whose collective broke posts a notice, probes its peers, and names the processes that are
-gone without a notice; one that died after posting whom it lost is a messenger, not the cause.
+gloo reports a dead peer on the ranks that are connected to it, by socket address: "Connection closed by
+peer [10.0.0.7]:24264". Ranks that are connected to *those* stay blocked until these leave, and then report
+them. So a rank whose collective broke posts a notice, probes its peers, and names the processes that are
+gone without a notice; a rank that died after it posted one is not the cause.
 """
 
 from __future__ import annotations
@@ -37,20 +37,19 @@ _BROKEN_TRANSPORT = re.compile(
     r"Connection (closed|reset|refused)|(Read|Write) error|Broken pipe|Timed out waiting"
     r"|timeout caused|Socket closed|NCCL.*(remote|abort|timeout|timed out|system error)"
 )
-"""What gloo (as bare RuntimeError) and NCCL say when a peer is gone or late; not what gloo says of
+"""Matches errors of gloo (bare `RuntimeError`s) and NCCL about a peer that is gone or late; not gloo's about
 wrong arguments ("enforce fail")."""
 
 
 def naming_lost_ranks(sequence: Iterable[Collective], *, label: str, settings: Settings) -> LossWatch | None:
-    """Around every run of a graph with these collectives: a broken one raises `RankLost` with the culprit.
+    """The watch around each run of a graph with these collectives; None without peers.
 
-    Make it once and enter it at each run: that makes its check, if it was given one; entering and leaving by
-    itself takes 0.6 us. Without peers there is none. Errors that do not come from a broken
-    connection, and breaks for which no rank can be blamed, pass unchanged.
+    It is made once and entered at each run (0.6 us). Entering runs its check, if it has one. Leaving by the
+    error of a broken connection raises `RankLost` with the rank to blame; other errors, and breaks for
+    which no rank can be blamed, pass unchanged.
 
-    A rank that is blocked behind a survivor is freed when the survivor leaves: let `RankLost` end
-    the process.
-    With NCCL an error reaches Python only where NCCL reports one (`TORCH_NCCL_BLOCKING_WAIT=1`, or an
+    A rank that is blocked behind a survivor is freed when the survivor leaves: let `RankLost` end the
+    process. With NCCL an error reaches Python only if NCCL reports one (`TORCH_NCCL_BLOCKING_WAIT=1`, or an
     aborted communicator); otherwise its own watchdog ends the process.
 
     Raises:
@@ -72,12 +71,12 @@ class LossWatch:
     """See `naming_lost_ranks`.
 
     Args:
-        board: this rank's view of the notices.
+        board: this rank's access to the notices.
         label: what runs.
-        roster: where each peer can be probed; kept here because the store may die with a rank.
-        grace_s: how long to look for a culprit.
-        peers: who is looked for in the roster on entering; one may say where it is only when it compiles.
-        check: what is compared with peers on entering, if anything is.
+        roster: the address of each peer; kept here because the store may die with a rank.
+        grace_s: how long to look for the rank to blame.
+        peers: the ranks whose addresses are still looked up on entering, as some post theirs only later.
+        check: the comparison with peers on entering, if there is one.
     """
 
     board: Board
@@ -88,7 +87,7 @@ class LossWatch:
     check: RunCheck | None = None
 
     def checking(self, check: RunCheck | None) -> LossWatch:
-        """The same, which compares on entering."""
+        """The same watch with another check."""
         return replace(self, check=check)
 
     def __enter__(self) -> None:
@@ -126,14 +125,14 @@ class LossWatch:
         return self._silent()
 
     def _lost(self) -> list[int]:
-        """Ranks that are gone without having said that they lost someone, and ranks that others lost."""
+        """Ranks that are gone without a notice that they lost someone, and ranks that others lost."""
         dead = dead_among(self.roster)
         notices = self._notices()
         named = {rank for notice in notices.values() for rank in notice["lost"]}
         return sorted({rank for rank in dead if rank not in notices} | named)
 
     def _notices(self) -> dict[int, Any]:
-        """What peers said when their own collectives broke; nothing when the store is gone as well."""
+        """The notices of peers whose own collectives broke; empty if the store is gone as well."""
         with contextlib.suppress(StoreGone):
             return self.board.said("broken", list(self.roster))
         return {}
@@ -152,7 +151,7 @@ class LossWatch:
         )
 
     def _silent(self) -> RankLost | None:
-        """Nobody is gone: blame those whose own collective did not break, if that leaves any."""
+        """If no process is gone: blame the ranks whose own collective did not break, if there are any."""
         notices = self._notices()
         silent = [rank for rank in self.roster if rank not in notices]
         if not silent:

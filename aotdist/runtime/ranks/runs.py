@@ -1,20 +1,20 @@
-"""Each run of a program that communicates has a number, and ranks compare it before they communicate.
+"""Ranks compare what they run before each run: runs of programs that communicate are numbered.
 
-The runs of a *party* (`sequence.py`) are numbered, alike on all of its ranks. Before a run a rank writes down
-its number and a digest of what the program has in common with its peers'; that takes microseconds, and nobody
-waits for it. A rank that *checks* then looks until its peers have come as far::
+The runs of a *party* (`sequence.py`) have the same numbers on all of its ranks. Before a run a rank posts
+its number and a digest of what the program has in common with its peers'; that takes microseconds, and
+nobody waits for it. A rank that *checks* then polls until its peers have come as far::
 
     peer's number   its digest at that number
-    smaller         not known yet            look again; it may compile, or be late
-    as large        equal                    go on: both run the same, or what agrees with it
+    smaller         not known yet            poll again: it may be compiling, or be late
+    as large        equal                    go on: both run the same
     as large        another                  RankDivergence, on both
 
-A peer that waits in another party for this rank, while this rank waits for it, has gone another way as well.
-A program over several parties that stand in no other is checked as often as there are such: a rank that gives
-up after the first time keeps those from communicating that have compared nothing with it.
+A peer that waits for this rank in another party, while this rank waits for it, runs another program as
+well. A program over several parties that are in no other is checked once for each of them: if a rank gives
+up after the first time, ranks that compare nothing with it must not communicate either.
 
-`Settings.check_ranks` says which runs are checked. What is written down is read by a rank with a new program,
-too: peers that run something else at that number will never come to agree on it.
+`Settings.check_ranks` says which runs are checked. The notices are also read by a rank with a new program:
+peers that run something else at that number will never come to agree on it.
 """
 
 from __future__ import annotations
@@ -74,13 +74,13 @@ _NEVER: Run = (0, ())
 """Number and digests of a rank that has run nothing."""
 
 _KEPT = 4
-"""Digests of the last runs that a rank shows: a peer that is behind may compare one of these."""
+"""How many digests of its last runs a rank posts: a peer that is behind compares an earlier one."""
 
 _DIGITS = 12
 """Hexadecimal digits of a digest that are compared: 48 bits."""
 
 _FIRST_DOUBT_S, _LONGEST_DOUBT_S = 0.1, 10.0
-"""Seconds between two questions what became of a peer; the pause doubles up to the second."""
+"""Seconds between two checks whether a peer failed or died: the first, and the limit of its doubling."""
 
 _PROBE_AFTER_S = 0.9
 """Seconds of waiting before peers' processes are probed."""
@@ -89,15 +89,15 @@ _SAY_SO_S = 30.0
 """Seconds of waiting after which a rank logs for whom it waits."""
 
 _SHOW_TIMEOUT_S = 2.0
-"""Seconds for a peer to show what it is about to run; one that checks nothing is in a collective instead."""
+"""Seconds for a peer to show what it is about to run; a peer that does not check is in a collective."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A peer that is not about to run what this rank is.
+    """A peer that is about to run something else than this rank.
 
     Args:
-        party: where they meet.
+        party: the party in which they differ.
         peer: its rank.
         number: of the run in that party.
     """
@@ -109,18 +109,18 @@ class Fault:
 
 @dataclass(frozen=True, slots=True)
 class RunCheck:
-    """What stands before each run of one graph of a program.
+    """The check before each run of one graph of a program.
 
     Args:
-        board: this rank's view of the notices.
+        board: this rank's access to the notices.
         label: the program.
         phase: which of its graphs.
         steps: what the program has in common with its peers'.
         parties: those in which the graph communicates, by their keys.
         digests: of the views of the steps, by the same keys.
         peers: the other ranks of the parties.
-        rounds: how often a run is checked.
-        settings: `check_ranks`, and `rank_timeout_s`, after which the group's own timeout counts.
+        rounds: how many times a run is checked.
+        settings: `check_ranks`, and `rank_timeout_s`, after which the process group's own timeout applies.
     """
 
     board: Board
@@ -134,7 +134,7 @@ class RunCheck:
     settings: Settings
 
     def before_run(self) -> None:
-        """Write down a run, and compare it with the peers' if it is one to check.
+        """Post a run, and compare it with the peers' if it is one to check.
 
         Raises:
             RankDivergence: a peer is about to run another program.
@@ -143,7 +143,7 @@ class RunCheck:
         board, memory = self.board, self.board.memory
         now = board_of_this_process()
         if now is None or now.store is not board.store:
-            return  # the ranks have met anew since it was compiled
+            return  # there is a new process group since it was compiled
         if memory.troubles:
             go_on(board)
         checks = self._checks(memory)
@@ -154,11 +154,11 @@ class RunCheck:
                 raise error
 
     def fault(self) -> Fault | None:
-        """A peer that is known to run something else in the place of the next run."""
+        """A peer that is known to run something else instead of the next run."""
         return self._look(1)[0]
 
     def gives_up(self, fault: Fault) -> RankDivergence:
-        """Tell the peers that the next run is over, and say what either rank is about to run."""
+        """Post that this rank does not run the next run; returns the error with what both ranks run."""
         self._write_down()
         error = self._error(fault)
         say_leaving(self.board, error)
@@ -178,7 +178,7 @@ class RunCheck:
         self.board.say("runs", memory.runs)
 
     def _compare(self) -> AotdistError | None:
-        """Wait for the peers; what to raise if one goes another way or will not come."""
+        """Wait for the peers; returns the error to raise if one runs something else, or will not come."""
         doubts_at, said = _FIRST_DOUBT_S, False
 
         def look(waited: float) -> Literal["alike"] | AotdistError | None:
@@ -200,7 +200,7 @@ class RunCheck:
         return None if found == "alike" else found
 
     def _look(self, ahead: int) -> tuple[Fault | None, list[int]]:
-        """A peer that went another way, and those that have not come as far."""
+        """A peer that runs something else, if any, and those that have not come as far."""
         runs = self.board.memory.runs
         found = _records(self.board, self.peers)
         behind: dict[int, Fault] = {}
@@ -220,7 +220,7 @@ class RunCheck:
         return None, sorted(behind)
 
     def _reason(self, behind: Sequence[int], *, probes: bool) -> AotdistError | None:
-        """Why peers will not come, if that is known."""
+        """The error if peers are known not to come."""
         board = self.board
         if (known := leaving_of(board, self.peers)) is not None:
             return known
@@ -235,7 +235,7 @@ class RunCheck:
         return RankLost("; ".join(reasons.values()), stage="runtime", fix=fix)
 
     def _probes(self, behind: Sequence[int]) -> bool:
-        """Whether this rank is one of two that probe: ports that nobody serves answer some thousand times."""
+        """Whether this rank is one of the two that probe: unserved ports answer only so many probes."""
         present = [rank for rank in (*self.peers, self.board.rank) if rank not in behind]
         return self.board.rank in sorted(present)[:2]
 
@@ -280,11 +280,11 @@ def run_check(
     run: Iterable[Collective],
     settings: Settings,
 ) -> RunCheck | None:
-    """The check before each run of a graph; None where it has no peers.
+    """The check before each run of a graph; None if it has no peers.
 
     Args:
-        board: this rank's view of the notices, if there are any.
-        label: the program, as the user knows it.
+        board: this rank's access to the notices; None without peers.
+        label: the name of the program.
         phase: which of its graphs.
         sequence: what the program has in common with its peers'.
         run: the collectives of the graph.
@@ -312,7 +312,7 @@ def run_check(
 
 
 def _records(board: Board, ranks: Sequence[int]) -> dict[int, Mapping[str, Any]]:
-    """What each rank has written down; of ranks that have before, by one question to the store."""
+    """The runs that each rank has posted; if all have posted before, by one request to the store."""
     known = board.memory.known
     if known.issuperset(ranks):
         return dict(zip(ranks, board.read_all([f"runs/{rank}" for rank in ranks]), strict=True))
@@ -322,7 +322,7 @@ def _records(board: Board, ranks: Sequence[int]) -> dict[int, Mapping[str, Any]]
 
 
 def _say_at_the_end(board: Board) -> None:
-    """Once: when this process ends in good order, its peers hear of it."""
+    """Let the process post its normal end; once for each process."""
     memory = board.memory
     if memory.says_at_the_end:
         return

@@ -1,10 +1,9 @@
-"""What one rank is about to run, as its peers can check it: steps, views of them, differences.
+"""What one rank is about to run, as its peers compare it: steps, views of them, differences.
 
-A *step* is what peers must have alike: a collective, or state that ranks share, as it is registered and as
-it is read. A *party* is a set of ranks that must run the same steps in the same
-order: the members of each process group, and, where two groups share some ranks, those too, because
-ranks that meet in two groups must also take the groups in the same order. A party's *view* of a
-rank's steps is those whose group contains the whole party.
+A *step* is something that must be the same on peers: a collective, the registration of shared state, or its
+first use. A *party* is a set of ranks that must run the same steps in the same order: the members of each
+process group, and the ranks that two groups have in common, since these must also use the two groups in the
+same order. A party's *view* of a rank's steps is the steps whose group contains the whole party.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from aotdist.torch_seam import groups
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A process group, by what all of its ranks know of it: names may differ from rank to rank.
+    """A process group, identified independently of its name, which may differ from rank to rank.
 
     Args:
-        name: what this rank calls it.
+        name: its name on this rank.
         party: its members.
-        ordinal: its place among this rank's groups of the same members, in the order of creation.
+        ordinal: its position among this rank's groups of the same members, in the order of creation.
     """
 
     name: str
@@ -37,7 +36,7 @@ class Group:
 
 
 Kind: TypeAlias = Literal["state", "read", "collective"]
-"""Of a step: a parameter or buffer that ranks share, its first use, or a collective."""
+"""The kind of a step: a parameter or buffer that ranks share, its first use, or a collective."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +44,9 @@ class Shared:
     """State that ranks share.
 
     Args:
-        kind: `state` where it is registered, `read` where the program first uses it.
-        text: which it is, and for `state` what all of its ranks know of it.
-        groups: names of the process groups of the ranks.
+        kind: `state` for its registration, `read` for its first use in the program.
+        text: its name, and for `state` what must be the same on all ranks.
+        groups: names of the process groups that share it.
     """
 
     kind: Literal["state", "read"]
@@ -63,9 +62,9 @@ class Step:
     """One step of this rank.
 
     Args:
-        key: what must be equal on every rank of its group.
-        group: whose ranks it concerns.
-        found: what the program has.
+        key: what must be equal on every rank of the group.
+        group: the ranks that it concerns.
+        found: the collective or shared state.
     """
 
     key: str
@@ -75,13 +74,13 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """A step of any rank, as a witness shows it.
+    """A step of another rank, as a witness posts it.
 
     Args:
-        kind: what it is.
+        kind: of the step.
         key: as in `Step`.
-        text: the same for a person.
-        place: where in the program it is, for a person: node and line.
+        text: the step in words.
+        place: node and line in the program, in words.
     """
 
     kind: Kind
@@ -112,7 +111,7 @@ def steps_of(sequence: Iterable[Sequenced], groups: Mapping[str, Group]) -> tupl
 
 
 def groups_of(found: Sequenced) -> tuple[str, ...]:
-    """Names of the process groups that it concerns."""
+    """The names of its process groups."""
     return found.groups if isinstance(found, Shared) else (found.group,)
 
 
@@ -121,7 +120,7 @@ def _key(found: Sequenced) -> str:
 
 
 def parties_of(groups: Iterable[Group]) -> tuple[Party, ...]:
-    """Every party that these groups make, the larger ones first; all ranks sort them alike."""
+    """Every party that these groups make, larger ones first; the order is the same on all ranks."""
     parties = {group.party for group in groups}
     fresh = parties
     while fresh:
@@ -132,7 +131,7 @@ def parties_of(groups: Iterable[Group]) -> tuple[Party, ...]:
 
 
 def widest(parties: Iterable[Party]) -> tuple[Party, ...]:
-    """The parties that stand in no other."""
+    """The parties that are in no other."""
     found = [frozenset(party) for party in parties]
     return tuple(tuple(sorted(party)) for party in found if not any(party < other for other in found))
 
@@ -146,12 +145,12 @@ def view(steps: Sequence[Step], party: Party) -> tuple[Step, ...]:
 
 
 def runs_alike(one: Sequence[Step], other: Sequence[Step], party: Party) -> bool:
-    """Whether a rank that runs one is, for the party, as one that runs the other."""
+    """Whether the party has the same view of both."""
     return [step.key for step in view(one, party)] == [step.key for step in view(other, party)]
 
 
 def digest(steps: Iterable[Step]) -> str:
-    """A fingerprint of the steps' keys, in order."""
+    """A hash of the steps' keys, in order."""
     return hashlib.sha256("\n".join(step.key for step in steps).encode()).hexdigest()[:32]
 
 
@@ -171,7 +170,7 @@ def steps_from_notice(notice: Iterable[Any]) -> tuple[Shown, ...]:
 
 
 def describe_difference(sides: Mapping[int, Sequence[Shown]]) -> str:
-    """The first step at which two ranks part, with each side's and its line; state first. Empty if none."""
+    """The first step that differs between two ranks, on both of them; state first. Empty if there is none."""
     by_kind = [
         (words, {rank: [step for step in steps if step.kind == kind] for rank, steps in sides.items()})
         for kind, words in _WORDS.items()
@@ -199,7 +198,7 @@ _WORDS: dict[Kind, tuple[str, str]] = {
     "read": ("use of shared parameters and buffers", "reads"),
     "collective": ("collective", "runs"),
 }
-"""What a step of each kind is called, and what a rank does with it; in the order of comparing."""
+"""A noun and a verb for steps of each kind, in the order in which they are compared."""
 
 
 def _side(rank: int, steps: Sequence[Shown], at: int, verb: str) -> str:
@@ -209,7 +208,7 @@ def _side(rank: int, steps: Sequence[Shown], at: int, verb: str) -> str:
 
 
 _NAMED = 8
-"""Parameters of one collective that stand in a message."""
+"""How many parameters of a collective a message names."""
 
 
 def _text(found: Collective, group: Group) -> str:

@@ -1,4 +1,4 @@
-"""What a table can conclude, and how a leader concludes it."""
+"""The verdicts of a table, and how its leader decides."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ class Differ:
     """The ranks of a party are about to run different steps.
 
     Args:
-        party: whose views of the steps differ: the table's own, or one that stands in it.
-        sides: its ranks by what they are about to run; the most common side first.
+        party: the party whose views differ: the table's own, or one within it.
+        sides: its ranks, grouped by what they are about to run; the largest group first.
     """
 
     party: Sequence[int]
     sides: Sequence[Sequence[int]]
 
     def witnesses(self) -> tuple[int, int]:
-        """The two ranks that show their steps, one of each of the first two sides."""
+        """The two ranks that show their steps, one from each of the first two groups."""
         return self.sides[0][0], self.sides[1][0]
 
     def summary(self, label: str) -> str:
-        """The fault in one sentence."""
+        """The difference in one sentence."""
         *most, last = [spell(side) for side in self.sides[:4]]
         return (
             f"{', '.join(most)} and {last} are about to run different programs "
@@ -35,7 +35,7 @@ class Differ:
         )
 
     def refusal(self, label: str) -> Refused:
-        """What other tables of these ranks are told."""
+        """The verdict for other tables of these ranks."""
         one, other = self.witnesses()
         fix = f"the errors of ranks {one} and {other} have the details"
         return Refused("diverged", self.summary(label), fix)
@@ -46,11 +46,11 @@ class Refused:
     """A rank gave up on the table.
 
     Args:
-        kind: `diverged` when ranks differ at another table, `lost` when a peer failed or never came,
-            `unsupported` when one cannot compile its call, and all run theirs as they were written.
+        kind: `diverged` if ranks differ at another table, `lost` if a peer failed or never came,
+            `unsupported` if one cannot compile its call, and all run such calls eagerly.
         what: the reason in one sentence.
         fix: what the user can do.
-        call: the kind of call that is `unsupported`; who came for another sits down at the next table.
+        call: the kind of call that is `unsupported`; ranks with another call go on to the next table.
     """
 
     kind: Literal["diverged", "lost", "unsupported"]
@@ -59,19 +59,19 @@ class Refused:
     call: str | None = None
 
     def error(self) -> AotdistError:
-        """What a rank raises."""
+        """The error to raise."""
         kinds = {"diverged": RankDivergence, "lost": RankLost, "unsupported": UnsupportedProgram}
         return kinds[self.kind](self.what, stage="runtime", fix=self.fix)
 
 
 Verdict: TypeAlias = int | Differ | Refused
-"""What a table concludes; a number where all agree: of the rounds that it holds."""
+"""The verdict of a table; if all agree, it is the number of rounds of the table."""
 
 
 def judge(entries: Mapping[int, Mapping[str, Any]]) -> int | Differ:
     """Compare the entries of all ranks of a table.
 
-    A party that only some of its ranks know is a difference too: the others run nothing in it.
+    A party that only some of its ranks have is a difference, too: the others run nothing in it.
     """
     for key in dict.fromkeys(key for entry in entries.values() for key in entry["digests"]):
         sides: dict[str | None, list[int]] = {}
@@ -83,7 +83,7 @@ def judge(entries: Mapping[int, Mapping[str, Any]]) -> int | Differ:
 
 
 def verdict_from_notice(notice: Any) -> Verdict | None:
-    """The verdict that `_settle` wrote, if it has."""
+    """The verdict that `_settle` posted, if there is one."""
     if isinstance(notice, dict):
         return Differ(**notice) if "sides" in notice else Refused(**notice)
     return notice

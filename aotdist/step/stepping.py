@@ -1,8 +1,7 @@
-"""What optimizers, scalers of gradients and schedules of learning rates do in a traced step.
+"""Steps of optimizers, gradient scalers and learning-rate schedules in a traced training step.
 
-Whether a `GradScaler` lets the optimizer have its turn is decided by selecting among tensors. In eager it
-reads whether a gradient overflowed, and leaves the optimizer's step out. Here the step is always computed,
-and what it wrote is taken back where a gradient had.
+In eager a `GradScaler` reads whether a gradient overflowed, and then skips the optimizer's step. Here the
+step is always computed, and if a gradient has overflowed, `torch.where` selects the values of before.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ from aotdist.trace.stand_ins import current_inputs
 
 
 class Scaling:
-    """One traced step of a scaler that is enabled and has a scale.
+    """What one enabled scaler does in a traced step.
 
     Args:
         scaler: the scaler.
@@ -63,13 +62,13 @@ class Scaling:
         grads = [grad._values() if grad.is_sparse else grad for grad in found]
         found_inf = torch.full((), 0.0, dtype=torch.float32, device=self._scale.device)
         for dtype in dict.fromkeys(grad.dtype for grad in grads):
-            alike = [grad for grad in grads if grad.dtype == dtype]
-            torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(alike, found_inf, factor)
+            of_dtype = [grad for grad in grads if grad.dtype == dtype]
+            torch.ops.aten._amp_foreach_non_finite_check_and_unscale_(of_dtype, found_inf, factor)
         self._found_inf[optimizer] = found_inf
 
     @contextlib.contextmanager
     def stepping(self, optimizer: torch.optim.Optimizer, written: Sequence[torch.Tensor]) -> Generator[None]:
-        """The optimizer's step runs inside; it has not happened if a gradient of its overflowed.
+        """A context for the optimizer's step; what that wrote is undone if one of its gradients overflowed.
 
         Args:
             optimizer: the optimizer.
@@ -96,7 +95,7 @@ class Scaling:
                 tensor.copy_(torch.where(skipped, value, tensor))
 
     def update(self) -> None:
-        """Let the scale shrink, if a gradient of any optimizer overflowed, or grow."""
+        """Update the scale: it shrinks if a gradient of any optimizer overflowed."""
         found_inf = functools.reduce(torch.add, self._found_inf.values())
         torch.ops.aten._amp_update_scale_(
             self._scale, self._growth_tracker, found_inf, *scaler_rules(self._scaler)
@@ -104,10 +103,10 @@ class Scaling:
 
 
 class MakesState(PassesPrograms):
-    """The step runs as it was written: an optimizer or a scaler makes what it keeps.
+    """Raised where an optimizer or a scaler creates state: this call has to run eagerly.
 
     Args:
-        optimizer: one that stepped, and was not known to.
+        optimizer: the optimizer, if it was not known before.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -116,10 +115,10 @@ class MakesState(PassesPrograms):
 
 
 class ReadsAhead(PassesPrograms):
-    """The step reads what schedules' steps leave, which can be known before the call.
+    """Raised where a step reads what a schedule sets, which can be computed before the call.
 
     Args:
-        schedules: those that step until then, in order.
+        schedules: the schedules that have stepped so far, in order.
     """
 
     def __init__(self, schedules: Sequence[Any]) -> None:
@@ -128,10 +127,10 @@ class ReadsAhead(PassesPrograms):
 
 
 class _Outdated(TracedFloat):
-    """What a schedule will have changed when the call has run: nothing of the trace may read it.
+    """Stands for a number that a schedule sets after the call: the trace must not read it.
 
     Args:
-        ahead: raised where it is read, if it can be known before the call.
+        ahead: the error to raise where it is read, if the number can be computed before the call.
     """
 
     def __init__(self, ahead: ReadsAhead | None) -> None:
@@ -139,7 +138,7 @@ class _Outdated(TracedFloat):
 
     @property
     def made_by(self) -> Any:  # type: ignore[override]
-        """What reads a number asks for its node."""
+        """The node of the number: whatever reads the number asks for it."""
         raise self._ahead or refusal(
             "the epoch of a schedule is read after its step, or a learning rate that depends on what the "
             "compiled step computes: schedules step when that has run",
@@ -147,7 +146,7 @@ class _Outdated(TracedFloat):
         )
 
     def refusal(self) -> Any:
-        """The error of who asks for its value."""
+        """The error for code that asks for its value."""
         return self.made_by
 
     def __getattr__(self, name: str) -> Any:
@@ -157,15 +156,15 @@ class _Outdated(TracedFloat):
 
 
 def steps_ahead(schedules: Sequence[Any], held: HeldState) -> list[list[HeldItem]]:
-    """What hyperparameters are after each step of schedules, in order; copies of these do the steps.
+    """The hyperparameters after each step of schedules, computed by copies of these.
 
     Args:
-        schedules: the schedules, each as often as it steps.
+        schedules: the schedules in the order in which they step.
         held: what the optimizers hold before.
 
     Returns:
-        less than was asked for, where a schedule fails, writes a tensor, or changes what a program is
-        specialised on.
+        the values after each step; up to the first one that fails, writes a tensor, or changes a constant of
+        the program.
     """
     found, copies = list[list[HeldItem]](), dict[int, Any]()
     places = {(id(place.owner), place.key): place for place in held.numbers}
@@ -192,7 +191,7 @@ def steps_ahead(schedules: Sequence[Any], held: HeldState) -> list[list[HeldItem
 
 
 def _with_optimizer(schedule: Any, optimizer: Any) -> Any:
-    """A copy of a schedule, and of those that it consists of, for another optimizer."""
+    """A copy of a schedule, and of the schedules in it, for another optimizer."""
     copied = copy.copy(schedule)
     copied.optimizer = optimizer
     if hasattr(schedule, "_schedulers"):
@@ -200,21 +199,21 @@ def _with_optimizer(schedule: Any, optimizer: Any) -> Any:
     return copied
 
 
-class Turns:
-    """Who has a turn in a traced step.
+class TracedSteps:
+    """Intercepts the steps of optimizers, scalers and schedules while a step is traced.
 
     Args:
-        optimizers: those that are known, whose state is handed to the program.
+        optimizers: the known ones, whose state is passed to the program.
         scalars: the numbers that they hold.
         written: what each optimizer's step may write.
-        ahead: what there is after each of the first steps of schedules, as the program sees it.
-        asked: the schedules whose steps were asked for.
+        ahead: for each of the first steps of schedules, the hyperparameters that it sets, as traced numbers.
+        asked: the schedules of these steps.
 
     Attributes:
         stepped: the optimizers that stepped, in order.
-        schedules: those whose `step` is called when the call has run: they compute in Python, and are no part
-            of the graph.
-        later: their arguments, positional and by keyword; tensors among them are results of the program.
+        schedules: those whose `step` is to be called after the call: they compute in Python, outside of the
+            graph.
+        later: the arguments of these calls, positional and by keyword; tensors in them are graph outputs.
     """
 
     def __init__(
@@ -237,8 +236,8 @@ class Turns:
         self.later = list[tuple[tuple[Any, ...], Mapping[str, Any]]]()
 
     @contextlib.contextmanager
-    def heard(self) -> Generator[None]:
-        """A step runs inside."""
+    def intercepted(self) -> Generator[None]:
+        """The context in which a step is traced."""
         scaler = torch.amp.GradScaler
         groups = [group for optimizer in self._optimizers for group in optimizer.param_groups]
         self._rates = {id(group): group.get("lr") for group in groups}
@@ -262,7 +261,7 @@ class Turns:
                 )
 
     def scalers(self) -> list[torch.amp.GradScaler]:
-        """The scalers that have a turn."""
+        """The scalers that were used."""
         return list(self._scaling)
 
     def _before(self, optimizer: torch.optim.Optimizer) -> None:
@@ -318,7 +317,7 @@ class Turns:
         self._rates |= {id(group): group["lr"] for group in groups}
 
     def _are_by_schedules(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether nobody but schedules has assigned the rates since the call began, or a schedule's step."""
+        """Whether only schedules have assigned learning rates since the call began."""
         return all(group.get("lr") is self._rates.get(id(group)) for group in groups)
 
     def _last_rates(self, original: Callable[..., Any], schedule: lr_scheduler.LRScheduler) -> list[Any]:
@@ -326,7 +325,7 @@ class Turns:
 
 
 def _where_enabled(instead: Callable[..., Any]) -> Callable[..., Any]:
-    """`instead` in the place of a method of scalers that are enabled; others do nothing, as they are."""
+    """`instead` for scalers that are enabled, the original method for the others."""
 
     def chosen(original: Callable[..., Any], scaler: torch.amp.GradScaler, *args: Any, **kwargs: Any) -> Any:
         return (instead if scaler.is_enabled() else original)(scaler, *args, **kwargs)
@@ -335,7 +334,7 @@ def _where_enabled(instead: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _refuse_made_inside(optimizer: torch.optim.Optimizer) -> None:
-    """One that was made while the step is traced has the trace's tensors as its parameters."""
+    """Refuse an optimizer that was made inside of the step: its parameters are tensors of the trace."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if any(current_inputs().index_of(param) is not None for param in params):
         raise refusal(

@@ -1,4 +1,4 @@
-"""What a traced step hands back, beside what it writes in place."""
+"""What a traced step returns: its result, and the values that it assigns rather than writes in place."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aotdist.trace.numbers.scalars import DTYPES, TracedNumber
 
 
 class Varies(PassesPrograms):
-    """A hyperparameter is assigned that a program is specialised on so far.
+    """Raised where a step assigns a hyperparameter that its program has as a constant.
 
     Args:
         key: its name.
@@ -29,20 +29,20 @@ class Varies(PassesPrograms):
 
 
 @dataclass(slots=True)
-class Done:
-    """What a step hands back.
+class StepResult:
+    """What a step returns; a pytree of tensors.
 
     Args:
-        result: what the user's function returned; numbers that the trace follows are tensors in it.
+        result: what the user's function returned; traced numbers in it are tensors.
         read: positions of these numbers among the leaves of `result`.
-        assigned: leaves, as the call found them, with their new gradients.
-        cleared: leaves that have no gradient any more.
-        overwritten: sparse tensors of the call, each with what it holds now.
+        assigned: inputs of the step with their new gradients.
+        cleared: inputs whose gradient is None now.
+        overwritten: sparse tensors of the caller's, each with its new content.
         bumps: how often each of these was written.
-        tensors: what replaces tensors that the optimizers hold, by position.
+        tensors: new tensors in the place of some that the optimizers hold, by position.
         numbers: new values of numbers that they hold, by position, as tensors.
-        later: arguments of what is done when the call has run; see `aotdist.step.turns.Turns`.
-        trace: which trace of its program it comes from.
+        later: arguments of the schedules' steps; see `aotdist.step.stepping.TracedSteps`.
+        trace: the number of the trace, among those of its program.
     """
 
     result: Any = None
@@ -69,7 +69,7 @@ class Done:
         self.result = pytree.tree_unflatten(leaves, spec)
 
     def given(self) -> Any:
-        """What the user's function returned, at a call."""
+        """What the user's function returned, with numbers read off their tensors."""
         if not self.read:
             return self.result
         leaves, spec = pytree.tree_flatten(self.result)
@@ -78,16 +78,16 @@ class Done:
         return pytree.tree_unflatten(leaves, spec)
 
     def note(self, held: HeldState, stand_ins: Mapping[int, torch.Tensor], put: Sequence[Any]) -> None:
-        """Note what the optimizers' steps have assigned.
+        """Note what the optimizers have replaced.
 
         Args:
             held: what the optimizers held before.
-            stand_ins: those of its tensors, by identity: they were written, not assigned.
-            put: what was put in the place of its numbers.
+            stand_ins: of its tensors, by identity; where one is still there, nothing was replaced.
+            put: the traced numbers that stood for its numbers.
 
         Raises:
-            UnsupportedProgram: it is of another kind than what was there.
-            Varies: it is a hyperparameter that programs are specialised on.
+            UnsupportedProgram: a value was replaced by one of another kind.
+            Varies: a hyperparameter was replaced that is a constant of the program.
         """
         tensors = {(id(place.owner), place.key): at for at, place in enumerate(held.tensors)}
         numbers = {(id(place.owner), place.key): at for at, place in enumerate(held.numbers)}
@@ -110,13 +110,13 @@ class Done:
                 raise _other_kind(place, value)
 
     def overwrite(self, begun: Sequence[tuple[torch.Tensor, SparseRows]]) -> None:
-        """Note which sparse tensors of the call were written: in what stands for them."""
+        """Note the sparse tensors that were written, given each with the copy that the trace wrote."""
         written = [(before, now) for before, now in begun if now.num_writes]
         self.overwritten = [(before, now.again()) for before, now in written]
         self.bumps = tuple(now.num_writes for _, now in written)
 
     def put(self, held: HeldState) -> None:
-        """Assign, at a call, what the step has assigned."""
+        """Assign, after a call, what the step assigns."""
         for at, tensor in self.tensors.items():
             held.tensors[at].put(tensor)
         for at, numbers in self.numbers.items():
@@ -130,7 +130,7 @@ class Done:
             leaf.grad = None
 
 
-def _flatten(done: Done) -> tuple[list[Any], Any]:
+def _flatten(done: StepResult) -> tuple[list[Any], Any]:
     written = [done.assigned, done.cleared, done.overwritten]
     return [done.result, *written, done.tensors, done.numbers, done.later], (
         done.read,
@@ -139,13 +139,13 @@ def _flatten(done: Done) -> tuple[list[Any], Any]:
     )
 
 
-def _unflatten(parts: Iterable[Any], rest: Any) -> Done:
+def _unflatten(parts: Iterable[Any], rest: Any) -> StepResult:
     result, assigned, cleared, overwritten, *others = parts
     read, bumps, trace = rest
-    return Done(result, read, assigned, cleared, overwritten, bumps, *others, trace=trace)
+    return StepResult(result, read, assigned, cleared, overwritten, bumps, *others, trace=trace)
 
 
-pytree.register_pytree_node(Done, _flatten, _unflatten)
+pytree.register_pytree_node(StepResult, _flatten, _unflatten)
 
 
 def _parts(value: Any) -> Sequence[Any]:

@@ -9,16 +9,15 @@ from aotdist import BadSettings
 from aotdist.files import with_checksum
 from aotdist.launch import train
 from aotdist.launch.config import DataOptions, JobOptions, OptimOptions, RunOptions, parse_options
-from aotdist.launch.going_on import (
-    Before,
+from aotdist.launch.parallel import Place
+from aotdist.launch.resuming import (
+    EarlierRun,
     batch_ranks,
-    names_batch,
-    run_before,
-    says_batch_anew,
+    command_sets_batch,
+    earlier_run,
     sequences,
     with_same_batch,
 )
-from aotdist.launch.parallel import Place
 from tests.launch.harness import losses, step_records
 
 
@@ -47,27 +46,27 @@ def test_a_step_that_does_not_split_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("before", "is_anew", "meant_for"),
+    ("before", "sets_batch", "meant_for"),
     [
         (None, False, 3),
-        (Before(options(), 2, 2), False, 2),
-        (Before(options(), 2, 2), True, 3),
-        (Before(options(4), 2, 2), False, 3),
-        (Before(options(), 1, 2), False, 2),
+        (EarlierRun(options(), 2, 2), False, 2),
+        (EarlierRun(options(), 2, 2), True, 3),
+        (EarlierRun(options(4), 2, 2), False, 3),
+        (EarlierRun(options(), 1, 2), False, 2),
     ],
 )
-def test_whom_a_batch_is_meant_for(before, is_anew, meant_for):
-    assert batch_ranks(options(), before, 3, is_anew=is_anew) == meant_for
+def test_whom_a_batch_is_meant_for(before, sets_batch, meant_for):
+    assert batch_ranks(options(), before, 3, sets_batch=sets_batch) == meant_for
 
 
 @pytest.mark.parametrize(
-    ("resume", "restarts", "is_anew"),
+    ("resume", "restarts", "sets_batch"),
     [("runs/first", 0, True), ("runs/first", 1, False), ("auto", 0, False), (None, 1, False)],
 )
-def test_the_command_that_began_a_run_says_nothing_anew(resume, restarts, is_anew):
+def test_the_command_that_began_a_run_says_nothing_anew(resume, restarts, sets_batch):
     place, words = Place(launched=True, restarts=restarts), ["--data.batch-size=8"]
-    assert says_batch_anew(words, options(resume=resume), place) is is_anew
-    assert not says_batch_anew([], options(resume=resume), place)
+    assert command_sets_batch(words, options(resume=resume), place) is sets_batch
+    assert not command_sets_batch([], options(resume=resume), place)
 
 
 def test_ranks_that_are_started_again_in_another_number_keep_the_batch(job):
@@ -80,10 +79,10 @@ def test_ranks_that_are_started_again_in_another_number_keep_the_batch(job):
     text = with_checksum({"options": options, "environment": began})
     (job.folder / "first" / "config.json").write_text(text)
     place = Place(launched=True, launch_id="a", restarts=1)
-    before = run_before(asked, place)
-    assert before is not None and run_before(asked, Place(launched=True, launch_id="a")) is None
-    is_anew = says_batch_anew(command, asked, place)
-    found = with_same_batch(asked, batch_ranks(asked, before, 1, is_anew=is_anew), 1)
+    before = earlier_run(asked, place)
+    assert before is not None and earlier_run(asked, Place(launched=True, launch_id="a")) is None
+    sets_batch = command_sets_batch(command, asked, place)
+    found = with_same_batch(asked, batch_ranks(asked, before, 1, sets_batch=sets_batch), 1)
     assert (found.data.batch_size, found.optim.accumulate) == (4, 2)
 
 
@@ -97,8 +96,8 @@ def test_ranks_that_are_started_again_in_another_number_keep_the_batch(job):
         (["--optim.accumulate", "2"], True),
     ],
 )
-def test_whether_words_name_a_batch(words, named):
-    assert names_batch(words) is named
+def test_whether_a_command_sets_the_batch(words, named):
+    assert command_sets_batch(words, JobOptions(), Place()) is named
 
 
 def pretend_two_ranks(folder):
