@@ -19,7 +19,7 @@ from aotdist.capture.module_attributes import ATTACHED, Explain, GraphList, Prin
 from aotdist.capture.prints import made_before
 from aotdist.compiling import Maker
 from aotdist.errors import InternalError
-from aotdist.origins import short_tracebacks, shortened
+from aotdist.origins import shortened
 from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting
 from aotdist.runtime.guards import MISS
@@ -188,22 +188,20 @@ class CompiledFunction(Compiled):
         self._step = step
         functools.update_wrapper(self, fn, updated=())
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the artifact that fits, or the training step; make one if there is none."""
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        return self if instance is None else functools.partial(self, instance)  # a method like any other
+
+    def _called_anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run the training step, if the function is known or found to be one."""
         if self._step is None:
             try:
-                return super().__call__(*args, **kwargs)
+                return super()._called_anew(args, kwargs)
             except AccumulatesInside:
                 if self._as_step is None:
                     raise
+                self.artifacts.clear()
                 self._step = self._as_step()
-        if runs_eagerly():
-            return self._run(*args, **kwargs)
-        return short_tracebacks(self._step)(args, kwargs)
-
-    def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        # A compiled function in a class body is a method like any other.
-        return self if instance is None else functools.partial(self, instance)
+        return self._step(args, kwargs)
 
     def _compiled_parts(self) -> Sequence[Artifacts]:
         return super()._compiled_parts() if self._step is None else self._step._compiled_parts()

@@ -110,8 +110,10 @@ def _backward_autocast(settings: Settings) -> Callable[[], AbstractContextManage
 
 
 def _decompositions(backend: Backend, settings: Settings) -> Decompositions:
-    """The operators that the trace decomposes, without losses that a pass is to find whole."""
-    table = backend.decompositions()
-    if settings.loss_chunk_bytes is None:
-        return table
-    return {op: made for op, made in table.items() if op not in WHOLE}
+    """The operators that the trace decomposes, without losses that a pass is to find whole.
+
+    Inductor's backend decomposes graphs itself: equal blocks once, and none of those that the cache has.
+    """
+    if settings.loss_chunk_bytes is not None:
+        return {op: made for op, made in backend.decompositions().items() if op not in WHOLE}
+    return {} if backend.name == "inductor" else backend.decompositions()

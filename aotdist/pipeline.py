@@ -207,11 +207,13 @@ def _to_prepare(traced: Traced, backend: Backend) -> Graph:
 
 def _joint_passes(graph: Graph, backend: Backend, settings: Settings) -> tuple[Graph, tuple[PassRecord, ...]]:
     """A joint or inference graph after its passes, fully decomposed, with a record of each pass."""
-    graph, records = run_passes(prepared_by_blocks(backend, graph), "joint", settings)
+    records = ()
     if settings.loss_chunk_bytes is not None:
+        graph, records = run_passes(graph, "traced", settings)
         graph = graph.copied()
         decompose(graph.gm, backend.decompositions(), only=WHOLE)
-    return break_up_steps(graph, backend.decompositions()), records
+    graph, more = run_passes(prepared_by_blocks(backend, graph), "joint", settings)
+    return break_up_steps(graph, backend.decompositions), (*records, *more)
 
 
 def _compile_training(

@@ -127,11 +127,14 @@ class Reductions:
         self.annotate = annotate
         self._taken: set[tuple[ShardedParam, str]] = set()
         self._accumulates: dict[ShardedParam, bool] = {}
+        self._switches: dict[Any, tuple[bool, bool]] = {}
         self._whole: dict[ShardedParam, torch.Tensor] = {}
 
     def begin(self, params: Iterable[ShardedParam]) -> None:
         """Note which parameters accumulate when the program begins."""
         self._accumulates = {param: param.accumulates for param in params}
+        for group in {param.group for param in self._accumulates}:
+            self._switches[group] = group.reduce_grads, group.all_reduce_grads
 
     def check_end(self) -> None:
         """Refuse a program that switches synchronisation off for the next call."""
@@ -140,10 +143,10 @@ class Reductions:
                 raise _switched(param, "ends without")
 
     def switch_back(self, failure: type[BaseException] | None, *_: Any) -> None:
-        """Restore whether units reduce, if the capture failed."""
+        """Restore whether units reduce, among shards and among replicas, if the capture failed."""
         if failure is not None:
-            for param, accumulates in self._accumulates.items():
-                param.group.reduce_grads = not accumulates
+            for group, switches in self._switches.items():
+                group.reduce_grads, group.all_reduce_grads = switches
 
     def accumulates(self, param: ShardedParam) -> bool:
         """Whether the program only adds to accumulators, which exist if it did so at its beginning."""

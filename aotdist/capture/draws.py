@@ -14,7 +14,7 @@ import pickle
 import random
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 from torch.utils.data import DataLoader
@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 from aotdist.capture.code import is_users_class
 from aotdist.capture.source import Source
 from aotdist.errors import AotdistError, UnsupportedProgram
+from aotdist.origins import Origins
 from aotdist.torch_seam.patches import replaced_here
 
 _SHARED: tuple[tuple[str, Any, Any], ...] = (
@@ -32,8 +33,9 @@ _SHARED: tuple[tuple[str, Any, Any], ...] = (
 
 
 def is_python_generator(value: Any) -> bool:
-    """Whether it is a generator of Python's or NumPy's."""
-    return isinstance(value, (random.Random, np.random.Generator, np.random.RandomState))
+    """Whether it is a generator of Python's or NumPy's that has a state: the system's has none."""
+    classes = random.Random, np.random.Generator, np.random.RandomState
+    return isinstance(value, classes) and not isinstance(value, random.SystemRandom)
 
 
 @contextmanager
@@ -56,18 +58,26 @@ def no_python_random(own: Iterable[tuple[str, Any]]) -> Generator[None]:
                 refuse = functools.partial(_refuse, names[id(generator)])
                 for owner, name in _functions_of(module, generator):
                     stack.enter_context(replaced_here(owner, name, refuse))
+        for name in ("random", "getrandbits"):  # they leave no state by which draws could be noticed
+            refuse = functools.partial(_refuse, "the system's generator")
+            stack.enter_context(replaced_here(random.SystemRandom, name, refuse))
         try:
             yield
         except AotdistError:
             _put_back(before)
             raise
     for drawn in _put_back(before):
-        _refuse(names[id(drawn)])
+        raise _drawn_from(names[id(drawn)])
 
 
-def _refuse(name: str, *_: Any, **__: Any) -> Any:
-    raise UnsupportedProgram(
+def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
+    raise _drawn_from(name, where=Origins().current() or None)
+
+
+def _drawn_from(name: str, where: str | None = None) -> UnsupportedProgram:
+    return UnsupportedProgram(
         f"the program draws from {name}, which compiled calls would not do again",
+        where=where,
         stage="capture",
         fix="draw with `torch` and choose with `torch.where`, or draw before the call",
     )

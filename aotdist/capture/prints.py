@@ -92,7 +92,7 @@ def _without_value(leaf: Any) -> Any:
 def made_before(error: BaseException) -> None:
     """Print what a program printed before it raised an error of its own; without values."""
     if not isinstance(error, AotdistError):
-        for each in getattr(error, _MADE_BEFORE, ()):
+        for each in vars(error).pop(_MADE_BEFORE, ()):
             each.make(each.given.value())
 
 

@@ -21,7 +21,7 @@ BoxedCall: TypeAlias = Callable[[list[Any]], Sequence[Any]]
 """Takes its arguments as *one* list and empties it, so that each is freed after its last use."""
 
 Decompositions: TypeAlias = Mapping[OpOverload, Callable[..., Any]]
-"""Operators that a trace must break up, and what each is made of."""
+"""Operators that are decomposed, and their decompositions."""
 
 Strides: TypeAlias = tuple[int, ...]
 
@@ -224,7 +224,7 @@ class Backend(ABC):
         return
 
     def decompositions(self) -> Decompositions:
-        """Operators that the trace must break up for this backend."""
+        """Operators that are decomposed for this backend: by the trace, or by Inductor's `prepare_joint`."""
         return {}
 
     def prepare_joint(self, graph: Graph) -> Graph:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from aotdist.codegen.contract import Decompositions
 from aotdist.codegen.decompose import inline
 from aotdist.program import Graph
 from aotdist.torch_seam.modes import no_modes
@@ -28,14 +29,15 @@ _ATEN = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
 
 
-def break_up_steps(graph: Graph, table: Mapping[OpOverload, Callable[..., Any]]) -> Graph:
+def break_up_steps(graph: Graph, decompositions: Callable[[], Decompositions]) -> Graph:
     """The graph with steps of Adam and AdamW decomposed, and learning rates of other steps as tensors.
 
     Args:
         graph: a joint or an inference graph.
-        table: the backend's decompositions; if there are none, nothing is decomposed.
+        decompositions: gives the backend's; if there are none, nothing is decomposed.
     """
-    if not table or not any(node.target in _WITH_TENSOR_RATE for node in graph.gm.graph.nodes):
+    has_steps = any(node.target in _WITH_TENSOR_RATE for node in graph.gm.graph.nodes)
+    if not has_steps or not (table := decompositions()):
         return graph
     gm = graph.copied().gm
     for node in list(gm.graph.nodes):

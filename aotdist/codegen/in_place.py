@@ -141,6 +141,8 @@ class _InPlace:
     def overwrite(self, node: Node) -> None:
         """Let an operator overwrite its arguments, if nothing reads these afterwards."""
         twin = in_place_twin(node.target) if isinstance(node.target, OpOverload) else None
+        if twin is torch.ops.aten.mul_.Scalar and node.meta["val"].dtype.itemsize == 2:
+            twin = None  # it rounds the number to 16 bits first (torch 2.13, on a CPU)
         if twin is None or not _takes_tensors(node, twin):
             return
         made = dict(_results_by_path(node, ()))

@@ -86,16 +86,17 @@ class InductorBackend(Backend):
         _start_on_headers()
 
     def decompositions(self) -> Decompositions:
-        """Inductor's table, and batch norms of our own.
+        """Inductor's table, batch norms of our own, and zeros that have memory: kernels read it.
 
         Its `add` is of complex numbers alone, and fails for those that lie by columns (torch 2.13).
         """
+        aten = torch.ops.aten
         table = norms_laid_out({**inductor_decompositions(), **operators.MADE_OF})
-        table.pop(torch.ops.aten.add.Tensor, None)
-        return table
+        table.pop(aten.add.Tensor, None)
+        return {**table, aten._efficientzerotensor.default: aten.zeros.default}
 
     def prepare_joint(self, graph: Graph) -> Graph:
-        """Run Inductor's rewrites of joint and inference graphs on a copy.
+        """Decompose a copy of a joint or an inference graph, and run Inductor's rewrites of such on it.
 
         They find attention that is written out (flash attention takes its place, dropout and all),
         and drop casts, constants and operations that do nothing.
@@ -117,6 +118,7 @@ class InductorBackend(Backend):
         memory = memory_of(Graph(gm, graph.ins, graph.outs))
         try:
             with _failing_by_name(gm, "the joint graph"), _compiling(gm, fakes[0].fake_mode):
+                decompose(gm, self.decompositions())
                 prepare_draws(gm)
                 rewritten = Graph(inductor_joint_passes(gm, fakes[0].device), graph.ins, graph.outs)
         except UnsupportedProgram:
@@ -159,7 +161,7 @@ class InductorBackend(Backend):
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         with _compiling(gm, emission.fake_mode) as context, cpp_kernels_batched(lambda: batch):
             prepare_draws(gm)
-            decompose(gm, {**inductor_decompositions(), **_MADE_OF})
+            decompose(gm, {**self.decompositions(), **_MADE_OF})
             keep_draws_in_order(gm)
             lay_out_what_is_written(gm)
             keep_scatters(gm)

@@ -24,15 +24,16 @@ from aotdist.passes.verify import verify
 from aotdist.program import Graph
 from aotdist.settings import Settings
 
-Stage = Literal["joint", "forward", "backward"]
-"""Which graph a pass is given: the joint one before partitioning, or one half after it."""
+Stage = Literal["traced", "joint", "forward", "backward"]
+"""Which graph a pass is given: the joint one as traced, losses whole; the prepared one; or one half of it."""
 
 Pass: TypeAlias = Callable[[Graph, Settings], Graph]
 """Makes a new graph, or returns its argument when there is nothing to do; reports know it by its name."""
 
 ORDER: Mapping[Stage, tuple[Pass, ...]] = MappingProxyType(
     {
-        "joint": (cleanup, chunk_losses),
+        "traced": (cleanup, chunk_losses),
+        "joint": (cleanup,),
         "forward": (bucket, overlap, early_updates),
         "backward": (bucket, overlap),
     }

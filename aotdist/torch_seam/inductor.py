@@ -26,7 +26,7 @@ from torch._library.utils import get_layout_constraint_tag
 from aotdist.torch_seam.ambient import warnings_no_errors
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.operators import OpOverload, can_decompose
-from aotdist.torch_seam.patches import Patch, Place, replaced
+from aotdist.torch_seam.patches import Patch, Place, replaced, replaced_here
 from aotdist.torch_seam.symbols import ragged_hidden
 
 T = TypeVar("T")
@@ -137,14 +137,24 @@ def compile_with_inductor(
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.utils import BoxedBool
 
-    return compile_fx_inner(
-        gm,
-        examples,
-        static_input_idxs=static_ins,
-        is_backward=backward,
-        is_inference=inference,
-        cudagraphs=BoxedBool(False),
-    )
+    with _triton_unread():
+        return compile_fx_inner(
+            gm,
+            examples,
+            static_input_idxs=static_ins,
+            is_backward=backward,
+            is_inference=inference,
+            cudagraphs=BoxedBool(False),
+        )
+
+
+def _triton_unread() -> AbstractContextManager[None]:
+    """Without a GPU, do not hash all files of Triton (0.4 s): the key of the machine then leaves that out."""
+    from torch._inductor import codecache
+
+    if torch.cuda.is_available():
+        return nullcontext()
+    return replaced_here(codecache, "triton_key", lambda _: None)
 
 
 def inductor_entry(compiled: Callable[..., Any]) -> Callable[[list[Any]], Sequence[Any]]:

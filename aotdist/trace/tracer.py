@@ -58,8 +58,8 @@ class Tracer(PythonKeyTracer):
     def stamp(self) -> dict[str, Any]:
         """The origin of the operation that runs now, for `node.meta`."""
         seq_nr, function = running_node()
-        # The program itself may call for a backward: `autograd.grad`.
-        if self.phase == "backward" or seq_nr in self._origins_by_seq_nr:
+        # The program may call for a backward, too. A node for writes to views has no operator of the forward.
+        if self.phase == "backward" or function:
             source, module = self._origins_by_seq_nr.get(seq_nr, ("", "")) if seq_nr is not None else ("", "")
         else:
             seq_nr, function = next_sequence_nr() - 1, ""

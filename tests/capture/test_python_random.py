@@ -32,6 +32,11 @@ def test_refused_and_nothing_is_drawn(name: str) -> None:
     assert draw() == expected
 
 
+def test_the_line_that_draws_is_named() -> None:
+    with pytest.raises(UnsupportedProgram, match=r"\n  at .*np\.random\.rand\(\)"):
+        aotdist.compile(lambda x: x * float(np.random.rand()), backend="fx")(torch.ones(2))
+
+
 class Drawing(torch.nn.Module):
     def __init__(self, generator: Any) -> None:
         super().__init__()
@@ -46,6 +51,12 @@ GENERATORS: dict[str, Callable[[], Any]] = {
     "of NumPy's": lambda: np.random.default_rng(0),
     "of NumPy's, an old one": lambda: np.random.RandomState(0),
 }
+
+
+def test_a_generator_without_a_state() -> None:
+    model = Drawing(random.SystemRandom())
+    with pytest.raises(UnsupportedProgram, match="draws from the system's generator"):
+        aotdist.compile(model, backend="fx")(torch.ones(2))
 
 
 @pytest.mark.parametrize("kind", GENERATORS)

@@ -58,7 +58,7 @@ PROMISES = {
     "from_torch_compile": 8,
     "index": 0,
     "my_training_loop": 20,
-    "passes": 8,
+    "passes": 9,
     "subclasses": 2,
     "train_step": 16,
 }

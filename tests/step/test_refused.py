@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.optim import lr_scheduler, swa_utils
 
 import aotdist
+from aotdist.torch_seam.fsdp import fsdp_groups, fsdp_state
 from tests.semantics.meshes import mesh as mesh
 
 
@@ -274,12 +275,14 @@ def test_fsdp_is_told_inside_not_to_reduce_and_the_last_backward_does_not(mesh: 
     batches = [torch.ones(2, 4), torch.ones(2, 4)]
     step(batches)  # as it is written
     before, grad = model.weight.detach().clone(), model.weight.grad
+    (group,) = fsdp_groups(fsdp_state(model))
     for begins, says in ((True, "ends without"), (True, "ends without"), (False, "begins without")):
         model.set_requires_gradient_sync(begins)
         with pytest.raises(
             aotdist.UnsupportedProgram, match=f"called in a program that {says} synchronisation"
         ):
             step(batches)
+        assert (group.reduce_grads, group.all_reduce_grads) == (begins, begins)
     assert model.weight.grad is grad and torch.equal(model.weight.detach(), before)
 
 

@@ -1098,3 +1098,22 @@ def test_a_step_that_raises_leaves_everything_as_it_was(num_before: int) -> None
         assert all(param.grad is grad for param, grad in zip(model.parameters(), grads, strict=True))
     compiled(*labelled(9))
     assert counts["steps"] == num_before + 1
+
+
+def test_products_of_16_bits_and_numbers_are_rounded_as_written() -> None:
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).bfloat16()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def step(x: torch.Tensor, model: Any = model, optimizer: Any = optimizer) -> None:
+            between = model[0](x)
+            model[1](between.lerp(torch.ones_like(between), 0.3)).exp().sum().backward()
+            optimizer.step()
+
+        call = aotdist.compile(step, backend="fx") if compiles else step
+        for _ in range(3):
+            call(torch.randn(8, 16).bfloat16())
+        found.append([*model.parameters(), *(each.grad for each in model.parameters())])
+    assert all(map(torch.equal, *found))

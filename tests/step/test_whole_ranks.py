@@ -282,41 +282,6 @@ def test_muon_on_two_axes(world4: World) -> None:
     assert world4.run(by_optimizer, "Muon", {}, [on_two_axes]) == [[1]] * 4
 
 
-def clipped() -> Written:
-    model = on_one_axis()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1, foreach=False)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        model(x).square().mean().backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
-        return norm
-
-    def batch(at: int) -> tuple[torch.Tensor]:
-        return (torch.randn(4, 6, generator=torch.Generator().manual_seed(at)),)
-
-    return Written(step, [model], [optimizer], batch=batch)
-
-
-def while_the_norm_is_reduced() -> list[str]:
-    """What runs between the start of the norm's reduction, and its wait."""
-    compiled = compiled_beside_eager(clipped)
-    (artifact,) = compiled._made_so_far()  # pyright: ignore[reportPrivateUsage]
-    (emitted,) = artifact.compilation.emitted().values()
-    lines = emitted.source.splitlines()
-    start = next(at for at, line in enumerate(lines) if "all_reduce" in line)
-    wait = next(at for at, line in enumerate(lines[start:], start) if "wait_tensor" in line)
-    return lines[start + 1 : wait]
-
-
-def test_weights_decay_while_the_norm_is_reduced(world2: World) -> None:
-    """Weights decay, and means of squares; the order is that of all ranks."""
-    first, second = world2.run(while_the_norm_is_reduced)
-    assert first == second
-    assert sum("aten_mul__Tensor" in line for line in first) == 2 * 6  # parameters
-
-
 def test_tensor_parallel(world2: World) -> None:
     for programs in world2.run(whole_steps, [of_parallel_tensors], False):
         assert all(programs)

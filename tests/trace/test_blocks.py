@@ -128,6 +128,15 @@ class Overwritten(Block):
         return x + self.down(y.relu_())
 
 
+class Rectified(Block):
+    """Writes a view, as an in-place ReLU behind an instance norm does."""
+
+    def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
+        y = self.up(super().forward(x))
+        y.flatten(1).relu_()
+        return x + self.down(y)
+
+
 @dataclass
 class Scaling:
     bias: Tensor
@@ -174,9 +183,9 @@ def _frozen(stack: Stack) -> Stack:
     return stack
 
 
-def _whole_step() -> Callable[[Tensor], Any]:
+def _whole_step(kind: type[Block]) -> tuple[Stack, Callable[[Tensor], Any]]:
     """Two micro-batches, the backward and the update in the program."""
-    model = Stack(*(Block(k, 0.1) for k in range(DEPTH)))
+    model = Stack(*(kind(k, 0.1) for k in range(DEPTH)))
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def run(x: Tensor) -> Tensor:
@@ -187,7 +196,7 @@ def _whole_step() -> Callable[[Tensor], Any]:
         optimizer.zero_grad()
         return loss.detach()
 
-    return run
+    return model, run
 
 
 def _of_transformers() -> Callable[[Tensor], Any]:
@@ -596,6 +605,19 @@ def test_what_cannot_be_copied_is_traced_and_says_why(name: str) -> None:
     said = str(aotdist.explain(compiled))
     assert reason in said
     assert "traced once" not in said
+
+
+@pytest.mark.parametrize("kind", [Block, Rectified])
+def test_backwards_of_a_step_are_copied(kind: type[Block]) -> None:
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model, step = _whole_step(kind)
+        call = aotdist.compile(step, backend="fx") if compiles else step
+        losses = [call(torch.randn(SIZE)) for _ in range(3)]
+        found.append((*losses, *model.parameters()))
+    assert all(map(torch.equal, *found))
+    assert "traced once" in str(aotdist.explain(call))
 
 
 def test_gradients_of_results_have_what_comes_by_way_of_others() -> None:

@@ -27,5 +27,5 @@ def warm(compiled_once: tuple[Path, tuple[Any, ...]], tmp_path: Path) -> tuple[P
 
 @pytest.fixture
 def compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("check", "emit", "prepare_joint"):
+    for name in ("check", "decompositions", "emit", "prepare_joint"):
         monkeypatch.setattr(InductorBackend, name, refuse_to_compile)

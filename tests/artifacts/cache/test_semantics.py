@@ -41,7 +41,9 @@ def through_the_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setattr(InductorBackend, name, method)
 
     def twice(call: UserCall, backend: Backend, settings: Settings, **more: Any) -> Artifact:
-        caching = CachingBackend(partition="default", any_tangents=True, settings=settings, folder=folder)
+        caching = CachingBackend(
+            name="fx", partition="default", any_tangents=True, settings=settings, folder=folder
+        )
         cold, warm = (compile_call(call, caching, settings, **more) for _ in range(2))
         assert warm.source == cold.source
         return warm
