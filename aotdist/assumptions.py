@@ -40,7 +40,7 @@ from aotdist.trace.context import TraceOptions
 from aotdist.trace.failures import asks_for_data, is_of_the_program
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.trace import Traced, trace
-from aotdist.trace.tracer import NotInstantiable, NotRecomputable
+from aotdist.trace.tracer import NotInstantiable
 
 _Inputs: TypeAlias = tuple[Row[DistinctIdx, Slot], Row[DistinctIdx, torch.Tensor]]
 
@@ -58,7 +58,6 @@ class Assumptions:
         of_data: the refusal because of which sizes and numbers may now depend on data; None while none may.
         failure: the error of a trace with symbols because of which sizes are numbers; None if there was none.
         instances: equal blocks can be copied.
-        recomputes: reentrant checkpoints can recompute as others do.
     """
 
     symbolic: bool
@@ -68,7 +67,6 @@ class Assumptions:
     of_data: UnsupportedProgram | None = None
     failure: Exception | None = None
     instances: bool = True
-    recomputes: bool = True
 
     def after(self, job: Job, traced: Traced) -> Assumptions:
         """With the inputs and writes that a trace showed; if the bases differ, another trace is needed."""
@@ -84,8 +82,6 @@ class Assumptions:
         """Without the assumption that an error of a trace contradicts; None if it contradicts none."""
         if self.instances and _comes_of(error, NotInstantiable):
             return replace(self, instances=False)
-        if self.recomputes and _comes_of(error, NotRecomputable):
-            return replace(self, recomputes=False)
         # Without symbols, PyTorch's fake tensors run an operator that has no fake on real tensors.
         lacks_fake = isinstance(error.__cause__, UnsupportedOperatorException)
         if has_symbols and (lacks_fake or not isinstance(error, AotdistError)):
@@ -328,7 +324,7 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
             fakes = fakes_of(zip(paths, program.examples, strict=True), captured.all_closed_over)
             refuse_fakes(program, job.backend)
             recorder = Recorder(
-                replace(record_options(job.backend, job.settings), recomputes=assumed.recomputes),
+                record_options(job.backend, job.settings),
                 symbolic=bool(dims or counts),
                 of_data=assumed.of_data is not None,
                 fakes=fakes,

@@ -27,9 +27,9 @@ from aotdist.kernels.running import copied
 from aotdist.kernels.sized import SizedLaunch
 from aotdist.kernels.symbols import natural
 from aotdist.program import Graph
-from aotdist.torch_seam.locks import process_lock
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.operators import native_callable
+from aotdist.torch_seam.patches import process_lock
 
 Strides: TypeAlias = tuple[int, ...]
 T = TypeVar("T")

@@ -46,8 +46,8 @@ in C++ (`istft`, `cov`), which get the expected answer in the trace (`trace/oper
 in eager: at which level (functions, operators, nodes, fakes), what is called instead, why, and the last
 release that was seen to need it; `tests/trace/test_corrections.py` removes one row after the other, and each
 time a program goes wrong. Some only apply where results are to have eager's bits: PyTorch chooses the
-formula of a loss by data, or by whether a tensor is a plain one (`trace/operators/formulas.py`). Whatever
-needs data is an operator that decides when it runs.
+formula of a loss by data, or by whether a tensor is a plain one (`trace/operators/functions_of_data.py`).
+Whatever needs data is an operator that decides when it runs.
 
 **Objects among the arguments** are of two kinds (`capture/instances.py`):
 

@@ -21,8 +21,7 @@ from typing import ParamSpec, TypeVar
 
 from aotdist.torch_seam.autograd import in_thread_of_engine
 from aotdist.torch_seam.dynamo import dynamo_locks, frames_off
-from aotdist.torch_seam.locks import LOCKS, free_in_child, is_owned, process_lock
-from aotdist.torch_seam.patches import settle_in_child
+from aotdist.torch_seam.patches import LOCKS, free_in_child, is_owned, process_lock, settle_in_child
 
 P = ParamSpec("P")
 R = TypeVar("R")

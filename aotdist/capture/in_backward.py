@@ -52,7 +52,7 @@ _KINDS: Mapping[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.S
 
 
 OriginsOf: TypeAlias = Callable[[Mapping[str, Any]], Sequence[tuple[str, torch.Tensor | NumberStep]]]
-"""For numbers that depend on data, by symbol, the tensors and steps behind them: see `Recorder.told`."""
+"""For numbers that depend on data, by symbol, what they follow from: see `Recorder.sources_of_numbers`."""
 
 
 class InBackward:

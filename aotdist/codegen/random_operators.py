@@ -21,13 +21,13 @@ from torch.fx import GraphModule, Node
 
 from aotdist.codegen.decompose import decompose
 from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam.ambient import generator_id
 from aotdist.torch_seam.inductor import (
     inductor_decompositions,
     inductor_draws_as_eager,
     inductor_random_decompositions,
 )
 from aotdist.torch_seam.operators import OpOverload, operator_named, schema_of
-from aotdist.torch_seam.random import generator_id
 
 _LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
 

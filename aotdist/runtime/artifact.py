@@ -33,8 +33,8 @@ from aotdist.runtime.ranks import (
     watches_of,
 )
 from aotdist.torch_seam.ambient import any_autocast, autocast_off
-from aotdist.torch_seam.locks import process_lock
 from aotdist.torch_seam.modes import class_functions_off
+from aotdist.torch_seam.patches import process_lock
 
 
 @dataclass(frozen=True, slots=True)

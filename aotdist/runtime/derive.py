@@ -145,7 +145,7 @@ def derive_double(joint: Joint, request: BackwardRequest) -> TracedDoubleBackwar
         UnsupportedProgram: the gradients cannot be differentiated.
     """
     traces, graphs = joint.traces, joint.graphs
-    if traces is None or not joint.kept_inputs or not traces.get().is_differentiable():
+    if traces is None or not joint.kept_inputs:
         raise _no_trace(joint, "gradients of gradients (`create_graph=True`)")
     traced = traces.get().differentiable(
         dict(zip(request.results, request.kinds, strict=True)),

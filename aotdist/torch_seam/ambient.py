@@ -1,4 +1,4 @@
-"""Modes around a call: device contexts, choices of kernels, autocast, filters of warnings."""
+"""State around a call: device contexts, choices of kernels, autocast, generators, filters of warnings."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch._C._dynamo.guards import GlobalStateGuard as GlobalStateGuard
 from torch.nn.attention import SDPBackend
 from torch.utils._device import DeviceContext
 
-from aotdist.torch_seam.locks import process_lock
+from aotdist.torch_seam.patches import Patch, process_lock
 
 
 def fills_uninitialized_memory() -> bool:
@@ -39,7 +39,7 @@ _KERNELS: tuple[tuple[Callable[[], bool], Callable[[bool], None]], ...] = (
     ),
 )
 KERNEL_CHOICES = tuple(may_choose for may_choose, _ in _KERNELS)
-"""What tells whether operators may choose each of these kernels.
+"""Functions that return whether operators may choose each of these kernels.
 
 For attention: flash, memory-efficient, math, cuDNN. For convolutions and recurrent layers: oneDNN, cuDNN.
 For attention layers in evaluation: the fast path, one kernel for the whole layer.
@@ -142,6 +142,41 @@ def autocast_only(devices: Sequence[tuple[str, torch.dtype]]) -> Generator[None]
 
 autocast_off: Callable[[], AbstractContextManager[Any]] = torch._C._DisableAutocast
 """Autocast disabled on every device, whatever is on outside."""
+
+
+def generator_id(generator: torch.Generator) -> int:
+    """A number that two Python objects share exactly when they wrap one generator."""
+    return generator._cdata
+
+
+def default_generator_is(generator: torch.Generator) -> AbstractContextManager[None]:
+    """`torch.random` seeds `generator` for the default one, and asks it for its state, in this thread."""
+    return _DEFAULT.applied(generator)
+
+
+def times_seeded_elsewhere() -> int:
+    """How often threads without a generator of their own have set the default one by `torch.random`."""
+    return _INSTEAD.times_seeded
+
+
+class _DefaultGenerator:
+    """What stands for the default generator in `torch.random`."""
+
+    times_seeded = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if (own := _DEFAULT.value) is not None:
+            return getattr(own, name)
+        self.times_seeded += name in ("manual_seed", "seed", "set_state")
+        return getattr(torch.default_generator, name)
+
+
+_INSTEAD = _DefaultGenerator()
+
+
+_DEFAULT = Patch[torch.Generator](
+    "default_generator", lambda: [(torch.random, "default_generator", _INSTEAD)]
+)
 
 
 class _Here:

@@ -9,7 +9,7 @@ import threading
 import types
 from bisect import bisect_left
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
@@ -42,7 +42,7 @@ def running_node() -> tuple[int | None, str]:
 
 
 ACCUMULATION = "torch::autograd::AccumulateGrad"
-"""What autograd calls what adds to `.grad`, in a reentrant checkpoint, too: its number is no number."""
+"""The autograd node that adds to `.grad`, where a user's function runs a backward: it has no number."""
 
 
 def run_backward(
@@ -62,24 +62,8 @@ def run_backward(
     )
 
 
-def run_accumulating_backward(
-    outs: Sequence[torch.Tensor],
-    wanted: Sequence[torch.Tensor],
-    tangents: Sequence[torch.Tensor],
-    *,
-    retain_graph: bool,
-) -> tuple[torch.Tensor | None, ...]:
-    """`run_backward` by way of the `.grad` of leaves, which reentrant checkpoints insist on."""
-    _engine_run_backward(tuple(outs), tuple(tangents), retain_graph, False, (), True, accumulate_grad=True)
-    with torch_functions_off():  # the mode that traces refuses to read `.grad`
-        grads = tuple(leaf.grad for leaf in wanted)
-        for leaf in wanted:
-            leaf.grad = None
-    return grads
-
-
 REENTRANT_CHECKPOINT = "CheckpointFunctionBackward"
-"""What autograd calls a checkpoint with `use_reentrant=True`."""
+"""The autograd node of a checkpoint with `use_reentrant=True` that runs as PyTorch wrote it."""
 
 
 Region: TypeAlias = tuple[range, frozenset[tuple[Any, int]]]
@@ -153,7 +137,7 @@ def is_leaf_with_grad(tensor: torch.Tensor) -> bool:
 
 
 def creation_meta(tensor: torch.Tensor) -> Any:
-    """How autograd knows a view to be made, which decides what it says of a write; None for no view."""
+    """How autograd noted that a view was made, which decides how it treats writes; None for no view."""
     return torch._C._autograd._get_creation_meta(tensor) if tensor._is_view() else None
 
 
@@ -174,15 +158,15 @@ def leaves_behind(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def mixes_gradients(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether a Python autograd function in the history of `tensors` may tell None from zeros.
+    """Whether a Python autograd function in the history of `tensors` may treat None and zeros differently.
 
     It may if it has several results; or if list operators follow it, which send None to some functions, and
-    so zeros beyond them. Functions of ours that do not are marked by `passes_gradients_on`.
+    so zeros beyond them. Functions of ours that treat both alike are marked by `passes_gradients_on`.
     """
     lists = [node for node in nodes_behind(tensors) if node.name().startswith("Foreach")]
     nodes = [node for node in _custom_nodes(tensors) if len(node._input_metadata) > 1]
     return any(
-        node.name() != REENTRANT_CHECKPOINT and not getattr(node._forward_cls, "passes_gradients_on", False)
+        not getattr(node._forward_cls, "passes_gradients_on", False)
         for node in (*nodes, *filter(is_custom, _nodes_from(lists)))
     )
 
@@ -199,15 +183,6 @@ def is_custom(node: Any) -> bool:
 def nodes_behind(tensors: Iterable[torch.Tensor]) -> list[Any]:
     """The autograd nodes in the history of `tensors`, each once."""
     return _nodes_from([tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None])
-
-
-def tensors_by_node(tensors: Sequence[torch.Tensor]) -> dict[Any, frozenset[int]]:
-    """The autograd nodes in the history of `tensors`, each with the positions of those that it is behind."""
-    found: dict[Any, frozenset[int]] = {}
-    for position, tensor in enumerate(tensors):
-        for node in nodes_behind([tensor]):
-            found[node] = found.get(node, frozenset()) | {position}
-    return found
 
 
 def saves_tensors(node: Any) -> bool:
@@ -331,10 +306,6 @@ def failing_in_backward(tensor: torch.Tensor, reason: str) -> torch.Tensor:
     """`tensor` as one that requires grad, and whose backward raises a `RuntimeError`."""
     with torch.enable_grad():
         return torch._C._functions.DelayedError(reason.encode(), 1)(tensor.detach().requires_grad_())
-
-
-beneath_autograd: Callable[[], AbstractContextManager[Any]] = torch._C._AutoDispatchBelowAutograd
-"""Operators run as autograd's own formulas run them: it allows everything, and counts writes."""
 
 
 def is_once_differentiable(tensors: Iterable[torch.Tensor]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -78,12 +78,10 @@ def run_backward_up_to(
     """`run_backward`, but nothing goes on from one of `wanted` to another; the graph is kept."""
     with torch_functions_off():
         nodes = {tensor.grad_fn for tensor in wanted if tensor.grad_fn is not None}
-    handles = [node.register_prehook(lambda grads: (None,) * len(grads)) for node in nodes]
-    try:
+    with ExitStack() as hooks:
+        for node in nodes:
+            hooks.enter_context(node.register_prehook(lambda grads: (None,) * len(grads)))
         return run_backward(outs, wanted, tangents, retain_graph=True, create_graph=False)
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def tensor_ids_of_roots() -> set[int]:

@@ -7,39 +7,32 @@ import functools
 import inspect
 import types
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
 from torch.distributions import constraints, distribution
 
-from aotdist.torch_seam.patches import Patch
+from aotdist.torch_seam import patches
+from aotdist.torch_seam.patches import Patch, replaced_here
 
 NoteCheck: TypeAlias = Callable[[type[Exception], torch.Tensor, Callable[[], object] | None], bool]
 """Takes error, condition and message, as `torch._check_tensor_all_with`; True if it handles the check."""
 
 _check_now, _is_all_true_now = torch._check_tensor_all_with, torch._is_all_true
-_any_now = torch.any
-_NEGATIVE_VARIANCE = "var has negative entry/entries"
-"""The message of `gaussian_nll_loss`."""
 
 
 def intercept_checks(note: NoteCheck) -> AbstractContextManager[None]:
     """Checks of data in this thread go to `note`; PyTorch makes those that it does not handle.
 
-    They are those of `torch._check_tensor_all`, `torch.distributions` (validation) and `gaussian_nll_loss`.
+    They are those of `torch._check_tensor_all` and of the validation in `torch.distributions`.
     """
     return _CHECKS.applied(note)
 
 
-def gaussian_nll_loss(*args: Any, **kwargs: Any) -> torch.Tensor:
-    """`torch.nn.functional.gaussian_nll_loss`, whose check of variances goes to `note`, too."""
-    note = _CHECKS.value
-    with nullcontext() if note is None else _LOSS_CHECKS.applied(note):
-        return torch.nn.functional.gaussian_nll_loss(*args, **kwargs)
-
-
-check_all: Callable[[torch.Tensor, Callable[[], object]], None] = torch._check_tensor_all
+def check_all(error: type[Exception], condition: torch.Tensor, message: str) -> None:
+    """Raise `error` unless all elements of `condition` are true, by way of `intercept_checks`."""
+    torch._check_tensor_all_with(error, condition, lambda: message)
 
 
 def raise_check(error: type[Exception], message: str | None) -> None:
@@ -48,7 +41,7 @@ def raise_check(error: type[Exception], message: str | None) -> None:
     torch._check_with(error, False, say)  # noqa: FBT003
 
 
-def _tell_of_check(
+def _note_check(
     error_type: type[Exception], cond: torch.Tensor, message: Callable[[], object] | None = None
 ) -> None:
     note = _CHECKS.value
@@ -57,7 +50,7 @@ def _tell_of_check(
         _check_now(error_type, cond, message)
 
 
-def _tell_of_validation(valid: torch.Tensor) -> torch.Tensor | bool:
+def _note_validation(valid: torch.Tensor) -> torch.Tensor | bool:
     note, frame = _CHECKS.value, inspect.currentframe()
     asking = None if frame is None else frame.f_back
     if note is None or asking is None or asking.f_globals is not vars(distribution):
@@ -76,24 +69,14 @@ def _is_definite(constraint: Any, value: torch.Tensor) -> torch.Tensor:
     return constraints.symmetric.check(value) & torch.linalg.cholesky_ex(value).info.eq(0)
 
 
-def _tell_of_negative_variance(*args: Any, **kwargs: Any) -> torch.Tensor | bool:
-    note, frame = _LOSS_CHECKS.value, inspect.currentframe()
-    asking = None if frame is None else frame.f_back
-    is_loss = asking is not None and asking.f_code is torch.nn.functional.gaussian_nll_loss.__code__
-    if note is not None and is_loss and note(ValueError, ~args[0], lambda: _NEGATIVE_VARIANCE):
-        return False
-    return _any_now(*args, **kwargs)
-
-
 _CHECKS = Patch[NoteCheck](
     "check_hearers",
     lambda: [
-        (torch, "_check_tensor_all_with", _tell_of_check),
-        (torch, "_is_all_true", _tell_of_validation),
+        (torch, "_check_tensor_all_with", _note_check),
+        (torch, "_is_all_true", _note_validation),
         (_definite, "check", _is_definite),
     ],
 )
-_LOSS_CHECKS = Patch[NoteCheck]("loss_check_hearers", lambda: [(torch, "any", _tell_of_negative_variance)])
 
 
 def _invalid(asking: types.FrameType) -> str:
@@ -114,10 +97,16 @@ Require: TypeAlias = Callable[[type[Exception], Callable[[], None], str], None]
 
 def intercept_checks_of_numbers(require: Require) -> AbstractContextManager[None]:
     """A program's checks of symbolic numbers in this thread (`torch._check`) go to `require`."""
-    return _CHECKS_OF_NUMBERS.applied(require)
+
+    def check(original: Callable[..., None], error_type: Any, cond: Any, message: Any) -> None:
+        if not isinstance(cond, torch.SymBool) or _is_made_by_pytorch():
+            return original(error_type, cond, message)
+        text = _NO_MESSAGE if message is None else str(message())
+        return require(error_type, lambda: original(error_type, cond, message), text)
+
+    return replaced_here(torch, "_check_with", check)
 
 
-_check_number_now: Callable[..., None] = torch._check_with
 _TORCH = torch.__file__.removesuffix("__init__.py")
 _NO_MESSAGE = (
     "Expected cond to be True, but got False. (Could this error message be improved? If so, please report an "
@@ -126,22 +115,9 @@ _NO_MESSAGE = (
 """PyTorch's message for a check that has none."""
 
 
-def _tell_of_number(
-    error_type: type[Exception], cond: bool | torch.SymBool, message: Callable[[], object] | None
-) -> None:
-    require = _CHECKS_OF_NUMBERS.value
-    if require is None or not isinstance(cond, torch.SymBool) or _is_made_by_pytorch():
-        return _check_number_now(error_type, cond, message)
-    text = _NO_MESSAGE if message is None else str(message())
-    return require(error_type, lambda: _check_number_now(error_type, cond, message), text)
-
-
-_CHECKS_OF_NUMBERS = Patch[Require]("number_check_hearers", lambda: [(torch, "_check_with", _tell_of_number)])
-
-
 def _is_made_by_pytorch() -> bool:
     """Whether an operator of PyTorch's makes the check, not the program."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename in (__file__, torch.__file__):
+    while frame is not None and frame.f_code.co_filename in (__file__, patches.__file__, torch.__file__):
         frame = frame.f_back
     return frame is not None and frame.f_code.co_filename.startswith(_TORCH)

@@ -34,41 +34,43 @@ def intercept_classes(hear: Remake) -> AbstractContextManager[None]:
     """In this context and thread, `hear` is called where a tensor is converted to another class.
 
     By `as_subclass`, `_make_subclass`, `nn.Parameter` or the class itself, called with a tensor. None of
-    these is a torch function, so no mode hears of them.
+    these is a torch function, so no mode sees them.
     """
     return _CLASSES.applied(hear)
 
 
-def _heard(tensor: torch.Tensor | None, cls: type[torch.Tensor], op: Callable[..., torch.Tensor]) -> Any:
+def _intercepted(
+    tensor: torch.Tensor | None, cls: type[torch.Tensor], op: Callable[..., torch.Tensor]
+) -> Any:
     hear = _CLASSES.value
     return None if hear is None else hear(tensor, cls, op)
 
 
 def _as_subclass(tensor: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
-    made = _heard(tensor, cls, _ALIAS)
+    made = _intercepted(tensor, cls, _ALIAS)
     return torch._C.TensorBase.as_subclass(tensor, cls) if made is None else made
 
 
 def _subclass_of_data(
     cls: type[torch.Tensor], data: torch.Tensor, require_grad: bool = False, **options: Any
 ) -> torch.Tensor:
-    made = None if options else _heard(data, cls, _DETACH)
+    made = None if options else _intercepted(data, cls, _DETACH)
     return _make_subclass(cls, data, require_grad, **options) if made is None else _leaf(made, require_grad)
 
 
 def _parameter(cls: type[torch.Tensor], data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
-    made = None if data is None else _heard(data, cls, _DETACH)
+    made = None if data is None else _intercepted(data, cls, _DETACH)
     return _make_parameter(cls, data, requires_grad) if made is None else _leaf(made, requires_grad)
 
 
 def _leaf(made: torch.Tensor, requires_grad: bool) -> torch.Tensor:
-    with class_functions_off():  # a mode hears of it, and notes it
+    with class_functions_off():  # a mode sees it, and notes it
         return made.requires_grad_() if requires_grad else made
 
 
 def _of_class(cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
     is_given = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
-    made = _heard(args[0] if is_given else None, cls, _ALIAS)
+    made = _intercepted(args[0] if is_given else None, cls, _ALIAS)
     return torch._C.TensorBase.__new__(cls, *args, **kwargs) if made is None else made
 
 

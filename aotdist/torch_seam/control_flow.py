@@ -1,4 +1,4 @@
-"""Functions of PyTorch that test whether they are traced: control flow, checkpoints, fast paths."""
+"""Functions of PyTorch that behave differently when traced: control flow, checkpoints, fast paths."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -35,10 +35,10 @@ _CONTROL_FLOW = frozenset(
 def calling_to_be_traced() -> AbstractContextManager[None]:
     """In this context and thread, functions of PyTorch that cannot be traced as they are can be.
 
-    `torch.cond` and its like call their operators with the functions that they are given; otherwise they have
-    Dynamo trace these first. They test whether Dynamo is at work already, and find that it is. Selective
-    checkpoints save what their policy says and recompute the rest, as often as the trace runs the backward;
-    under a compiler they would save all and tag it.
+    `torch.cond` and the like have Dynamo trace the functions that they take, unless Dynamo is tracing
+    already; here they find that it is, and call their operators with the functions themselves. Selective
+    checkpoints save what their policy says and recompute the rest, each time the trace runs the backward; for
+    a compiler they would save all and tag it.
     """
     return _TRACES.applied(True)
 
@@ -52,7 +52,7 @@ def recomputing_reentrant_checkpoints() -> AbstractContextManager[None]:
 
 
 def hands_out_more(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether `tensors` follow from more than the results of a reentrant checkpoint that recomputes.
+    """Whether `tensors` follow from more than the results of a reentrant checkpoint.
 
     In eager, nothing else that it hands out has a history.
     """
@@ -60,7 +60,7 @@ def hands_out_more(tensors: Sequence[torch.Tensor]) -> bool:
     return bool(regions) and is_read_otherwise(tensors, regions)
 
 
-def calling_checkpoints_by_way_of(call: Callable[..., Any]) -> AbstractContextManager[None]:
+def intercept_checkpoints(call: Callable[..., Any]) -> AbstractContextManager[None]:
     """In this context and thread, `checkpoint(*args, **kwargs)` runs as `call(run, *args, **kwargs)`.
 
     Users hold the function by other names. It asks the one beneath it for what Dynamo made of that.
@@ -125,7 +125,7 @@ _enters = _Recomputing.__enter__
 
 
 def _takes_of_a_copy(recomputing: Any) -> Any:
-    """What was saved for a selective checkpoint is gone once it is read: each time, let it be a copy."""
+    """Reading what a selective checkpoint saved consumes it: give each backward a copy."""
     if _TRACES.value:
         saved = vars(recomputing).setdefault("_all_saved", recomputing.storage)
         recomputing.storage = {key: copy.copy(found) for key, found in saved.items()}
@@ -133,7 +133,7 @@ def _takes_of_a_copy(recomputing: Any) -> Any:
 
 
 class _Recomputed:
-    """What stands for `CheckpointFunction` in `torch.utils.checkpoint`."""
+    """Replaces `CheckpointFunction` in `torch.utils.checkpoint`."""
 
     @staticmethod
     def apply(fn: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:

@@ -44,7 +44,7 @@ def quiet_fakes() -> AbstractContextManager[None]:
 
 
 def fake_of_its_own(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A fake of `tensor`, on a storage that no other fake has: what tensors share is for traces to say.
+    """A fake of `tensor` with a storage of its own: which tensors share memory is decided by the trace.
 
     A dense tensor takes 10 us, any other 300.
     """
@@ -81,7 +81,7 @@ def new_fake(
     num_bytes: int | None = None,
     memory: torch.UntypedStorage | None = None,
 ) -> FakeTensor:
-    """A dense fake, which no mode hears of: 10 us, where `torch.empty_strided` in a fake mode takes 90.
+    """A dense fake, made below all modes: 10 us, where `torch.empty_strided` in a fake mode takes 90.
 
     Beneath autograd, which a build of PyTorch may lack for the device.
 
@@ -154,8 +154,8 @@ def number_of(size: Number) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Likeness:
-    """What a dense fake of certain sizes is like, in all that operators ask.
+class FakeMetadata:
+    """The metadata of a dense fake: all that decides what operators make of it.
 
     Args:
         size: sizes, in elements.
@@ -164,8 +164,8 @@ class Likeness:
         memory: size of the storage, in bytes.
         dtype: of its elements.
         device: that it claims to be on.
-        keys: its dispatch keys, in bits; they tell conjugates and tensors made in inference mode.
-        symbols: those of its sizes that are symbolic.
+        keys: its dispatch keys, as bits; they include those of conjugates and of inference mode.
+        symbols: those of its numbers that are symbolic.
     """
 
     size: tuple[Number, ...]
@@ -178,8 +178,8 @@ class Likeness:
     symbols: tuple[torch.SymInt, ...] = field(compare=False)
 
     @classmethod
-    def of(cls, fake: FakeTensor) -> Likeness | None:
-        """What a fake is like; None if there is more to it, or if its size depends on data."""
+    def of(cls, fake: FakeTensor) -> FakeMetadata | None:
+        """The metadata of a fake; None if they do not describe it, or if its size depends on data."""
         if fake.constant is not None or fake.layout is not torch.strided or fake.requires_grad:
             return None
         size, stride = tuple(map(comparable, fake.size())), tuple(map(comparable, fake.stride()))
@@ -192,7 +192,7 @@ class Likeness:
         return cls(size, stride, offset, memory, fake.dtype, fake.fake_device, keys, symbols)
 
     def made(self, mode: FakeTensorMode, owner: torch.Tensor | None) -> FakeTensor:
-        """A fake that is like that, in new memory or in that of `owner`."""
+        """A fake with these metadata, in new memory or in that of `owner`."""
         numbers: Any = self.size, self.stride, self.offset, self.memory
         if self.symbols:
             size, stride, *others = numbers
@@ -205,14 +205,14 @@ class Likeness:
 
 
 def may_be_made_anew(mode: FakeTensorMode) -> bool:
-    """Whether a mode's fakes are no more than their sizes and the like: no real tensors go along."""
+    """Whether a mode's fakes are described by their metadata: it computes no real tensors along with them."""
     return mode.cache_enabled and not (mode.cache_crosscheck_enabled or mode.propagate_real_tensors)
 
 
 def functional(fake: torch.Tensor, mode: FunctionalTensorMode) -> FunctionalTensor:
     """A functional tensor around `fake`, of no history: writes to it are recorded, and never reach `fake`.
 
-    `FunctionalTensor.to_functional` takes 300 us, this 20: no mode has to hear of it.
+    `FunctionalTensor.to_functional` takes 300 us, this 20: it is made below all modes.
     """
     with torch._C._DisableTorchDispatch():
         return FunctionalTensor(torch._to_functional_tensor(fake), mode)
@@ -328,7 +328,7 @@ def is_functional_base(tensor: FunctionalTensor) -> bool:
 
 
 def uncached_fake(tensor: torch.Tensor) -> AbstractContextManager[None]:
-    """The mode of a fake tensor computes every result anew, instead of recalling its sizes and strides."""
+    """In this context, the mode of a fake tensor does not use its cache of results."""
     is_cached = isinstance(tensor, FakeTensor)
     return replaced(tensor.fake_mode, "cache_enabled", False) if is_cached else nullcontext()
 
@@ -359,7 +359,7 @@ def mode_of_fake(tensor: torch.Tensor) -> FakeTensorMode | None:
 
 
 def let_be_of(tensor: FunctionalTensor, cls: type[torch.Tensor]) -> None:
-    """Let a functional tensor be an instance of a user's class as well, with its methods and properties."""
+    """Make a functional tensor an instance of a user's class as well, with its methods and properties."""
     tensor.__class__ = type(cls.__name__, (FunctionalTensor, cls), {})
 
 

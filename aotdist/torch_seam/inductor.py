@@ -292,14 +292,16 @@ def merges_gathers() -> bool:
 
     Source: `merge_all_gather_bucket` in `torch/_inductor/fx_passes/bucketing.py`.
     """
-    return _merges_gathers(inductor_options())
+    options = inductor_options()
+    schedules = options.get("aten_distributed_optimizations.enable_overlap_scheduling", False)
+    return schedules or options.get("bucket_all_gathers_fx", "none") != "none"
 
 
 def moves_collectives() -> bool:
     """Whether the user has Inductor order, merge or split collectives, for which it must see them."""
     options = inductor_options()
     moves = any(options.get(name) for name in _MOVES_COLLECTIVES)
-    return moves or _merges_gathers(options) or any(_merges(options, name) for name in _MERGES_OTHERS)
+    return moves or merges_gathers() or any(options.get(name, "none") != "none" for name in _MERGES_OTHERS)
 
 
 def rewrites_whole_graphs() -> bool:
@@ -311,15 +313,6 @@ def rewrites_whole_graphs() -> bool:
 _LOOK_AT_ALL = ("joint_custom_pre_pass", "joint_custom_post_pass", "auto_chunker.enable")
 _MOVES_COLLECTIVES = ("reorder_for_compute_comm_overlap", "_micro_pipeline_tp", "_fuse_ddp_communication")
 _MERGES_OTHERS = ("bucket_reduce_scatters_fx", "bucket_all_reduces_fx")
-
-
-def _merges_gathers(options: Mapping[str, Any]) -> bool:
-    schedules = options.get("aten_distributed_optimizations.enable_overlap_scheduling", False)
-    return schedules or _merges(options, "bucket_all_gathers_fx")
-
-
-def _merges(options: Mapping[str, Any], name: str) -> bool:
-    return options.get(name, "none") != "none"
 
 
 def inductor_extensions() -> Iterator[tuple[Any, Any]]:
@@ -352,7 +345,7 @@ def cpp_kernels_batched(make_batch: Callable[[], CppKernelBatch]) -> AbstractCon
     """Modules that Inductor generates or loads in this thread meanwhile leave their C++ kernels to batches.
 
     Generated modules ask `torch._inductor.async_compile.AsyncCompile` for each kernel and then wait
-    for all. They look the class up when they run, so a subclass under that name hears both; other
+    for all. They look the class up when they run, so a subclass under that name gets both calls; other
     threads that meet it meanwhile have no batch and get the original's behaviour.
     """
     return _KERNELS.applied(make_batch)

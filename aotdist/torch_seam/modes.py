@@ -34,7 +34,7 @@ no_modes: Callable[[], AbstractContextManager[Any]] = _disable_current_modes
 
 @contextmanager
 def unrecorded_numbers() -> Generator[None]:
-    """No tracer hears of what is computed with symbolic numbers: a product takes 30 us instead of 200."""
+    """What is computed with symbolic numbers is not traced: a product takes 30 us instead of 200."""
     key = torch._C._TorchDispatchModeKey.PROXY
     tracing = torch._C._unset_dispatch_mode(key)
     try:

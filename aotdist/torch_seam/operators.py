@@ -254,8 +254,8 @@ _OF_SIZES = ("aten::_assert_scalar", "aten::sym_constrain_range", "aten::sym_con
 def is_of_tensors(operator: OpOverload) -> bool:
     """Whether an operator computes with tensors, and does nothing else.
 
-    PyTorch also has some that map files, which are told by the names of their arguments, some that switch
-    something in the process, and those of TorchScript, which have no kernel (`aten::save`).
+    PyTorch also has some that map files, which are recognised by the names of their arguments, some that
+    switch something in the process, and those of TorchScript, which have no kernel (`aten::save`).
     """
     schema = operator._schema
     if operator.namespace in _OUTSIDE or not torch._C._dispatch_has_kernel(operator.name()):

@@ -61,19 +61,19 @@ def optimizer_hooks(optimizer: torch.optim.Optimizer) -> bool:
     return bool(
         optimizer._optimizer_step_pre_hooks
         or optimizer._optimizer_step_post_hooks
-        or any(not isinstance(hook, _Told) for hook in of_all)
+        or any(not isinstance(hook, _ThreadHook) for hook in of_all)
     )
 
 
-class _Told:
-    """A hook that listens to the optimizers of the thread that makes it."""
+class _ThreadHook:
+    """A hook that is called for optimizers that step in the thread that made it."""
 
-    def __init__(self, tell: Callable[[torch.optim.Optimizer], None]) -> None:
-        self._tell, self._thread = tell, threading.get_ident()
+    def __init__(self, call: Callable[[torch.optim.Optimizer], None]) -> None:
+        self._call, self._thread = call, threading.get_ident()
 
     def __call__(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if threading.get_ident() == self._thread:
-            self._tell(optimizer)
+            self._call(optimizer)
 
 
 def note_step(optimizer: torch.optim.Optimizer) -> None:
@@ -85,15 +85,15 @@ def note_step(optimizer: torch.optim.Optimizer) -> None:
 def intercept_steps(
     before: Callable[[torch.optim.Optimizer], None], after: Callable[[torch.optim.Optimizer], None]
 ) -> Generator[None]:
-    """In this context, and in this thread, optimizers tell before and after they step.
+    """In this context and thread, `before` and `after` are called around each optimizer's step.
 
     Args:
         before: called with the optimizer.
         after: likewise, if its step did not fail.
     """
     with (
-        register_optimizer_step_pre_hook(_Told(before)),
-        register_optimizer_step_post_hook(_Told(after)),
+        register_optimizer_step_pre_hook(_ThreadHook(before)),
+        register_optimizer_step_post_hook(_ThreadHook(after)),
     ):
         yield
 

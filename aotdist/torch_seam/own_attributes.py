@@ -1,9 +1,9 @@
 """Attributes, parameters and buffers of modules that one thread has for itself.
 
-Python looks attributes up in one dictionary for all threads. So while a thread has some of its own, the
-methods of `nn.Module` that get and set attributes ask which thread calls. They hand out the thread's own
-`__dict__`, in which `nn.Module` finds the parameters and buffers; other threads get the one that there always
-was. Containers, and objects that are no modules, are still everybody's.
+A module has one `__dict__` for all threads. While a thread has attributes of its own, the methods of
+`nn.Module` that get and set attributes check which thread calls, and give it a `__dict__` of its own, with
+its own parameters and buffers; other threads get the module's. Containers, and objects that are no modules,
+are shared.
 """
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
@@ -36,12 +36,12 @@ class _Own:
         self.own: dict[int, dict[str, Any]] = {}
         self.shared: dict[int, dict[str, Any]] = {}
         self.reads: dict[tuple[int, str], nn.Module] | None = None
-        """The modules whose attributes are read, by identity and name; None if nobody asks."""
+        """The modules whose attributes are read, by identity and name; None if these are not noted."""
         self._before: list[tuple[nn.Module, dict[str, Any], dict[str, Any]]] = []
         """Each module, the thread's own `__dict__` of it, and what was in that in the beginning."""
 
     def take(self, modules: Iterable[nn.Module]) -> None:
-        """Have those of some modules, too."""
+        """Give the thread attributes of its own for more modules."""
         for module in modules:
             if id(module) in self.attributes:
                 continue
@@ -92,7 +92,7 @@ def noting_reads() -> Generator[dict[tuple[int, str], nn.Module]]:
     It is for a context in which the thread has attributes for itself, and knows of modules that are its own.
     """
     held, reads = _OWN.value, dict[tuple[int, str], nn.Module]()
-    assert held is not None, "modules are asked by way of `_get` where a thread has its own"
+    assert held is not None, "`_get` is called only where a thread has attributes of its own"
     outer, held.reads = held.reads, reads
     try:
         yield reads
@@ -103,7 +103,7 @@ def noting_reads() -> Generator[dict[tuple[int, str], nn.Module]]:
 
 
 def noting_no_reads() -> AbstractContextManager[None]:
-    """What this thread reads inside is not for `noting_reads`: it is not the program that reads."""
+    """What this thread reads in this context is not noted by `noting_reads`: the program does not read it."""
     held = _OWN.value
     return nullcontext() if held is None else replaced(held, "reads", None)
 
@@ -218,10 +218,10 @@ def within(
     return replaced_here(nn.Module, "_call_impl", call)
 
 
-def calling_forwards_by_way_of(
+def intercept_forwards(
     call: Callable[[nn.Module, Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any],
 ) -> AbstractContextManager[None]:
-    """In this context and thread, modules that have others inside run by way of `call(module, forward, ...)`.
+    """In this context and thread, modules with submodules run as `call(module, forward, args, kwargs)`.
 
     Their hooks run around that. The method is replaced by an attribute, which `call` does not see.
     """

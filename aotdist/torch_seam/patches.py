@@ -1,4 +1,4 @@
-"""Functions of PyTorch replaced for the time of a context, and hooks where PyTorch has none."""
+"""Functions of PyTorch replaced for the time of a context, hooks where PyTorch has none, and shared locks."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -14,9 +14,29 @@ from torch import overrides
 from torch.overrides import TorchFunctionMode
 
 from aotdist.torch_seam.autograd import in_thread_of_engine
-from aotdist.torch_seam.locks import process_lock
 
 T = TypeVar("T")
+
+LOCKS: list[threading.RLock] = []
+"""All that `process_lock` has made."""
+
+
+def process_lock() -> threading.RLock:
+    """A lock that all threads share, and that is never gone."""
+    LOCKS.append(threading.RLock())
+    return LOCKS[-1]
+
+
+def is_owned(lock: Any) -> bool:
+    """Whether this thread holds a lock; for `threading.RLock` alone."""
+    return lock._is_owned()
+
+
+def free_in_child(locks: Iterable[Any]) -> None:
+    """In a forked process, free the locks of threads that do not exist in it."""
+    for lock in locks:
+        if not is_owned(lock):
+            lock._at_fork_reinit()
 
 
 @contextmanager
@@ -67,8 +87,8 @@ def _values() -> dict[str, Any]:
 class Patch(Generic[T]):
     """Replaces attributes of PyTorch's, or of Python's, while any thread asks for it.
 
-    It is the only way in which this package replaces any, and `PATCHES` has all there are. All threads then
-    meet the replacement, which looks at its thread's `value`: in one that did not ask, that is None, and the
+    This package replaces attributes in no other way, and `PATCHES` has all patches. All threads then call the
+    replacement, which looks at its thread's `value`: in a thread that did not ask, that is None, and the
     replacement has to do what the original does.
 
     Args:
@@ -156,7 +176,7 @@ def _held_by(owner: Any, name: str) -> Any:
 
 
 def settle_in_child() -> None:
-    """Put back, in a process that was forked, what the threads replaced that it does not have."""
+    """In a forked process, put back what threads replaced that do not exist in it."""
     for patch in PATCHES.values():
         patch.settle_in_child()
 
@@ -173,7 +193,7 @@ def replaced_here(owner: Any, name: str, instead: Callable[..., Any]) -> Abstrac
 
 
 def replaced_besides(owner: Any, name: str, instead: Callable[..., Any]) -> AbstractContextManager[None]:
-    """As `replaced_here`, where another may be in force, which is then the function that was there."""
+    """As `replaced_here`; a replacement that is there already is then the function that was there."""
     patch = _patch_of(owner, name)
     if (outer := patch.value) is None:
         return patch.applied(instead)
@@ -232,23 +252,13 @@ def intercept_saved_tensor_hooks(mode: TorchFunctionMode) -> AbstractContextMana
 
     Autograd calls them in the middle of another torch function, where torch-function modes are off.
     """
-    return _SAVED_TENSOR_HOOKS.applied(mode)
 
+    def make(
+        original: Any, self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]
+    ) -> None:
+        original(self, _within(mode, pack_hook), _within(mode, unpack_hook))
 
-_make_saved_tensor_hooks = torch.autograd.graph.saved_tensors_hooks.__init__
-
-
-@functools.wraps(_make_saved_tensor_hooks)
-def _make_heard_hooks(self: Any, pack_hook: Callable[..., Any], unpack_hook: Callable[..., Any]) -> None:
-    mode = _SAVED_TENSOR_HOOKS.value
-    hooks = pack_hook, unpack_hook
-    _make_saved_tensor_hooks(self, *(hooks if mode is None else (_within(mode, hook) for hook in hooks)))
-
-
-_SAVED_TENSOR_HOOKS = Patch[TorchFunctionMode](
-    "saved_tensor_hookers",
-    lambda: [(torch.autograd.graph.saved_tensors_hooks, "__init__", _make_heard_hooks)],
-)
+    return replaced_here(torch.autograd.graph.saved_tensors_hooks, "__init__", make)
 
 
 def _within(mode: TorchFunctionMode, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:

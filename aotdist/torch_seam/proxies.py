@@ -48,7 +48,7 @@ def track(fake: torch.Tensor, node: torch.fx.Node, tracer: PythonKeyTracer) -> N
 def track_number(number: Any, node: torch.fx.Node, tracer: PythonKeyTracer) -> None:
     """From now on, a symbolic `number` stands for `node` in what PyTorch's own proxy mode records.
 
-    Unless it is told, that mode adds a node that reads the size off the first tensor with it.
+    Otherwise that mode adds a node that reads the size off the first tensor with it.
     """
     from torch.fx.experimental.proxy_tensor import thunkify
 
@@ -100,7 +100,7 @@ _PROXY_MODE_OPTIONS = inspect.signature(ProxyTorchDispatchMode).parameters
 
 
 def decomposition_option(table: Mapping[OpOverload, Callable[..., Any]]) -> dict[str, Any]:
-    """How a proxy mode is told its decompositions: an argument from torch 2.12 on, a global before."""
+    """How a proxy mode gets its decompositions: an argument from torch 2.12 on, a global before."""
     return {"decomposition_table": dict(table)} if "decomposition_table" in _PROXY_MODE_OPTIONS else {}
 
 

@@ -17,7 +17,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 # A weak reference to a storage: whether anybody holds the memory, without holding it.
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 
-from aotdist.torch_seam.patches import Patch
+from aotdist.torch_seam.patches import replaced_here
 
 
 def storage_id(tensor: torch.Tensor) -> int:
@@ -62,18 +62,18 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def is_unheard(value: object) -> bool:
+def is_zero_tensor(value: object) -> bool:
     """Whether a value is a view of an efficient zero tensor, which formulas of autograd make (`sgn`).
 
-    PyTorch makes views of these by kernels above all modes, so that no trace hears of them.
+    PyTorch makes views of these by kernels above all modes, so no trace sees them.
     """
     return type(value) is torch.Tensor and value._is_zerotensor()
 
 
 def seen_by_modes(values: Sequence[Any] | None) -> Any:
-    """`values`, where those that are unheard are replaced by zeros that modes hear of."""
+    """`values`, with zero tensors that modes see in the place of such ones."""
     return values and tuple(
-        torch._efficientzerotensor(v.size(), dtype=v.dtype, device=v.device) if is_unheard(v) else v
+        torch._efficientzerotensor(v.size(), dtype=v.dtype, device=v.device) if is_zero_tensor(v) else v
         for v in values
     )
 
@@ -102,24 +102,15 @@ def cutlass_word_places(words: torch.Tensor) -> torch.Tensor:
     return _calculate_meta_reordering_scatter_offsets(rows, columns, words.dtype, words.device)
 
 
-_swap_bodies = torch._C._swap_tensor_impl
-
-
 def intercept_swaps(hear: Callable[[torch.Tensor, torch.Tensor], None]) -> AbstractContextManager[None]:
     """Where `torch.utils.swap_tensors` would exchange what two tensors are, in this thread, `hear` is called.
 
     By then its checks are done, and what the two have of their own as Python objects is exchanged already.
     """
-    return _SWAPS.applied(hear)
+    return replaced_here(torch._C, "_swap_tensor_impl", lambda _, first, second: hear(first, second))
 
 
-def _tell_of_swap(first: torch.Tensor, second: torch.Tensor) -> None:
-    (_SWAPS.value or _swap_bodies)(first, second)
-
-
-_SWAPS = Patch[Callable[[torch.Tensor, torch.Tensor], None]](
-    "swap_hearers", lambda: [(torch._C, "_swap_tensor_impl", _tell_of_swap)]
-)
+_swap_bodies = torch._C._swap_tensor_impl
 
 
 def swap_attributes(first: torch.Tensor, second: torch.Tensor) -> None:

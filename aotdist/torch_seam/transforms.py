@@ -1,4 +1,4 @@
-"""`torch.func` transforms: where they, autograd functions and scripted functions take tensors."""
+"""`torch.func` transforms, autograd functions and scripted functions: which tensors they take."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -42,7 +42,7 @@ beneath_transforms: Callable[[], AbstractContextManager[Any]] = temporarily_clea
 def swapped_unseen(swap: Swap) -> AbstractContextManager[None]:
     """Transforms, autograd and scripted functions of this thread take `swap(tensor)` for each tensor.
 
-    They take tensors in C++, of which no torch-function mode hears.
+    They take tensors in C++, which no torch-function mode sees.
     """
     return _SWAPPED.applied(swap)
 

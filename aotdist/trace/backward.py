@@ -1,17 +1,16 @@
 """The backward of a traced program: autograd runs from its results, of all of them or of some.
 
-A backward is linear: that of some results follows from that of all (`partition/other_backwards.py`).
-There are exceptions: a user's function with several results may tell None from zeros; where wrappers meet
-other tensors, a sum may be of another kind than a summand; and user code may write or keep tensors. With one
-of these, the backward is traced for every choice of results.
+A backward is linear, so the backward of some results is a part of that of all
+(`partition/other_backwards.py`). There are exceptions: a user's function with several results may treat None
+and zeros differently; where wrappers are added to plain tensors, a sum is of another class than a summand;
+and user code may write or keep tensors. With one of these, the backward is traced for every choice of
+results.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -35,17 +34,20 @@ from aotdist.torch_seam.autograd import (
     custom_functions,
     leaves_behind,
     mixes_gradients,
-    run_accumulating_backward,
     run_backward,
 )
 from aotdist.torch_seam.control_flow import hands_out_more
 from aotdist.torch_seam.tensors import seen_by_modes
 from aotdist.trace.capture_mode import CaptureMode, ReplayMode
 from aotdist.trace.classes import users_code
-from aotdist.trace.failures import naming_failures_of_backward, reshaped_unseen, retyped_unseen
+from aotdist.trace.failures import (
+    naming_failures_of_backward,
+    reshaped_unseen,
+    retyped_unseen,
+    unsupported,
+)
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.stand_ins import StandIn
-from aotdist.trace.tracer import NotRecomputable
 
 End = tuple[NodeOutIdx, torch.Tensor]
 """A differentiable result of the program."""
@@ -57,16 +59,16 @@ Wanted = tuple[PrimalIdx, torch.Tensor]
 """An input, and the leaf at which its gradients arrive."""
 
 _MOST_CHOICES = 4
-"""With at most so many results, the backward may be traced for every choice of some of them."""
+"""The backward is traced for choices of results only of programs with at most this many."""
 
 
 def is_linear(ends: Sequence[End]) -> bool:
-    """Whether no autograd function on the way tells None from zeros."""
+    """Whether no autograd function in the history treats None and zeros differently."""
     return not mixes_gradients([tensor for _, tensor in ends])
 
 
 def _mixes_kinds(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether wrappers meet other kinds of tensors: the kind of a gradient may then depend on the results."""
+    """Whether wrappers are combined with other kinds: which kind a gradient is may depend on the results."""
     recipes = [recipe_of(tensor) for tensor in tensors]
     return mixes_with_plain(recipes) and len(set(map(_kind, recipes))) > 1
 
@@ -83,7 +85,7 @@ class Computed:
 
     Args:
         grads: the gradients of inputs.
-        kept: the tensors that user code in it keeps.
+        kept: tensors that user code (hooks, autograd functions) stored somewhere.
     """
 
     grads: Mapping[PrimalIdx, torch.Tensor]
@@ -106,7 +108,7 @@ class Backward:
         node_outs: what the program returns.
         ends: the differentiable ones among `node_outs`, with their tensors.
         wanted: the inputs that may get gradients, each with its leaf.
-        mode: the mode that the program ran in, for tensors that it closes over; every run is inside of it.
+        mode: the mode that the program ran in, which finds stand-ins of closed-over tensors.
         in_python: watches what each run changes in Python.
     """
 
@@ -121,7 +123,7 @@ class Backward:
     ) -> None:
         recorder.tracer.phase = "backward"
         self.recorder, self.node_outs = recorder, node_outs
-        self._ends, self._wanted = ends, wanted
+        self._ends, self.wanted = ends, wanted
         self.mode, self.in_python = mode, in_python
         self._autocast = recorder.options.backward_autocast
         if ends and not wanted:
@@ -135,15 +137,22 @@ class Backward:
         tensors = [tensor for _, tensor in ends]
         functions = custom_functions(tensors)
         if functions and any(map(recorder.is_given, leaves_behind(tensors))):
-            raise _closed_over_unheard(functions)
-        self._accumulates = REENTRANT_CHECKPOINT in functions
-        if hands_out_more(tensors):
-            raise NotRecomputable("it hands out more than its results, which has no history in eager")
+            raise unsupported(  # from torch 2.14 on, where a bound `apply` takes tensors in C++, unheard
+                f"a name bound to the `apply` of an autograd function (of {', '.join(functions)}) is called "
+                "with a tensor that the program closes over, which would get no gradient",
+                "call `TheFunction.apply(...)` itself, or pass the tensor to the compiled function",
+            )
+        if REENTRANT_CHECKPOINT in functions or hands_out_more(tensors):
+            raise unsupported(
+                "a result follows from more than the tensors that a reentrant checkpoint returns (from a "
+                "loss in a list), of which eager has no gradient; or `CheckpointFunction` is called itself",
+                "use `checkpoint(..., use_reentrant=False)`, or detach what the program only looks at",
+            )
 
     def choices(self) -> list[Chosen]:
         """The choices of results for which the backward has to be traced separately."""
         tensors = [tensor for _, tensor in self._ends]
-        tensors += [leaf for _, leaf in self._wanted]
+        tensors += [leaf for _, leaf in self.wanted]
         return [] if is_linear(self._ends) and not _mixes_kinds(tensors) else self.some()
 
     def some(self) -> list[Chosen]:
@@ -156,14 +165,6 @@ class Backward:
     def end(self, idx: NodeOutIdx) -> torch.Tensor:
         """The traced tensor of a result."""
         return next(tensor for each, tensor in self._ends if each == idx)
-
-    def is_differentiable(self) -> bool:
-        """Whether the gradients may have a history; those of a reentrant checkpoint have none."""
-        return not self._accumulates
-
-    def wanted(self) -> Sequence[Wanted]:
-        """Where gradients of the inputs arrive."""
-        return self._wanted
 
     def run(
         self,
@@ -178,28 +179,28 @@ class Backward:
 
         Args:
             choice: the results to start from; all, if not given.
-            tangents: the gradients to start with, if not those that are assumed.
-            wanted: where gradients are to arrive, if not at inputs; what arrives is not returned.
-            retain_graph: whether there will be another run.
+            tangents: the gradients to start with, if not those of the metadata that the trace assumes.
+            wanted: the tensors to compute gradients of, if not the inputs; these are not returned.
+            retain_graph: whether the backward will run again.
             with_history: whether the gradients are to be differentiated in turn.
         """
         ends = [(idx, tensor) for idx, tensor in self._ends if choice is None or idx in choice]
         given = self._tangents if tangents is None else tangents
         if not ends:
             return Computed({}, ())
-        arriving = self._wanted if wanted is None else ()
+        arriving = self.wanted if wanted is None else ()
         arrive_at = [leaf for _, leaf in arriving] if wanted is None else wanted
-        run = run_accumulating_backward
-        if not self._accumulates:
-            run = functools.partial(run_backward, create_graph=with_history)
-        with ExitStack() as stack:
-            naming = naming_failures_of_backward(of_assumed=tangents is None)
-            for context in (self._autocast(), self.mode, naming):
-                stack.enter_context(context)
+        with (
+            self._autocast(),
+            self.mode,
+            naming_failures_of_backward(of_assumed=tangents is None),
+            users_code(self.mode.swap),
+            self.in_python.running(choice, self.recorder.shape_env, self.recorder.sources_of_numbers),
+        ):
             tensors, first = zip(*((tensor, given[idx]) for idx, tensor in ends), strict=True)
-            stack.enter_context(users_code(self.mode.swap))
-            stack.enter_context(self.in_python.running(choice, self.recorder.shape_env, self.recorder.told))
-            found = seen_by_modes(run(tensors, arrive_at, first, retain_graph=retain_graph))
+            found = seen_by_modes(
+                run_backward(tensors, arrive_at, first, retain_graph=retain_graph, create_graph=with_history)
+            )
         grads: dict[PrimalIdx, torch.Tensor] = {}
         for (idx, _), grad in zip(arriving, found, strict=False):
             if grad is not None:
@@ -208,21 +209,10 @@ class Backward:
 
 
 def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
-    """An error for a result that requires grad although no input that does leads to it."""
-    return UnsupportedProgram(
+    """An error for a result that requires grad although it follows from no input that does."""
+    return unsupported(
         f"`{slot}` requires grad, and no input of the program that does leads to it",
-        stage="joint",
-        fix="call `requires_grad_()` on the result outside, or pass the tensor that is to get the gradient",
-    )
-
-
-def _closed_over_unheard(functions: Sequence[str]) -> UnsupportedProgram:
-    """An error for a tensor that an autograd function took in C++ where nothing hears: from torch 2.14 on."""
-    return UnsupportedProgram(
-        f"a name bound to the `apply` of an autograd function (of {', '.join(functions)}) is called with a "
-        "tensor that the program closes over, which would get no gradient",
-        stage="joint",
-        fix="call `TheFunction.apply(...)` itself, or pass the tensor to the compiled function",
+        "call `requires_grad_()` on the result outside, or pass the tensor that is to get the gradient",
     )
 
 
@@ -247,12 +237,12 @@ def refuse_unfit(
     grads: Mapping[PrimalIdx, torch.Tensor],
     reshaped: Callable[[PrimalIdx], bool],
 ) -> None:
-    """Raise where an input that was reshaped unseen has a gradient that its node would not take.
+    """Raise if the gradient of an input that was reshaped in place does not fit what autograd knows of it.
 
     Args:
         row: the inputs.
         grads: their gradients.
-        reshaped: whether an input shows its elements in another way now.
+        reshaped: whether an input was reshaped in place.
     """
     for idx, grad in grads.items():
         if not reshaped(idx):  # whose size may be symbolic, and is not to be compared
@@ -302,11 +292,10 @@ def kept_results(recorder: Recorder, kept: Sequence[torch.Tensor]) -> list[Resul
     values = [recorder.value(plain) for tensor in kept for plain in plain_tensors(tensor)]
     for value in values:
         if value.meta.get("phase") != "backward":
-            raise UnsupportedProgram(
+            raise unsupported(
                 "a hook, or an autograd function, keeps a tensor in the backward that the backward does not "
                 f"compute: `{value.name}`",
-                stage="joint",
-                fix="keep it in the forward, or return it",
+                "keep it in the forward, or return it",
             )
     return list(zip(kept_slots([recipe_of(tensor) for tensor in kept]), values, strict=True))
 

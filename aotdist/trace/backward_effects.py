@@ -1,4 +1,4 @@
-"""What the backward of a program did, read off its trace; that of some results, where it is traced alone."""
+"""What the backward of a program did, read off its trace, and the backwards of some results only."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from aotdist.aliasing.metadata import Change
 from aotdist.capture.in_backward import InBackward
 from aotdist.capture.source import Source
-from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
     BackwardFacts,
     Choice,
@@ -27,11 +26,7 @@ from aotdist.facts import (
 )
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import is_wrapper, leaves, plain_tensors, recipe_of, same_layout
-from aotdist.torch_seam.autograd import (
-    saves_tensors,
-    sequence_nr,
-    tensors_by_node,
-)
+from aotdist.torch_seam.autograd import nodes_behind, saves_tensors, sequence_nr
 from aotdist.torch_seam.functional import functional_storage_id, memory_of
 from aotdist.torch_seam.modes import TorchDispatchMode
 from aotdist.torch_seam.operators import OpOverload
@@ -49,7 +44,7 @@ from aotdist.trace.backward import (
 )
 from aotdist.trace.context import TraceContext
 from aotdist.trace.data_writes import backward_writes, counts_of_results
-from aotdist.trace.failures import result_written, written_without_others
+from aotdist.trace.failures import refusal, unsupported
 from aotdist.trace.forward_effects import ForwardEffects
 from aotdist.trace.forward_snapshot import ForwardEnd, is_read_again
 from aotdist.trace.metadata import refuse
@@ -79,10 +74,10 @@ class BackwardEffects:
 
 
 class BackwardTrace:
-    """Traces the backward of a program, and what has to be traced besides; once.
+    """Traces the backward of a program, and the backwards of some results that do not follow from it.
 
     Args:
-        context: the parties of the trace.
+        context: the context of the trace.
         forward: what the forward did.
     """
 
@@ -103,7 +98,7 @@ class BackwardTrace:
         self._nonlinear = self._backward.choices() if context.options.cuts else []
 
     def effects(self) -> BackwardEffects:
-        """Run it, and read off what it did."""
+        """Run the backward, and read off what it did."""
         context, recorder, forward, backward = self._context, self._recorder, self._forward, self._backward
         metadata, tensors = forward.metadata, forward.outputs.tensors
         num_changes = len(context.log.changes)
@@ -123,7 +118,11 @@ class BackwardTrace:
             forward.node_outs, counted, counts_of_results(tensors, row), strict=True
         ):
             if before != after:
-                raise result_written(out.slot)
+                raise refusal(
+                    f"the backward (a hook, an autograd function) writes `{out.slot}`, which the program "
+                    "returns",
+                    f"return a clone of `{out.slot}`, or write a clone in the backward",
+                )
         written += kept_results(recorder, whole.kept)
         _refuse_replaced_inputs(recorder, self._inputs, self._in_python.replaced)
         once = is_read_again(self._written_of_nobody(writers), grads + written)
@@ -157,12 +156,12 @@ class BackwardTrace:
             node_outs=forward.node_outs,
             ends=self._ends,
             wanted=[(idx, one.leaf) for idx, one in forward.metadata.taking_grad(self._inputs.row())],
-            mode=forward.lifting,
+            mode=forward.capture_mode,
             in_python=self._in_python,
         )
 
     def _written_of_nobody(self, writers: Writers) -> list[torch.fx.Node]:
-        """What the forward computed, that is in nobody's hands, and that the backward writes over."""
+        """Values of the forward that the backward overwrites, and that are neither inputs nor results."""
         held = [plain for one in self._inputs.row() for plain in one.plains]
         held += [plain for result in self._forward.outputs.tensors for plain in plain_tensors(result)]
         storages = set(map(memory_of, held))
@@ -171,19 +170,19 @@ class BackwardTrace:
     def _to_trace_alone(
         self, whole: Computed, writes: Collection[PrimalIdx], writers: Writers
     ) -> Sequence[Chosen]:
-        """The choices of results whose backward does not follow from the whole one.
+        """The choices of results whose backward is not a part of the whole one.
 
         Args:
-            whole: what that computes.
+            whole: what the whole backward computes.
             writes: the inputs that it writes.
-            writers: where it does.
+            writers: the nodes that write.
         """
         keeps = whole.kept and self._context.options.cuts and self._may_run_later
-        if keeps or (writes and not self._are_met_by_all(writes, writers)):
+        if keeps or (writes and not self._are_written_for_all_results(writes, writers)):
             return self._backward.some()
         return self._nonlinear
 
-    def _are_met_by_all(self, writes: Collection[PrimalIdx], writers: Writers) -> bool:
+    def _are_written_for_all_results(self, writes: Collection[PrimalIdx], writers: Writers) -> bool:
         """Whether the backward writes the same, from whichever of the results it starts."""
         row = self._inputs.row()
         memory = {functional_storage_id(plain) for idx in writes for plain in row[idx].plains}
@@ -196,9 +195,9 @@ class BackwardTrace:
     def _trace_alone(
         self, choices: Sequence[Chosen], writes: Collection[PrimalIdx]
     ) -> tuple[dict[Chosen, Computed], tuple[Choice, ...], list[Result]]:
-        """Run the backward of each choice of results: what each computes, its fact, and graph results.
+        """Run the backward of each choice of results: what each computes, its facts, and graph results.
 
-        Each begins with what the inputs hold when the forward ends, if the whole backward has `writes`.
+        If the whole backward writes inputs, each starts from what the inputs held when the forward ended.
         """
         runs: dict[Chosen, Computed] = {}
         found: list[Choice] = []
@@ -213,7 +212,11 @@ class BackwardTrace:
             some_writes, written = backward_writes(recorder, row, counters, metadata)
             for idx in some_writes:
                 if idx not in writes:
-                    raise written_without_others(row[idx].slot)
+                    raise refusal(
+                        f"the backward (a hook, an autograd function) writes `{row[idx].slot}` only where a "
+                        "gradient is None",
+                        "write it whichever gradients are None",
+                    )
             grads, kept = some.recipes()
             found.append(Choice(chosen, grads, some_writes, kept))
             slots = found[-1].slots(row.map(lambda one: one.slot), row.map(lambda one: one.recipe))
@@ -221,26 +224,28 @@ class BackwardTrace:
         return runs, tuple(found), results
 
     def _find_changes_of_some(self) -> None:
-        """Run the backward of each choice of results, to see what it changes in Python."""
+        """Run the backward of each choice of results only to see what it changes in Python."""
         with self._recorder.on_trial():
             for chosen in self._backward.some():
                 self._backward.run(chosen, retain_graph=True)
 
 
 def _results_behind_nodes(ends: Sequence[End]) -> dict[Any, frozenset[NodeOutIdx]]:
-    """The autograd nodes, each with the results that it is behind."""
-    return {
-        node: frozenset(ends[position][0] for position in positions)
-        for node, positions in tensors_by_node([tensor for _, tensor in ends]).items()
-    }
+    """The autograd nodes, each with the results that follow from it."""
+    found: dict[Any, frozenset[NodeOutIdx]] = {}
+    for idx, tensor in ends:
+        for node in nodes_behind([tensor]):
+            found[node] = found.get(node, frozenset()) | {idx}
+    return found
 
 
 def _refuse_replaced_inputs(
     recorder: Recorder, inputs: Inputs, replaced: Sequence[tuple[Source, torch.Tensor]]
 ) -> None:
-    """Refuse a backward that computes with a tensor and then puts another in its place.
+    """Refuse a backward that computes with a tensor and then assigns another in its place.
 
-    The tensor is read when the forward begins; by then, backwards of other calls may have replaced it.
+    The call reads the tensor when its forward begins; until its backward runs, that of another call may have
+    replaced the tensor.
     """
     for place, tensor in replaced:
         met = inputs.of_example(tensor)
@@ -251,10 +256,9 @@ def _refuse_replaced_inputs(
         names = (Slot("primal", slot.path, inner) for inner, _ in leaves(recipe))
         users = [user for name in names for user in recorder.placeholder(name).users]
         if any(user.meta.get("phase") == "backward" for user in users):
-            raise UnsupportedProgram(
+            raise unsupported(
                 f"the backward (a hook, an autograd function) computes with `{place.path}` and assigns it",
-                stage="joint",
-                fix="add to the tensor in place (`add_`)",
+                "add to the tensor in place (`add_`)",
             )
 
 
@@ -269,7 +273,7 @@ _SUMS = frozenset({torch.ops.aten.add.Tensor, torch.ops.aten.add_.Tensor})
 
 
 class LayoutSums(TorchDispatchMode):
-    """Notes, while autograd runs inside, whether wrappers of different layouts are added up."""
+    """Notes whether autograd adds wrappers of different layouts while the mode is active."""
 
     supports_higher_order_operators = True
 
@@ -314,7 +318,7 @@ def held_tensors(
 
 
 def _viewed_input(outputs: NodeOutputs, fact: OutputFact) -> PrimalIdx | None:
-    """The input that an output is, or is a view of; inputs are written after all gradients are led."""
+    """The input that an output is, or is a view of; None for others."""
     match fact:
         case IsInput(input=source) | ViewOfInput(base=source):
             return source

@@ -1,7 +1,7 @@
-"""A function that the program hands to a higher-order operator, traced, and cut into graphs of its own.
+"""Functions that the program passes to a higher-order operator: traced, and cut into graphs of their own.
 
-A body is a program like any other: the same code traces it, inside of the trace of the enclosing program,
-whose tensors it treats as a program treats real ones. What it closes over becomes an argument.
+A body is traced as any program, inside of the trace of the enclosing program, whose tensors are to it what
+real tensors are to a program. What it closes over becomes an argument.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def trace_body(
 
     def run(*tensors: torch.Tensor) -> list[Any]:
         nonlocal flat, spec
-        with intercept_checks(_sees_to_none):
+        with intercept_checks(_handles_no_check):
             flat, spec = pytree.tree_flatten(fn(*tensors))
         taken = set(map(_memory, tensors))
         outs = [leaf for leaf in flat if isinstance(leaf, torch.Tensor)]
@@ -158,8 +158,8 @@ def trace_body(
     return body
 
 
-def _sees_to_none(*check: Any) -> bool:
-    """Leaves checks of data to PyTorch: a body may not run, so its checks are not the program's."""
+def _handles_no_check(*check: Any) -> bool:
+    """Leave checks of data to PyTorch: a body may not run, so its checks are not the program's."""
     return False
 
 

@@ -1,4 +1,7 @@
-"""Sees what the dispatcher does not: real tensors that the function closes over, and writes to attributes."""
+"""The torch-function mode of a trace: closed-over real tensors, assigned attributes, questions to autograd.
+
+The dispatcher sees none of these.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,7 @@ _UNANSWERED: Mapping[Any, str] = {
     torch.Tensor.is_inference: "is_inference()",
     torch.is_inference: "is_inference()",
 }
-"""Questions that the stand-in of an input cannot answer."""
+"""Properties of an input that its stand-in cannot answer for."""
 _RUN_BACKWARD = frozenset({torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward})
 _RESIZE_STORAGE = torch.ops.inductor.resize_storage_bytes_
 _LOOK_AT_STRIDES = frozenset({torch.Tensor.contiguous, torch.Tensor.is_contiguous, torch.Tensor.stride})
@@ -58,14 +61,14 @@ class CaptureMode(TorchFunctionMode):
     Args:
         recorder: knows which tensors need a stand-in.
         inputs: the stand-ins.
-        stand_in: the stand-in of a tensor; it makes one when the tensor is met for the first time.
-        view_mode: is told of writes of storage and history, and of views that only this mode sees.
-        higher_order: runs operators that are handed functions.
+        stand_in: gives the stand-in of a tensor; makes one for a tensor that has none yet.
+        view_mode: gets writes of storage and history, and views that only this mode sees.
+        higher_order: runs operators that take functions.
 
     Attributes:
         ran_backward: whether the program asked autograd for gradients itself.
         num_hooks: how many hooks of gradients the user's code has registered.
-        retained: inputs that it told to retain their gradients.
+        retained: inputs whose gradients the program retains.
         asked: see `Facts.asked`.
     """
 
@@ -124,7 +127,7 @@ class CaptureMode(TorchFunctionMode):
         if func == _GRAD.__get__:
             self._refuse_optimizer(inspect.currentframe(), swapped_args[0])
         if types and class_functions_are_on():
-            with self:  # what a class calls in turn is heard, too
+            with self:  # functions that the class calls come here, too
                 return ask_classes(func, types, swapped_args, swapped_kwargs)
         if func in _LOOK_AT_STRIDES and _is_asked_by_the_program(inspect.currentframe()):
             self._recorder.asked_for_strides(swapped_args[0])
@@ -144,13 +147,11 @@ class CaptureMode(TorchFunctionMode):
 
     def swap(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the program works on in the place of `tensor`."""
-        if not self._recorder.is_foreign(tensor):
-            return tensor
-        (heard,) = seen_by_modes([tensor])
-        return self._stand_in(tensor) if heard is tensor else heard
+        known = self.known_stand_in(tensor)
+        return self._stand_in(tensor) if known is None else known
 
-    def met(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """What the program works on in the place of `tensor`; None if it has not met it yet."""
+    def known_stand_in(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """As `swap`, but None for a tensor that has no stand-in yet."""
         if not self._recorder.is_foreign(tensor):
             return tensor
         (heard,) = seen_by_modes([tensor])
@@ -176,7 +177,7 @@ class CaptureMode(TorchFunctionMode):
         raise self._hooked(idx, "gradient")
 
     def _hook_accumulation(self, tensor: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-        """A hook of the program's own leaf never runs, as in eager; one of an input has to, and cannot."""
+        """A hook of the program's own leaf never runs, as in eager; one of an input would have to."""
         idx = self._inputs.index_of(tensor)
         if idx is None:
             return tensor.register_post_accumulate_grad_hook(hook)
@@ -236,10 +237,7 @@ class CaptureMode(TorchFunctionMode):
                 fix="read it in the forward, or in a hook that is registered outside",
             )
         if tensor.grad is not None:
-            raise accumulates_inside(
-                f"`{stand_in.slot}` gets its `.grad` inside of the compiled module",
-                fix="compile a function that calls the module, the whole step, and not the module",
-            )
+            raise accumulates_inside(f"`{stand_in.slot}` gets its `.grad` inside of the compiled module")
         grad = stand_in.example.grad
         self.asked[idx, "grad"] = grad is not None
         return None if grad is None else self._stand_in(grad)
@@ -253,18 +251,14 @@ class CaptureMode(TorchFunctionMode):
         if idx is not None and is_library:
             raise accumulates_inside(
                 f"a library's optimizer ({type(asks).__name__}) reads `{self._inputs.row()[idx].slot}.grad` "
-                "inside of the compiled module, and its state would not be found again",
-                fix="compile a function that calls the module, the whole step, and not the module",
+                "inside of the compiled module, and its state would not be found again"
             )
 
     def _refuse_change_of_gradient(self, func: Callable[..., Any], tensor: torch.Tensor) -> None:
         idx = self._inputs.index_of(tensor)
         if idx is not None:
             slot = self._inputs.row()[idx].slot
-            raise accumulates_inside(
-                f"`{slot}.grad` is {_CHANGE_GRAD[func]} inside of the compiled module",
-                fix="compile the function that calls the module and does that: the whole step",
-            )
+            raise accumulates_inside(f"`{slot}.grad` is {_CHANGE_GRAD[func]} inside of the compiled module")
 
 
 def _is_asked_by_the_program(frame: types.FrameType | None) -> bool:
@@ -275,10 +269,10 @@ def _is_asked_by_the_program(frame: types.FrameType | None) -> bool:
 
 
 class ReplayMode(TorchFunctionMode):
-    """Puts stand-ins in the place of tensors that a program closed over, when a later backward meets them.
+    """Puts stand-ins in the place of closed-over tensors that a later backward reads, as a checkpoint's does.
 
-    A backward that recomputes a part of the forward (a checkpoint's) does. The tensors are recognised by the
-    places where they are read: those of the trace are not kept, and others may be there by now.
+    They are recognised by the places where they are read: the tensors of the trace are not kept, and others
+    may be in these places by now.
 
     Args:
         stand_ins: those of the trace.
@@ -290,7 +284,7 @@ class ReplayMode(TorchFunctionMode):
         self._sources: Mapping[PrimalIdx, Source] = {}
 
     def find_at(self, sources: Mapping[PrimalIdx, Source]) -> None:
-        """Where inputs are read that are no arguments."""
+        """Set where closed-over inputs are read."""
         self._sources = sources
 
     def __torch_function__(
@@ -325,7 +319,7 @@ def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
 
 
 def _refuse_resize(variable: torch.Tensor, new_size: int) -> None:
-    """What Dynamo makes of `x.untyped_storage().resize_(n)`; it names its arguments so."""
+    """`x.untyped_storage().resize_(n)` in a graph of Dynamo's, which passes these names."""
     _storage_of(variable)
 
 

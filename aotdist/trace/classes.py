@@ -23,10 +23,10 @@ from aotdist.trace.failures import refusal
 
 @contextmanager
 def users_code(swap: Callable[[torch.Tensor], torch.Tensor]) -> Generator[None]:
-    """For while the user's code runs: a forward, or hooks and autograd functions in a backward.
+    """Around the user's code: a forward, or hooks and autograd functions in a backward.
 
     Args:
-        swap: gives the stand-in of a tensor that has one, or gets one; any other as it is.
+        swap: gives the stand-in of a real tensor; returns any other tensor unchanged.
     """
     with intercept_classes(functools.partial(_converted, swap)), class_functions_on():
         yield

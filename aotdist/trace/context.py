@@ -1,4 +1,4 @@
-"""What one trace is asked, and what it knows while it runs: the parties that its two halves are read off."""
+"""The options of a trace, and the objects that its forward and its backward share."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from aotdist.trace.stand_ins import Inputs
 
 @dataclass(frozen=True, slots=True)
 class TraceOptions:
-    """What a trace is asked.
+    """What to trace, and how.
 
     Args:
         training: record a backward for the differentiable results.
         bases: which of the inputs share memory.
         dims: which dimensions of which tensors have symbolic sizes; those that share memory have none.
         counts: places of numbers that the program reads and changes.
-        cuts: the graph may be cut at waypoints (`aotdist.trace.observed_grads`), and have results and
-            arguments for a backward of some outputs only, and for one that runs twice.
-        may_run_later: the backward may be traced once more later, outside of the contexts around this call.
+        cuts: the graph may be cut at waypoints (`aotdist.trace.observed_grads`), and may have results and
+            arguments for a backward of some outputs only, and for a backward that runs twice.
+        may_run_later: the backward may be traced again later, outside of the contexts around this call.
         in_python: notes what backwards change in Python.
         instantiate: record blocks once (`aotdist.trace.blocks`).
     """
@@ -47,13 +47,13 @@ class TraceOptions:
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """The parties of one trace.
+    """The objects that the parts of one trace share.
 
     Args:
-        options: what is asked.
+        options: what to trace, and how.
         recorder: records the program.
         inputs: the stand-ins.
-        stand_in: that of a tensor which the program closes over.
+        stand_in: gives the stand-in of a tensor that the program closes over.
         view_mode: follows the program's views, and its writes to metadata.
     """
 
@@ -72,7 +72,4 @@ class TraceContext:
         """Refuse `backward()` inside of the program: in its forward, in a hook, in a function's backward."""
         for stand_in in self.inputs.row():
             if accumulated_into(stand_in.leaf):
-                raise accumulates_inside(
-                    f"`{stand_in.slot}` gets its `.grad` inside of the compiled module",
-                    fix="compile a function that calls the module, the whole step, and not the module",
-                )
+                raise accumulates_inside(f"`{stand_in.slot}` gets its `.grad` inside of the compiled module")

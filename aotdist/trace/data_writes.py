@@ -1,4 +1,4 @@
-"""Inputs whose data a program wrote: which of them to copy new values into, and these values."""
+"""Inputs whose data a program wrote: which of them get new values, and these values."""
 
 from __future__ import annotations
 
@@ -55,10 +55,10 @@ def forward_writes(
 def _written_by_name(row: Row[PrimalIdx, StandIn], metadata: Metadata) -> list[tuple[PrimalIdx, StandIn]]:
     """The inputs to copy new values into.
 
-    Of several that share memory, those that were written themselves: the others see it. And those that show
-    more than these, since what was done behind autograd's back, by `.data`, has no name.
+    Of several that share memory these are the ones that the program wrote by name, as the others see the
+    write; and others that show more memory than these, since a write by `.data` has no name.
 
-    A view of a DTensor may be a copy: written, it leaves the DTensor's data alone, and gives it a history.
+    A view of a DTensor may be a copy: a write to it leaves the DTensor's data alone, and gives it a history.
     """
     written = [
         (idx, s)
@@ -75,7 +75,7 @@ def _written_by_name(row: Row[PrimalIdx, StandIn], metadata: Metadata) -> list[t
 
 
 def _is_written_as_a_copy(idx: PrimalIdx, stand_in: StandIn, metadata: Metadata) -> bool:
-    """Whether a wrapper got a history by a write that its data shows nothing of."""
+    """Whether a wrapper got a history by a write that did not change its data."""
     written = is_wrapper(stand_in.tensor) and stand_in.bumps() > metadata.counted(idx)
     return written and metadata.has_new_history(idx, stand_in)
 
@@ -85,16 +85,16 @@ def _has_another_name(
     named: Mapping[int, Sequence[torch.Tensor]],
     once: Mapping[int, Sequence[torch.Tensor]],
 ) -> bool:
-    """Whether all that was written of an input is memory of others, which are written by name.
+    """Whether all written memory of an input belongs to others, which are written by name.
 
-    What shows elements twice cannot be copied into: then by others that show each `once`.
+    An input that shows elements twice cannot be copied into; then others that show each `once` will do.
     """
     repeats = any(map(may_repeat, plain_tensors(stand_in.example)))
     return _is_seen_through(stand_in, named) or (repeats and _is_seen_through(stand_in, once))
 
 
 def _is_seen_through(stand_in: StandIn, named: Mapping[int, Sequence[torch.Tensor]]) -> bool:
-    """Whether all that was written of an input is memory of tensors, here by storage, written by name."""
+    """Whether all written memory of an input is shown by these tensors, here by storage."""
     pairs = zip(stand_in.writes(), plain_tensors(stand_in.example), strict=True)
     return all(
         not count or any(covers(other, plain) for other in named.get(storage_id(plain), ()))
@@ -125,7 +125,7 @@ def backward_writes(
 
 
 def counts_of_results(tensors: Sequence[torch.Tensor], row: Row[PrimalIdx, StandIn]) -> list[tuple[int, ...]]:
-    """How often each of the node's results was written; nothing for memory of inputs."""
+    """How often each of the node's results was written; empty for those in memory of inputs."""
     of_inputs = {functional_storage_id(plain) for one in row for plain in one.plains}
 
     def counts(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
-"""Errors that PyTorch raises while a program is traced, forward or backward, turned into errors of ours."""
+"""Errors that PyTorch raises while a program is traced, as errors of ours with what to do about them."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,9 +25,14 @@ from aotdist.torch_seam.symbols import is_undecided
 from aotdist.trace.operators.fakes import CANNOT_VIEW
 
 
+def unsupported(what: str, fix: str, where: str | None = None) -> UnsupportedProgram:
+    """An error of this stage."""
+    return UnsupportedProgram(what, where=where, stage="joint", fix=fix)
+
+
 def refusal(what: str, fix: str) -> UnsupportedProgram:
     """An error that names the user's line that is being traced."""
-    return UnsupportedProgram(what, where=Origins().current() or None, stage="joint", fix=fix)
+    return unsupported(what, fix, Origins().current() or None)
 
 
 _ASKS_FOR_DATA = (
@@ -52,14 +57,8 @@ _FIX_BEHIND_DYNAMO = (
 _SYMBOL = re.compile(r"\bz?uf?\d+\b|[Ss]ym(?:bol|py|Int|Float|Bool)|[Uu]nbacked|\b[Hh]int")
 """How PyTorch speaks of numbers that depend on data."""
 
-_NOT_IN_A_TRACE = {
-    "Cannot access data pointer of Tensor": (
-        "a tensor's address is needed (`.data_ptr()`, `copy.deepcopy` of a tensor or a module) while "
-        "the program is captured",
-        "do so outside of the compiled function, or `clone()` inside of it",
-    ),
-}
-"""How PyTorch says that a traced tensor has no memory; what it means, and a fix."""
+_NO_ADDRESS = "Cannot access data pointer of Tensor"
+"""How PyTorch says that a traced tensor has no memory."""
 
 _NO_FAKE = re.compile(r"There was no fake impl registered for <CustomOpDef\((\S+)\)>")
 """How PyTorch says of a user's operator that it can only be computed with data."""
@@ -67,42 +66,21 @@ _NO_FAKE = re.compile(r"There was no fake impl registered for <CustomOpDef\((\S+
 _LOST_HISTORY = "new_fn INTERNAL ASSERT FAILED"
 """How autograd says that it would make a view's history again, and its base has none any more."""
 
-_NO_FORMULA = re.compile(r"derivative for \S+ is not implemented")
-"""How autograd says of some operators (`_foreach_copy_`) that they have no backward."""
-
 _DOES_NOT_FIT = re.compile(r"[Ff]unction (\S+) returned an (?:invalid gradient|incorrect number)")
 """How autograd says of which function the gradients do not fit."""
-
-_DETACHED = "a saved tensor that has been detached in-place"
-"""How autograd says that what it saved has no history any more."""
 
 SPENT = "Trying to backward through the graph a second time"
 """How autograd says that it has freed what it saved."""
 
-_MIXED = "got mixed torch.Tensor and DTensor"
-"""How DTensor says of some (`split`) that their backward makes plain zeros."""
-
 
 @contextmanager
-def naming_outdated_views(log: ViewLog) -> Generator[None]:
-    """A failure of a view whose base was reshaped in place after it was made becomes an error of ours.
+def naming_failures(log: ViewLog | None = None) -> Generator[None]:
+    """Errors that data, or a history, is missing in the trace become ours, with the user's line.
 
-    Autograd makes the history of such a view again. Tensors of a trace have no memory to go by, so it calls
-    the view's own operator, which may not fit the new shape.
+    Args:
+        log: the program's views. If the base of one was reshaped in place since, autograd makes its history
+            again by the view's own operator, which may not fit the new shape.
     """
-    try:
-        yield
-    except AotdistError:
-        raise
-    except RuntimeError as error:
-        if not any(change.reshapes() for change in log.changes) or CANNOT_VIEW not in str(error):
-            raise
-        raise reshaped_since(str(error), raised_at(error.__traceback__)) from error
-
-
-@contextmanager
-def naming_failures() -> Generator[None]:
-    """An error that says "no data here", or "no history there", becomes ours, with the user's line."""
     try:
         yield
     except AotdistError:
@@ -114,36 +92,56 @@ def naming_failures() -> Generator[None]:
         TypeError,
         AssertionError,
     ) as error:
-        if is_undecided(error):
-            raise _chooses_by_data(error) from error
+        where = raised_at(error.__traceback__)
         if _LOST_HISTORY in str(error):
-            raise detached_since(raised_at(error.__traceback__)) from error
-        if isinstance(error, ObjectsExchangedError):
-            raise UnsupportedProgram(
-                "the program exchanges Python objects with other ranks (`all_gather_object`; "
-                "`DTensor.from_local(run_check=True)` does so)",
-                where=raised_at(error.__traceback__),
-                stage="joint",
-                fix="do it outside of the compiled function, or leave `run_check` off",
-            ) from error
-        if known := next((known for text, known in _NOT_IN_A_TRACE.items() if text in str(error)), None):
-            what, fix = known
-            raise UnsupportedProgram(
-                what, where=raised_at(error.__traceback__), stage="joint", fix=fix
-            ) from error
-        if isinstance(error, UnsupportedOperatorException):
-            raise _needs_memory(str(error.func), error) from error
-        if found := _NO_FAKE.match(str(error)):
-            raise _needs_memory(found[1], error) from error
-        of_data = isinstance(error, (DataDependentOutputException, DynamicOutputShapeException))
-        if not of_data and not any(text in str(error) for text in _ASKS_FOR_DATA):
+            raise detached_since(where) from error
+        is_outdated = log is not None and any(change.reshapes() for change in log.changes)
+        if is_outdated and CANNOT_VIEW in str(error):
+            raise reshaped_since(str(error), where) from error
+        if (named := _what_and_fix(error)) is None:
             raise
-        raise UnsupportedProgram(
-            _needs_data(error),
-            where=raised_at(error.__traceback__),
-            stage="joint",
-            fix=f"keep it a tensor (`torch.where` for a branch, a mask for a shape), {_elsewhere()}",
-        ) from error
+        raise unsupported(*named, where) from error
+
+
+def _what_and_fix(error: Exception) -> tuple[str, str] | None:
+    """What an error of PyTorch's says of a program that is traced, and a fix; None for any other error."""
+    if is_undecided(error):
+        return (
+            "what the program does depends on a number, or a size, that is read off a tensor",
+            "choose by `torch.where` or `torch.cond`, say what always holds (`torch._check(count > 0)`), "
+            "keep the number itself (`.item()`; `float`, `int` and `bool` need its value at once), "
+            + _elsewhere(),
+        )
+    if isinstance(error, ObjectsExchangedError):
+        return (
+            "the program exchanges Python objects with other ranks (`all_gather_object`; "
+            "`DTensor.from_local(run_check=True)` does so)",
+            "do it outside of the compiled function, or leave `run_check` off",
+        )
+    if _NO_ADDRESS in str(error):
+        return (
+            "a tensor's address is needed (`.data_ptr()`, `copy.deepcopy` of a tensor or a module) while "
+            "the program is captured",
+            "do so outside of the compiled function, or `clone()` inside of it",
+        )
+    no_fake = _NO_FAKE.match(str(error))
+    if no_fake or isinstance(error, UnsupportedOperatorException):
+        operator = no_fake[1] if no_fake else error.func  # type: ignore[attr-defined]
+        return (
+            f"`{operator}` cannot be computed without data, and there is none while the program is captured",
+            "say which sizes and dtypes its results have, if it is an operator of yours "
+            "(`torch.library.register_fake`), or move it out of the compiled function",
+        )
+    match error:
+        case DynamicOutputShapeException():
+            what = f"the shape of the result of `{error.func}` depends on data"
+        case DataDependentOutputException():
+            what = f"`{error.func}` reads a tensor's data, which does not exist while the program is captured"
+        case _ if any(text in str(error) for text in _ASKS_FOR_DATA):
+            what = "a tensor's value is needed (`.item()`, `.numpy()`, `if`) while the program is captured"
+        case _:
+            return None
+    return what, f"keep it a tensor (`torch.where` for a branch, a mask for a shape), {_elsewhere()}"
 
 
 def _elsewhere() -> str:
@@ -152,21 +150,10 @@ def _elsewhere() -> str:
 
 
 def is_of_the_program(error: Exception) -> bool:
-    """Whether an error would be raised whatever the numbers are that symbols stand for: it speaks of none."""
+    """Whether an error does not mention a symbol, so that it would be raised for any numbers."""
     own = (RuntimeError, ValueError, LookupError, Warning)
     return (
         type(error) is not NotImplementedError and isinstance(error, own) and not _SYMBOL.search(str(error))
-    )
-
-
-def _chooses_by_data(error: Exception) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        "what the program does depends on a number, or a size, that is read off a tensor",
-        where=raised_at(error.__traceback__),
-        stage="joint",
-        fix="choose by `torch.where` or `torch.cond`, say what always holds (`torch._check(count > 0)`), "
-        "keep the number itself (`.item()`; `float`, `int` and `bool` need its value at once), "
-        + _elsewhere(),
     )
 
 
@@ -175,52 +162,60 @@ def asks_for_data(refused: UnsupportedProgram) -> bool:
     return isinstance(refused.__cause__, (DataDependentOutputException, DynamicOutputShapeException))
 
 
-def _needs_memory(operator: str, error: Exception) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        f"`{operator}` cannot be computed without data, and there is none while the program is captured",
-        where=raised_at(error.__traceback__),
-        stage="joint",
-        fix="say which sizes and dtypes its results have, if it is an operator of yours "
-        "(`torch.library.register_fake`), or move it out of the compiled function",
-    )
-
-
-def _needs_data(error: Exception) -> str:
-    match error:
-        case DynamicOutputShapeException():
-            return f"the shape of the result of `{error.func}` depends on data"
-        case DataDependentOutputException():
-            return f"`{error.func}` reads a tensor's data, which does not exist while the program is captured"
-        case _:
-            return "a tensor's value is needed (`.item()`, `.numpy()`, `if`) while the program is captured"
+_NO_BACKWARD = (
+    "the program has no backward, as in eager ({})",
+    "call it under `torch.no_grad()`, or on tensors that do not require grad",
+)
+_MIXED = re.compile(r"[\s\S]*got mixed torch\.Tensor and DTensor[\s\S]*")
+"""How DTensor says of some (`split`) that their backward makes plain zeros."""
+_OF_AUTOGRAD: Mapping[re.Pattern[str], tuple[str, str]] = {
+    re.compile(r"derivative for \S+ is not implemented"): _NO_BACKWARD,  # `_foreach_copy_`
+    _MIXED: (
+        "one operator (`split`) or autograd function gives several DTensors, and some get no gradient with "
+        "the others, for which autograd makes plain zeros; or the program returns one and computes with "
+        "another: there is a backward for all at once only ({})",
+        "make each by an operator of its own (`narrow`), return a clone of it, or call "
+        "`ctx.set_materialize_grads(False)` in the function",
+    ),
+    re.compile(r"[\s\S]*modified by an inplace operation[\s\S]*?(?=\s*Hint|\s*$)"): (
+        "the backward of the program fails, as in eager: a tensor that it needs was written in place after "
+        "its use ({})",
+        "write a clone, or write before the use; call it under `torch.no_grad()` if it has no backward",
+    ),
+    re.compile(r"[\s\S]*a saved tensor that has been detached in-place[\s\S]*"): (
+        "a tensor is detached in place (`detach_`) that a write of it with history needs, which is done to "
+        "the caller's tensor too ({})",
+        "detach a tensor of its own (`x = x.detach()`), or write under `torch.no_grad()`",
+    ),
+    re.compile(SPENT): (
+        "the program asks autograd for gradients itself, and returns a tensor whose graph was already freed "
+        "by its own `autograd.grad` ({})",
+        "say `retain_graph=True` there, or return a detached tensor (`loss.detach()`)",
+    ),
+}
+"""Errors of a backward, each with what it says of the program (`{}` is what was matched), and a fix."""
 
 
 @contextmanager
 def naming_failures_of_backward(*, of_assumed: bool) -> Generator[None]:
-    """In a backward: what autograd refuses becomes an error of ours, too.
+    """As `naming_failures`, for a backward; what autograd refuses becomes an error of ours, too.
 
     Args:
-        of_assumed: whether the gradients that it starts from have the sizes, layouts and classes that a trace
-            assumes before it knows those of a call.
+        of_assumed: whether it starts from gradients with the metadata that a trace assumes, rather than from
+            those of a call.
     """
     with _noting_when(), naming_failures():
         try:
             yield
-        except NotImplementedError as error:
-            raise _no_backward(error) from error
         except AotdistError:
             raise
         except RuntimeError as error:
-            if _NO_FORMULA.match(str(error)):
-                raise _no_backward(error) from error
-            if of_assumed and _MIXED in str(error):
-                raise _some_parts(error) from error
-            if "modified by an inplace operation" in str(error):
-                raise _written_too_early(error) from error
-            if _DETACHED in str(error):
-                raise _detached_too_early(error) from error
-            if SPENT in str(error):
-                raise _gone_through_before(error) from error
+            if isinstance(error, NotImplementedError):
+                what, fix = _NO_BACKWARD
+                raise unsupported(what.format(error), fix) from error
+            for pattern, (what, fix) in _OF_AUTOGRAD.items():
+                if (of_assumed or pattern is not _MIXED) and (found := pattern.search(str(error))):
+                    raise unsupported(what.format(found[0]), fix) from error
             if found := _DOES_NOT_FIT.match(str(error)):
                 raise _does_not_fit(found[1], error) from error
             raise
@@ -241,14 +236,6 @@ def _noting_when() -> Generator[None]:
         raise
 
 
-def _no_backward(error: Exception) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        f"the program has no backward, as in eager ({error})",
-        stage="joint",
-        fix="call it under `torch.no_grad()`, or on tensors that do not require grad",
-    )
-
-
 def _does_not_fit(function: str, error: RuntimeError) -> UnsupportedProgram:
     """An error for a gradient that does not fit: of a user's function, which is wrong, or of autograd's own.
 
@@ -256,59 +243,18 @@ def _does_not_fit(function: str, error: RuntimeError) -> UnsupportedProgram:
     """
     if not function.endswith("Backward"):
         return reshaped_unseen(str(error))
-    return UnsupportedProgram(
+    return unsupported(
         f"the backward of an autograd function gives gradients that do not fit, in eager too ({error})",
-        stage="joint",
-        fix="return one for each input, and of its size; call it under `torch.no_grad()` if it needs none",
-    )
-
-
-def _some_parts(error: Exception) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        "one operator (`split`) or autograd function gives several DTensors, and some get no gradient with "
-        "the others, for which autograd makes plain zeros; or the program returns one and computes with "
-        "another: "
-        f"there is a backward for all at once only ({error})",
-        stage="joint",
-        fix="make each by an operator of its own (`narrow`), return a clone of it, or call "
-        "`ctx.set_materialize_grads(False)` in the function",
-    )
-
-
-def _written_too_early(error: RuntimeError) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        "the backward of the program fails, as in eager: a tensor that it needs was written in place after "
-        f"its use ({str(error).partition('Hint')[0].strip()})",
-        stage="joint",
-        fix="write a clone, or write before the use; call it under `torch.no_grad()` if it has no backward",
-    )
-
-
-def _detached_too_early(error: RuntimeError) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        "a tensor is detached in place (`detach_`) that a write of it with history needs, which is done to "
-        f"the caller's tensor too ({error})",
-        stage="joint",
-        fix="detach a tensor of its own (`x = x.detach()`), or write under `torch.no_grad()`",
-    )
-
-
-def _gone_through_before(error: RuntimeError) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        "the program asks autograd for gradients itself, and returns a tensor whose graph was already freed "
-        f"by its own `autograd.grad` ({str(error).partition(' (')[0]})",
-        stage="joint",
-        fix="say `retain_graph=True` there, or return a detached tensor (`loss.detach()`)",
+        "return one for each input, and of its size; call it under `torch.no_grad()` if it needs none",
     )
 
 
 def reshaped_unseen(how: str) -> UnsupportedProgram:
     """An error for a gradient that has other sizes than autograd knows of; `how` says which."""
-    return UnsupportedProgram(
+    return unsupported(
         "the sizes of a tensor with history are changed in place under `no_grad`, or by `.data`, so that its "
         f"gradient does not fit any more ({how})",
-        stage="joint",
-        fix="use the function that is not in place (`t` for `t_`), or change them with grad mode on",
+        "use the function that is not in place (`t` for `t_`), or change them with grad mode on",
     )
 
 
@@ -316,51 +262,27 @@ class AccumulatesInside(UnsupportedProgram):
     """The program is a step: inputs get gradients, or an optimizer reads these, or a schedule steps."""
 
 
-def accumulates_inside(what: str, fix: str) -> AccumulatesInside:
-    """An error for a step that is compiled as a part of something else.
-
-    Args:
-        what: what it does, with the gradient of which input.
-        fix: what to do instead.
-    """
+def accumulates_inside(what: str) -> AccumulatesInside:
+    """An error for a step that is compiled as a part of something else; `what` says what it does to what."""
+    fix = "compile a function that calls the module, the whole step, and not the module"
     return AccumulatesInside(what, where=Origins().current() or None, stage="joint", fix=fix)
 
 
 def steps_inside(step: Callable[..., None], schedule: Any, *_: Any, **__: Any) -> None:
     """Refuse the step of a schedule: what it changes in Python would only be changed while it is traced."""
-    raise accumulates_inside(
-        f"a {type(schedule).__name__} steps inside of the compiled module",
-        fix="compile a function that calls the module, the whole step, and not the module",
-    )
-
-
-def result_written(slot: Slot) -> UnsupportedProgram:
-    """An error for a backward that writes a tensor which the program has made and returns."""
-    return refusal(
-        f"the backward (a hook, an autograd function) writes `{slot}`, which the program returns",
-        fix=f"return a clone of `{slot}`, or write a clone in the backward",
-    )
-
-
-def written_without_others(slot: Slot) -> UnsupportedProgram:
-    """An error for a backward of some results that writes something that the backward of all does not."""
-    return refusal(
-        f"the backward (a hook, an autograd function) writes `{slot}` only where a gradient is None",
-        fix="write it whichever gradients are None",
-    )
+    raise accumulates_inside(f"a {type(schedule).__name__} steps inside of the compiled module")
 
 
 def retyped_unseen(slot: Slot, known: torch.dtype, given: torch.dtype) -> UnsupportedProgram:
     """An error for a gradient of another dtype than the input has when the program's node takes it."""
-    return UnsupportedProgram(
+    return unsupported(
         f"the `.data` of `{slot}`, which gets a gradient, is given another dtype ({given} for {known})",
-        stage="joint",
-        fix=f"change `{slot}` before the call, or use its conversion (`{slot}.to({given})`) inside",
+        f"change `{slot}` before the call, or use its conversion (`{slot}.to({given})`) inside",
     )
 
 
 def needs_value(function: str) -> UnsupportedProgram:
-    """An error for a function that computes with a number of the trace, or makes a size of it."""
+    """An error for a function that computes with the value of a traced number, or takes it as a size."""
     return refusal(
         f"`{function}` needs the value of a number that differs from call to call (a learning rate, or what "
         "follows from a step count)",
@@ -369,7 +291,7 @@ def needs_value(function: str) -> UnsupportedProgram:
 
 
 def wants_number(conversion: str) -> UnsupportedProgram:
-    """An error for a conversion of a number of the trace to one of Python's own."""
+    """An error for a conversion of a traced number to one of Python's own."""
     return refusal(
         f"`{conversion}(tensor)` has to be a number of Python's at once, and it differs from call to call",
         fix="read it by `tensor.item()`, and compute with it by operators of Python, and by the functions of "
@@ -378,7 +300,7 @@ def wants_number(conversion: str) -> UnsupportedProgram:
 
 
 def only_at_a_call() -> UnsupportedProgram:
-    """An error for who asks for the value of a number of the trace."""
+    """An error for a use of a traced number that needs its value."""
     return refusal(
         "the program needs the value of a number that is only known at a call (a learning rate, or what "
         "follows from a step count)",

@@ -44,7 +44,7 @@ class ForwardEffects:
         is_rewritten: whether inputs, or results once they are made, change shape or history.
         node_outs: what the node returns.
         results: the values of that.
-        lifting: the mode that it ran in: knows what the program asked, and told.
+        capture_mode: the mode that it ran in, which has noted questions, hooks and retained gradients.
         numbers: see `Facts.numbers`.
     """
 
@@ -56,7 +56,7 @@ class ForwardEffects:
     is_rewritten: bool
     node_outs: Row[NodeOutIdx, NodeOut]
     results: list[Result]
-    lifting: CaptureMode
+    capture_mode: CaptureMode
     numbers: tuple[tuple[str, NodeOutIdx | NumberStep], ...]
 
     def ends(self) -> list[End]:
@@ -65,20 +65,20 @@ class ForwardEffects:
         return [(idx, tensors[idx]) for idx, out in self.node_outs.enumerate() if out.differentiable]
 
 
-def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMode) -> ForwardEffects:
+def read_forward(context: TraceContext, outs: Sequence[Any], capture_mode: CaptureMode) -> ForwardEffects:
     """What the forward did; read before a backward writes anything.
 
     Args:
-        context: the parties of the trace.
+        context: the context of the trace.
         outs: what it returned.
-        lifting: the mode that it ran in.
+        capture_mode: the mode that it ran in.
     """
     recorder, inputs, log = context.recorder, context.inputs, context.log
     metadata = Metadata.of(inputs, log)
     _mark_reshaped(context, metadata)
-    spent = released_results(outs, inputs, log) if lifting.ran_backward else {}
-    outputs = NodeOutputs(outs, inputs, log, metadata.written, spent)
-    numbers = _tell_numbers(context, outputs)
+    freed = released_results(outs, inputs, log) if capture_mode.ran_backward else {}
+    outputs = NodeOutputs(outs, inputs, log, metadata.written, freed)
+    numbers = _return_numbers(context, outputs)
     row = inputs.row()
     context.refuse_accumulation()
     for idx, one in row.enumerate():
@@ -99,7 +99,7 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
             raise requires_grad_by_itself(node_out.slot)
     _refuse_own_leaves(outs, outputs, inputs, log)
     is_rewritten = bool(metadata.written) or any(not isinstance(act, int) for act in outputs.order)
-    outputs.order = (*outputs.order, *final_actions(outs, outputs.facts, spent, lifting.retained))
+    outputs.order = (*outputs.order, *final_actions(outs, outputs.facts, freed, capture_mode.retained))
     results = value_results(recorder, node_outs, outputs.tensors)
     return ForwardEffects(
         outs=outs,
@@ -110,17 +110,17 @@ def read_forward(context: TraceContext, outs: Sequence[Any], lifting: CaptureMod
         is_rewritten=is_rewritten,
         node_outs=node_outs,
         results=results,
-        lifting=lifting,
+        capture_mode=capture_mode,
         numbers=numbers,
     )
 
 
-def _tell_numbers(
+def _return_numbers(
     context: TraceContext, outputs: NodeOutputs
 ) -> tuple[tuple[str, NodeOutIdx | NumberStep], ...]:
     """Let the graph return the numbers that depend on data and are needed outside of it.
 
-    In training that is all of them: which of them the backward needs is not known yet.
+    In training these are all, as it is not known yet which of them the backward needs.
     """
     unbacked = context.recorder.unbacked
     if unbacked is None:
@@ -130,15 +130,15 @@ def _tell_numbers(
         recipes = [recipe_of(tensor) for tensor in outputs.tensors]
         needed = numbers_of_data([outputs.facts, outputs.order, recipes])
     found: list[tuple[str, NodeOutIdx | NumberStep]] = []
-    for name, told in context.recorder.told(needed):
+    for name, told in context.recorder.sources_of_numbers(needed):
         is_step = isinstance(told, NumberStep)
         found.append((name, told if is_step else outputs.add(Slot("output", name), told, history=False)))
-    unbacked.told = frozenset(name for name, _ in found)
+    unbacked.returned = frozenset(name for name, _ in found)
     return tuple(found)
 
 
 def _mark_reshaped(context: TraceContext, metadata: Metadata) -> None:
-    """Mark arguments that are reshaped in place: no view of one may be saved, as its history changes."""
+    """Mark arguments that are reshaped in place: a view of one gets another history, so none may be saved."""
     for idx in metadata.changes:
         stand_in = context.inputs.row()[idx]
         for inner, _ in leaves(stand_in.recipe):
@@ -149,7 +149,7 @@ def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
     if not reshaped and not same_layout(stand_in.recipe, recipe_of(stand_in.tensor)):
         raise refuse(stand_in, "by an operator that lays the result out otherwise")
     for (_, leaf), plain in zip(leaves(stand_in.recipe), stand_in.plains, strict=True):
-        # `out=` gives an empty tensor another size, and no counter tells.
+        # `out=` gives an empty tensor another size, and no counter shows it.
         resized = data_writes(plain) and functional_value(plain).size() != leaf.size
         if storage_changes(plain) or (not reshaped and (resized or metadata_written(plain))):
             raise refuse(stand_in, "in a way that is not repeated outside")

@@ -1,4 +1,4 @@
-"""What the backward writes: it reads that as it is when it runs, not as the forward left it.
+"""Tensors that the backward writes: it reads them as they are when it runs, not as the forward left them.
 
 With `retain_graph=True` a backward runs twice, and the second run reads what the first one wrote.
 """
@@ -35,7 +35,7 @@ class ForwardEnd:
 
     @classmethod
     def of(cls, recorder: Recorder, row: Row[PrimalIdx, StandIn]) -> ForwardEnd:
-        """What they hold now."""
+        """The values and version counters of the inputs now."""
         own = [(idx, one) for idx, one in row.enumerate() if not (one.derived or one.spans)]
         return cls(
             {idx: [recorder.value(plain) for plain in one.plains] for idx, one in own},
@@ -44,13 +44,13 @@ class ForwardEnd:
         )
 
     def restore(self, row: Row[PrimalIdx, StandIn]) -> None:
-        """Give the stand-ins the values and version counters of then; to those met since, their first ones.
+        """Give the stand-ins these values and version counters; those that came later, their first ones.
 
-        After that the backward can be traced once more: to autograd, nothing that it saved has been written.
+        Then the backward can be traced again: to autograd, no saved tensor has been written.
         """
         later = list(row)[len(self.values) :]
-        values = [*self.values, *(one.met for one in later)]
-        counters = [*self.counters, *(one.counted for one in later)]
+        values = [*self.values, *(one.first_values for one in later)]
+        counters = [*self.counters, *(one.first_counters for one in later)]
         for stand_in, held, counts in zip(row, values, counters, strict=True):
             for plain, value in zip(stand_in.plains, held, strict=True):
                 if is_functional_base(plain) and functional_value(plain) is not value:
@@ -72,9 +72,9 @@ class ForwardEnd:
 
 
 def is_read_again(written: Collection[Node], results: Sequence[tuple[Slot, Node | None]]) -> bool:
-    """Whether results of the backward are computed of values of the forward that it writes over.
+    """Whether results of the backward are computed from values of the forward that it overwrites.
 
-    A second backward would find the new values, which nobody keeps.
+    A second backward would need the new values, which are not kept.
     """
     over, seen = set(written), set[Node]()
     pending = [node for _, node in results if node is not None] if over else []

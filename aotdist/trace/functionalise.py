@@ -1,7 +1,8 @@
 """The functionalisation mode, with the corrections that bit-equality to eager needs.
 
-A functional operator promises the values of the in-place one that it replaces, but not its layout, nor the
-order in which it draws random numbers. Both show: sums run in another order, and dropout masks differ.
+A functional operator gives the values of the in-place one that it replaces, but not always its strides, nor
+the order in which it draws random numbers. Both would show: sums run in another order, and dropout masks
+differ.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from aotdist.torch_seam.operators import (
     written_by,
 )
 from aotdist.torch_seam.proxies import unknown_to_the_innermost_tracer
-from aotdist.torch_seam.tensors import is_unheard, seen_by_modes
+from aotdist.torch_seam.tensors import is_zero_tensor, seen_by_modes
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.failures import refusal
 from aotdist.trace.operators import collectives, corrections
@@ -52,19 +53,19 @@ from aotdist.trace.strided import Strided
 
 
 def is_read_otherwise(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors differ in one of the bits."""
+    """Whether two tensors differ in their conjugate or negative bit."""
     return (a.is_conj(), a.is_neg()) != (b.is_conj(), b.is_neg())
 
 
 def with_bits_flipped(tensor: torch.Tensor, model: torch.Tensor) -> torch.Tensor:
-    """A view of `tensor` with those bits flipped that are set in `model`."""
+    """A view of `tensor` whose conjugate and negative bits are flipped where `model` has them set."""
     if model.is_conj():
         tensor = torch.ops.aten._conj.default(tensor)
     return torch.ops.aten._neg_view.default(tensor) if model.is_neg() else tensor
 
 
 def memory_to_read_as(model: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """What memory has to hold for a tensor with the bits of `model` to be equal to `value`."""
+    """What memory has to hold so that a tensor over it with the bits of `model` equals `value`."""
     memory = with_bits_flipped(value, value)
     if value.is_neg() != model.is_neg():
         memory = torch.ops.aten.neg.default(memory)
@@ -77,7 +78,7 @@ _FILL_DIAGONAL = torch.ops.aten.fill_diagonal_.default
 
 
 class Functionalisation(OutOfDynamo, FunctionalTensorMode):
-    """Turns writes into new values, of the layout of what is written."""
+    """Turns writes into new values, with the layout of the tensor that is written."""
 
     supports_higher_order_operators = True
 
@@ -87,16 +88,17 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
         self.strided = Strided(self)
         self.rebinding = Rebinding(self.strided)
         self.on_write: Callable[[FunctionalTensor], None] | None = None
-        """Called with every tensor before an operator writes it."""
+        """Called with each tensor before an operator writes it."""
         self.num_writes = 0
-        """How many tensors operators have written."""
-        self.recorded_again: Callable[..., Any] | None = None
-        """Records an operator with fakes for arguments whose result is known, or gives `NotImplemented`."""
+        """How many writes of tensors there were."""
+        self.record_known: Callable[..., Any] | None = None
+        """Records an operator on fakes if its result is cached; else it returns `NotImplemented`."""
 
     def remember(self, tensor: FunctionalTensor) -> FunctionalTensor:
         """Let `tensor` keep its layout through all writes, if it owns its memory and is not contiguous.
 
-        What is viewed keeps any layout (`_remember_viewed`): a write through a view may lay it out anew.
+        A tensor with views keeps a contiguous one, too (`_remember_viewed`): a write through a view may give
+        the whole other strides.
         """
         plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
         if not plain and is_functional_base(tensor):
@@ -104,7 +106,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
         return tensor
 
     def _keep_layout(self, tensor: FunctionalTensor) -> None:
-        """Remember another shell of it: the program's own may be given other memory."""
+        """Remember it by a second shell around its memory: the program's own may be moved to other memory."""
         with self:
             self._laid_out[functional_storage_id(tensor)] = second_shell(tensor)
 
@@ -126,7 +128,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
 
     def _dispatch(self, func: OpOverload, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator by our rules, or by PyTorch's mode; what it writes keeps its layout."""
-        if any(map(is_unheard, args)):
+        if any(map(is_zero_tensor, args)):
             with self:
                 return func(*seen_by_modes(args), **kwargs)
         if isinstance(func, HigherOrderOperator):
@@ -141,7 +143,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
             with self, torch.no_grad():
                 moves(*args, **kwargs)
             return args[0]
-        self._tell_of_writes(func, args, kwargs)
+        self._note_writes(func, args, kwargs)
         _make_views_again((args, kwargs))
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
         result = self._by_our_rules(func, args, kwargs) if beneath_wrappers else NotImplemented
@@ -154,15 +156,15 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
             self._remember_viewed(args[0])
         return self.remember(result) if isinstance(result, FunctionalTensor) else result
 
-    def _again(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Run an operator with which PyTorch's mode would do nothing, where its result is known."""
-        if self.recorded_again is None or not is_functional(func):
+    def _with_known_result(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Record an operator that needs no functionalisation from the cache of results, if it is there."""
+        if self.record_known is None or not is_functional(func):
             return NotImplemented
         named = {name: _with_fakes(value) for name, value in kwargs.items()}
-        result = self.recorded_again(func, _with_fakes(args), named)
+        result = self.record_known(func, _with_fakes(args), named)
         return result if result is NotImplemented else functional_results(self, result)
 
-    def _tell_of_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def _note_writes(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         if self.on_write is not None and is_operator(func):
             for tensor in written_by(func, args, kwargs):
                 if isinstance(tensor, FunctionalTensor):
@@ -219,7 +221,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
         if rows := corrections.of("operator", func):
             with self:
                 return corrections.corrected(rows, func, args, kwargs)
-        return self._again(func, args, kwargs)
+        return self._with_known_result(func, args, kwargs)
 
     def _for_its_effect(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operator that prints or raises: the graph has it as it is, in order, and nothing drops it.
@@ -232,7 +234,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
     def _written(
         self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Iterator[FunctionalTensor]:
-        """The tensors with a layout to keep that own the memory which the operator writes."""
+        """The tensors whose layout is to be kept that own the memory which the operator writes."""
         if not is_operator(func):
             return
         if torch.Tag.inplace_view in func.tags:
@@ -261,7 +263,7 @@ def _refuse_resized(func: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def _make_views_again(given: Any) -> None:
-    """Compute views of what was written since: they have a history, also if `no_grad` is what reads them."""
+    """Compute pending views of written tensors with grad mode on: even under `no_grad` they have history."""
     if torch.is_grad_enabled() or in_backward():
         return
     with torch.enable_grad():
@@ -271,7 +273,7 @@ def _make_views_again(given: Any) -> None:
 
 
 def _with_fakes(given: Any) -> Any:
-    """An argument of an operator, or several, with fakes in the place of functional tensors."""
+    """An argument, or a list of them, with fakes in the place of functional tensors."""
     if isinstance(given, FunctionalTensor):
         return functional_value(given)
     return tuple([_with_fakes(one) for one in given]) if isinstance(given, (list, tuple)) else given
@@ -291,7 +293,7 @@ def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:
     value = functional_value(tensor)
     if value.size() != before.size():
         return
-    # Of a tensor with gaps, fakes claim that random operators keep them; the real ones do not.
+    # Fakes claim that random operators keep gaps between elements; the real kernels do not.
     lies_otherwise = value.stride() != before.stride() or extent(before) > before.numel()
     if lies_otherwise or is_read_otherwise(value, before):
         memory = memory_to_read_as(before, value)

@@ -1,10 +1,10 @@
 """Backwards of a traced program that are traced on demand, after the program was compiled.
 
-A program is compiled for gradients of the kinds of its results: a wrapper, laid out alike, for a wrapper, a
-plain tensor for a plain one. The code that computes the loss may send others; then operators meet other
-tensors, and the inputs' gradients are of other kinds. And gradients may have to be differentiated in turn.
+A program is compiled for gradients of the same kind as its results: a wrapper of the same layout for a
+wrapper, a plain tensor for a plain one. The caller may pass others; then the backward calls other operators,
+and the inputs' gradients are of other kinds. And gradients may have to be differentiated in turn.
 
-So autograd's graph of the trace, which holds no data, is kept, and backwards run through it again.
+For these, autograd's graph of the trace, which holds no data, is kept, and backwards run through it again.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ from aotdist.trace.backward import (
     value_results,
 )
 from aotdist.trace.capture_mode import ReplayMode
+from aotdist.trace.failures import unsupported
 from aotdist.trace.observed_grads import ObservedGrads
 
 T = TypeVar("T")
@@ -75,7 +76,7 @@ class TracedDoubleBackward:
         returned: which result is the gradient of each input of the program, or each piece; None for none.
         kept: the results that user code in the backward keeps.
         has_history: whether any of them has.
-        failure: why the gradients have no history although eager's have one; empty if they do.
+        failure: why the gradients have no history although eager's have one; empty if they have.
         facts: what the trace showed.
         later: traces backwards of this backward.
     """
@@ -119,7 +120,7 @@ class LaterBackwards:
 
     Args:
         backward: the trace's backward, which holds no tensor of the caller's; its recorder records more.
-        recalling: the mode that backwards run in.
+        replay_mode: the mode that backwards run in.
         ins: names of the inputs.
         recipes: how the inputs are put together.
         grads: the gradients that inputs get.
@@ -130,7 +131,7 @@ class LaterBackwards:
     def __init__(
         self,
         backward: Backward,
-        recalling: ReplayMode,
+        replay_mode: ReplayMode,
         ins: Row[PrimalIdx, Slot],
         recipes: Row[PrimalIdx, Recipe],
         grads: Mapping[PrimalIdx, torch.Tensor],
@@ -138,25 +139,21 @@ class LaterBackwards:
         serials: Iterator[int] | None = None,
     ) -> None:
         self._recorder, self._backward, self._node_outs = backward.recorder, backward, backward.node_outs
-        self._recalling = backward.mode = recalling
+        self._replay_mode = backward.mode = replay_mode
         self._ins, self._recipes = ins, recipes
-        self._wanted = [(idx, leaf) for idx, leaf in backward.wanted() if idx in grads]
+        self._wanted = [(idx, leaf) for idx, leaf in backward.wanted if idx in grads]
         self._waypoints = ObservedGrads((), ()) if waypoints is None else waypoints
         self._serials, self._serial = serials or itertools.count(1), 0
 
     def find_at(self, sources: Mapping[PrimalIdx, Source]) -> None:
         """Where inputs are read that are no arguments."""
-        self._recalling.find_at(sources)
-
-    def is_differentiable(self) -> bool:
-        """Whether gradients may have a history."""
-        return self._backward.is_differentiable()
+        self._replay_mode.find_at(sources)
 
     def meets_other_kinds(self) -> bool:
         """Whether gradients of other kinds need another backward.
 
-        A backward of plain tensors alone is the same for any gradients. Beneath wrappers that never meet
-        plain tensors in operators (DTensors), plain results have plain gradients.
+        A backward of plain tensors alone is the same for any gradients. With wrappers that no operator
+        combines with plain tensors (DTensors), plain results have plain gradients.
         """
         of_outs = [out.recipe for out in self._node_outs if out.differentiable]
         return any(isinstance(recipe, Wrapper) for recipe in of_outs) or mixes_with_plain(self._recipes)
@@ -169,7 +166,7 @@ class LaterBackwards:
         return self.meets_other_kinds() and self._recorder.shape_env is None
 
     def of_kinds(self, kinds: Kinds) -> Derived:
-        """The backward for such gradients, as it is recorded: its graph takes all that the program takes.
+        """The backward for gradients of these kinds; its graph takes all that the program takes.
 
         Args:
             kinds: of the gradients that there are.
@@ -200,13 +197,13 @@ class LaterBackwards:
         watched: bool = False,
         pieces: Sequence[tuple[int, int]] = (),
     ) -> TracedDoubleBackward:
-        """The backward for such gradients as a program that has a backward.
+        """The backward for gradients of these kinds as a program that has a backward.
 
         Args:
             kinds: of the gradients that there are.
             recorded: those that require grad themselves.
-            watched: whether nothing passes waypoints: what arrives there is the sum.
-            pieces: what it computes, if not the inputs' gradients: each a waypoint, and the piece there.
+            watched: whether gradients stop at waypoints, and go on from the given sums.
+            pieces: what to compute instead of the inputs' gradients: pairs of a waypoint and a piece of it.
 
         Raises:
             UnsupportedProgram: they cannot be differentiated.
@@ -241,7 +238,7 @@ class LaterBackwards:
         computed: Computed,
         returned: Iterable[int],
     ) -> TracedDoubleBackward:
-        """What was recorded just now as a program, and its backward.
+        """What was just recorded, as a program with a backward.
 
         Args:
             tangents: the gradients that arrive.
@@ -261,7 +258,7 @@ class LaterBackwards:
             node_outs=node_outs,
             ends=ends,
             wanted=self._wanted_of_double_backward(given),
-            mode=self._recalling,
+            mode=self._replay_mode,
             in_python=self._backward.in_python.beyond(),
         )
         found, failure = _tried(backward, [tensor for _, tensor in ends])
@@ -280,7 +277,7 @@ class LaterBackwards:
             facts=facts,
             later=LaterBackwards(
                 backward=backward,
-                recalling=self._recalling,
+                replay_mode=self._replay_mode,
                 ins=ins,
                 recipes=facts.recipes,
                 grads=found,
@@ -334,18 +331,16 @@ class LaterBackwards:
             for idx, recipe in kinds.items()
         }
         named = (f"`{self._node_outs[idx].slot}` is a {name}" for idx, name in classes.items())
-        return UnsupportedProgram(
+        return unsupported(
             f"the gradient of {', '.join(named)}, for which the program has no backward ({reason})",
-            stage="joint",
-            fix="convert it before calling `backward`",
+            "convert it before calling `backward`",
         )
 
 
 def _not_differentiable(reason: str) -> UnsupportedProgram:
-    return UnsupportedProgram(
+    return unsupported(
         f"gradients are to be differentiated in turn (`create_graph=True`), which fails ({reason})",
-        stage="joint",
-        fix="leave the part that is differentiated twice out of the compiled function",
+        "leave the part that is differentiated twice out of the compiled function",
     )
 
 

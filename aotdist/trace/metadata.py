@@ -1,4 +1,4 @@
-"""What a traced program did to its inputs' sizes, strides, storages and history, and last to results."""
+"""Writes of sizes, strides, storages and history of inputs, and the final actions on results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from aotdist.program import OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import history_of, released_history, retains_grad, sequence_nr
 from aotdist.torch_seam.functional import memory_of
-from aotdist.trace.failures import reshaped_unseen, retyped_unseen
+from aotdist.trace.failures import reshaped_unseen, retyped_unseen, unsupported
 from aotdist.trace.stand_ins import Inputs, StandIn
 
 
@@ -27,7 +27,7 @@ class Metadata:
 
     Args:
         changes: what was done to each input, in order.
-        written: which of all changes, by number, are to be repeated outside.
+        written: numbers of the changes that are to be repeated outside.
         switched_on: inputs that begin to require grad.
     """
 
@@ -71,17 +71,17 @@ class Metadata:
         return cls(changes, frozenset(written), switched_on)
 
     def is_reshaped(self, idx: PrimalIdx) -> bool:
-        """Whether an input shows its elements in another way now."""
+        """Whether an input was reshaped in place."""
         return any(change.reshapes() for change in self.changes.get(idx, ()))
 
     def moved(self, row: Row[PrimalIdx, StandIn]) -> Iterator[tuple[PrimalIdx, int]]:
-        """The plain tensors, by position, of inputs that lie in another storage now."""
+        """The inputs that were moved to another storage, each with the position of a plain tensor."""
         for idx, changes in self.changes.items():
             if any(change.moves() or change.args for change in changes if change.reshapes()):
                 yield from ((idx, leaf) for leaf in range(len(row[idx].plains)))
 
     def as_before(self, idx: PrimalIdx, stand_in: StandIn, *, history: bool) -> torch.Tensor:
-        """An input in its sizes and strides of before, with what it holds now."""
+        """An input in its first sizes and strides, with the values that it has now."""
         tensor = stand_in.tensor
         with torch.set_grad_enabled(history):
             for change in reversed(self.changes.get(idx, ())):
@@ -96,7 +96,7 @@ class Metadata:
         return plain_tensors(self.as_before(idx, stand_in, history=False))
 
     def has_new_history(self, idx: PrimalIdx, stand_in: StandIn) -> bool:
-        """Whether autograd saw a write to the input, before it lost its history if it did."""
+        """Whether autograd recorded a write to the input; if its history was released, before that."""
         tensor, grad_fn = stand_in.tensor, history_of(stand_in.tensor)
         for change in self.changes.get(idx, ()):
             if change.former is not None and (change.moves() or not change.reshapes()):
@@ -119,19 +119,19 @@ class Metadata:
             raise refuse(stand_in, "before a write that takes part in the backward")
 
     def bumps(self, stand_in: StandIn, *, written: bool) -> int:
-        """By how much an input's version counter went up."""
+        """By how much the program raised an input's version counter."""
         if stand_in.derived:
             return 0
         if stand_in.tensor.is_inference():
-            return int(written)  # nobody counts for a stand-in then; the real tensor is written once
+            return int(written)  # a stand-in has no counter then; the real tensor is written once
         return stand_in.bumps()
 
     def counted(self, idx: PrimalIdx) -> int:
-        """By how much these writes let the version counter of an input go up."""
+        """By how much these writes raised the version counter of an input."""
         return sum(change.bumps for change in self.changes.get(idx, ()))
 
     def repeated_bumps(self, row: Row[PrimalIdx, StandIn]) -> Counter[PrimalIdx]:
-        """By how much those go up once more, when these writes are repeated; a view has that of its base."""
+        """By how much the counters rise again when these writes are repeated; a view shares its base's."""
         found: Counter[PrimalIdx] = Counter()
         for idx in self.changes:
             base = row[idx].base
@@ -141,7 +141,7 @@ class Metadata:
         return found
 
     def taking_grad(self, row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, StandIn]]:
-        """The inputs that get gradients; leaves that gave that up are leaves once more."""
+        """The inputs that get gradients; a leaf that the program detached requires grad again."""
         for stand_in in row:
             if stand_in.takes_grad and not stand_in.leaf.requires_grad:
                 stand_in.leaf.requires_grad_(True)
@@ -150,41 +150,33 @@ class Metadata:
 
 def refuse(stand_in: StandIn, how: str) -> UnsupportedProgram:
     """An error for a write that cannot be repeated on the user's tensor."""
-    return UnsupportedProgram(
+    return unsupported(
         f"`{stand_in.slot}` has its size, strides or storage written in place, {how}",
-        stage="joint",
-        fix="return the changed tensor instead of writing the input's metadata",
+        "return the changed tensor instead of writing the input's metadata",
     )
 
 
 def detached_and_written(slot: Slot) -> UnsupportedProgram:
-    """An error for a leaf that gets a history: its gradients would arrive at what is no leaf any more."""
-    return UnsupportedProgram(
+    """An error for a leaf that gets a history: it would be no leaf, and get no gradient."""
+    return unsupported(
         f"`{slot}` is a leaf that gives up its gradient in place, and is then written with history",
-        stage="joint",
-        fix="write a tensor of its own (`x = x.detach()`)",
+        "write a tensor of its own (`x = x.detach()`)",
     )
 
 
 def _refuse_forgotten(stand_in: StandIn, log: ViewLog) -> None:
-    """Refuse views of a leaf, itself a view, from before a write: for autograd they are then its base's."""
+    """Refuse views that were made of a leaf, itself a view, before it is written: they become its base's."""
     example = stand_in.example
     if example.is_leaf and example.requires_grad and example._base is not None and stand_in.bumps():
         if log.views.has_outdated_views(stand_in.tensor):
-            raise forgotten(stand_in.slot)
-
-
-def forgotten(slot: Slot) -> UnsupportedProgram:
-    """An error for a leaf of which autograd forgets that others are views of it."""
-    return UnsupportedProgram(
-        f"`{slot}`, a leaf and a view of another, is written after views of it are made",
-        stage="joint",
-        fix="make the views after the write, or under `no_grad`",
-    )
+            raise unsupported(
+                f"`{stand_in.slot}`, a leaf and a view of another, is written after views of it are made",
+                "make the views after the write, or under `no_grad`",
+            )
 
 
 def _refuse_other_ends(change: Change, stand_in: StandIn) -> None:
-    """Refuse changes after which the gradients of a leaf arrive elsewhere."""
+    """Refuse changes after which the gradients of a leaf would go elsewhere."""
     example, source = stand_in.example, next(iter(change.args), None)
     if change.op in _SETS and example.is_leaf:
         raise refuse(stand_in, "and gets a gradient")
@@ -196,7 +188,7 @@ _SETS = (torch.ops.aten.set_.default, torch.ops.aten.set_.source_Tensor)
 
 
 def _stays_inside(change: Change, stand_in: StandIn) -> bool:
-    """Whether an input is alone in its memory, or lies in the same memory as before, in another size."""
+    """Whether no other input shares an input's memory, or the change resizes it within that memory."""
     if not (stand_in.derived or stand_in.spans):
         return True
     pairs = zip(plain_tensors(change.tensor), stand_in.plains, strict=False)
@@ -204,7 +196,7 @@ def _stays_inside(change: Change, stand_in: StandIn) -> bool:
 
 
 def _without_repeated(history: Any | None, changes: Sequence[Change]) -> Any | None:
-    """A history without the nodes of the last of these changes, which come again where those are repeated."""
+    """A history without the nodes of these last changes, which are made again where they are repeated."""
     for change in reversed(changes):
         if history is not None and change.grad and change.reshapes() and not change.moves():
             history = history.next_functions[0][0]
@@ -218,7 +210,7 @@ def is_switched_on(stand_in: StandIn) -> bool:
 
 
 def released_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> Mapping[int, str]:
-    """Results whose graph was freed, by identity, each with the message of the error of its backward.
+    """Results whose autograd graph was freed, by identity, each with the error message of its backward.
 
     Inputs, views, and bases of results are not among them: of those, the backward is traced, and refused.
     """
@@ -238,26 +230,25 @@ def released_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> Mappi
 def final_actions(
     outs: Sequence[Any],
     facts: Sequence[OutputFact],
-    spent: Mapping[int, str],
+    freed: Mapping[int, str],
     retained: Iterable[PrimalIdx],
 ) -> tuple[MetadataWrite, ...]:
     """What is done to results and inputs once all results are made.
 
-    They are given `retain_grad`, if the program called it, or a history whose backward raises: the program
-    may have called `torch.autograd.grad`, which freed the graph of what it returns, and eager returns that
-    all the same.
+    These are `retain_grad`, if the program called it, and a history whose backward raises, if the program
+    freed the graph of a result (by `torch.autograd.grad`): eager returns that, and fails in the backward.
 
     Args:
         outs: what the program returned.
         facts: the fact of each of `outs`.
-        spent: see `released_results`.
+        freed: see `released_results`.
         retained: inputs that retain their gradients.
     """
     made = [_retaining(IsInput(idx)) for idx in retained]
     for position, (out, fact) in enumerate(zip(outs, facts, strict=True)):
         place = ViewOfOutput(OutIdx(position), ())
-        if isinstance(fact, Fresh) and id(out) in spent:
-            made.append(MetadataWrite(place, release_history, (spent[id(out)],), (), True, -1))
+        if isinstance(fact, Fresh) and id(out) in freed:
+            made.append(MetadataWrite(place, release_history, (freed[id(out)],), (), True, -1))
         is_made = not isinstance(fact, (NotATensor, IsInput))
         if is_made and retains_grad(out):
             made.append(_retaining(place))

@@ -1,15 +1,15 @@
-"""Observed gradients: of results in the caller's hands that those of other results pass in the program.
+"""Observed gradients: gradients of some results that pass through other results, which the caller may hook.
 
-In eager each such tensor has its place in autograd's graph, where the caller can watch what passes. Here the
-program is one node, so the trace notes where gradients pass: for each waypoint, the summands of its gradient
-and their sum. From there on the sum is a new argument of the graph, so the recorded graph is cut at every
-waypoint; `aotdist.partition.gates.linked` closes the cuts again.
+In eager each such tensor has its place in autograd's graph. Here the program is one node, so the trace notes
+where gradients pass: for each waypoint, the summands of its gradient and their sum. Behind it, the sum is a
+new argument of the graph, so the recorded graph is cut at every waypoint; `aotdist.partition.gates.linked`
+closes the cuts again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -44,7 +44,7 @@ class HeldTensor:
     tensor: torch.Tensor
     pieces: list[torch.Tensor] = field(default_factory=list)
     senders: list[Edge] = field(default_factory=list)
-    """The nodes that sent these pieces, and which of the gradients that each sends."""
+    """For each piece the node that sent it, and its position among the gradients that the node sends."""
     total: torch.Tensor | None = None
 
     def edge(self) -> Edge:
@@ -53,7 +53,7 @@ class HeldTensor:
 
 
 class ObservedGrads:
-    """Finds the waypoints of a program before its backward is traced, and watches them meanwhile.
+    """Finds the waypoints of a program before its backward is traced, and watches them while it is.
 
     Args:
         held: the tensors that the caller will hold.
@@ -81,15 +81,13 @@ class ObservedGrads:
 
     @contextmanager
     def watched(self, recorder: Recorder) -> Generator[None]:
-        """While autograd runs inside, note what passes each waypoint, and cut the graph there."""
-        handles = [node.register_hook(hook) for node, hook in self._piece_hooks(recorder)]
-        for passing in self._passing.values():
-            handles.append(passing.tensor.register_hook(_cutting(passing, recorder)))
-        try:
+        """While autograd runs, note what passes each waypoint, and cut the graph there."""
+        with ExitStack() as hooks:
+            for node, hook in self._piece_hooks(recorder):
+                hooks.enter_context(node.register_hook(hook))
+            for passing in self._passing.values():
+                hooks.enter_context(passing.tensor.register_hook(_cutting(passing, recorder)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def _piece_hooks(self, recorder: Recorder) -> Iterator[tuple[Node, Any]]:
         if not self._passing:
@@ -101,7 +99,7 @@ class ObservedGrads:
 
     @contextmanager
     def cut_for(self, given: Mapping[NodeOutIdx, torch.Tensor]) -> Generator[None]:
-        """While autograd runs inside, what is `given` passes each waypoint, or nothing, whatever arrives."""
+        """While autograd runs, replace what arrives at each waypoint by the `given` gradient, or by None."""
 
         def instead(number: int, total: torch.Tensor | None) -> Any:
             def replaced(grads: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
@@ -109,19 +107,15 @@ class ObservedGrads:
 
             return replaced
 
-        handles = [
-            node.register_prehook(instead(number, given.get(passing.value)))  # type: ignore[arg-type]
-            for (node, number), passing in self._passing.items()
-        ]
-        try:
+        with ExitStack() as hooks:
+            for (node, number), passing in self._passing.items():
+                total = None if passing.value is None else given.get(passing.value)
+                hooks.enter_context(node.register_prehook(instead(number, total)))
             yield
-        finally:
-            for handle in handles:
-                handle.remove()
 
     @contextmanager
     def noting(self, pieces: Sequence[tuple[int, int]]) -> Generator[dict[PrimalIdx, torch.Tensor]]:
-        """A dictionary that is filled with pieces, by their number, while autograd runs inside."""
+        """A dictionary that is filled with pieces, by their number, while autograd runs."""
         passing, found = list(self._passing.values()), dict[PrimalIdx, torch.Tensor]()
 
         def note(at: int, number: int) -> Any:
@@ -133,12 +127,10 @@ class ObservedGrads:
             return noted
 
         senders = (passing[position].senders[k] for position, k in pieces)
-        handles = [node.register_hook(note(at, number)) for at, (node, number) in enumerate(senders)]
-        try:
+        with ExitStack() as hooks:
+            for at, (node, number) in enumerate(senders):
+                hooks.enter_context(node.register_hook(note(at, number)))
             yield found
-        finally:
-            for handle in handles:
-                handle.remove()
 
     def wanted(self, pieces: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         """The waypoints that pieces are sent to."""

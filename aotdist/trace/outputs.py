@@ -1,6 +1,6 @@
 """What each output is: fresh, an input, or a view of which tensor by which steps.
 
-And what each write of metadata that shows outside is done to, and with which arguments.
+Also where each write of metadata that shows outside is repeated, and with which arguments.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from aotdist.aliasing.overwrite import version_of
 from aotdist.aliasing.view_log import ViewLog, look_inside
 from aotdist.aliasing.views import share_memory
 from aotdist.capture.captured import Returned
-from aotdist.errors import UnsupportedProgram
 from aotdist.facts import (
     Action,
     Fresh,
@@ -40,6 +39,7 @@ from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
 from aotdist.subclasses.protocol import is_wrapper, plain_tensors, wrapper_rule
 from aotdist.torch_seam.autograd import creation_meta, is_leaf_with_grad, released_history
 from aotdist.torch_seam.jagged import is_ragged
+from aotdist.trace.failures import unsupported
 from aotdist.trace.metadata import is_switched_on
 from aotdist.trace.stand_ins import Inputs
 
@@ -55,7 +55,7 @@ class NodeOutputs:
         inputs: the stand-ins that it was given.
         log: the views that the program made, and its writes of metadata.
         written: numbers of the writes of metadata that are repeated on inputs outside.
-        spent: identities of results whose saved tensors autograd has freed, so that they have no backward.
+        freed: identities of results whose saved tensors autograd has freed, so that they have no backward.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class NodeOutputs:
         inputs: Inputs,
         log: ViewLog,
         written: Container[int],
-        spent: Container[int],
+        freed: Container[int],
     ) -> None:
         self.slots: list[Slot] = []
         self.tensors: list[torch.Tensor] = []
@@ -72,7 +72,7 @@ class NodeOutputs:
         self.bumps: Counter[PrimalIdx] = Counter()
         self._known: dict[int, NodeOutIdx] = {}
         self._outs, self._inputs, self._log = outs, inputs, log
-        self._written, self._spent = written, spent
+        self._written, self._freed = written, freed
         look_inside(log, outs, [stand_in.opened for stand_in in inputs.row()])
         self._first: dict[int, OutIdx] = {}
         for position, out in enumerate(outs):
@@ -109,7 +109,7 @@ class NodeOutputs:
         return idx
 
     def _in_order(self) -> tuple[Action, ...]:
-        """What is done outside: outputs that are made, and writes of metadata."""
+        """What is done outside, in program order: outputs are made, and metadata is written."""
         made: list[tuple[int, Action]] = [
             (self._time(out), OutIdx(position)) for position, out in enumerate(self._outs)
         ]
@@ -121,10 +121,9 @@ class NodeOutputs:
         return tuple(item for _, item in sorted([*self._kept, *made], key=lambda pair: pair[0]))
 
     def _finds_more_to_replay(self) -> bool:
-        """Look for intermediates that are returned as they were made, and whose changes are repeated outside.
+        """Look for intermediates that are returned as they were made, with their changes repeated outside.
 
-        They are those that were moved to other memory, and those of which a returned view was made before a
-        change.
+        These were moved to other memory, or have a returned view that was made before a change.
         """
         before = len(self._replayed)
         for tensor, time in self._seen_outside():
@@ -136,7 +135,7 @@ class NodeOutputs:
         return len(self._replayed) > before
 
     def _seen_outside(self) -> list[tuple[torch.Tensor, int]]:
-        """Tensors that are looked at outside, and when."""
+        """Tensors that are used outside, and when."""
         seen = [(out, _LATER) for out in self._outs if isinstance(out, torch.Tensor)]
         for number, change in enumerate(self._log.changes):
             if self._is_done_outside(number, change):
@@ -150,8 +149,8 @@ class NodeOutputs:
         return key in self._replayed or (key in self._first and change.moves())
 
     def _has_history(self, out: torch.Tensor) -> bool:
-        """Whether gradients of an output may reach inputs: not if autograd has freed what it saved."""
-        return out.requires_grad and id(out) not in self._spent
+        """Whether gradients of an output may reach inputs: not if its saved tensors are freed."""
+        return out.requires_grad and id(out) not in self._freed
 
     def _target(self, number: int, change: Change) -> Place | None:
         if not self._is_done_outside(number, change):
@@ -204,7 +203,7 @@ class NodeOutputs:
         return ViewOfIntermediate(value, steps) if steps else Fresh(value)
 
     def _time(self, out: Any) -> int:
-        """When to make an output: when it was made, or before its base was changed, if it was since."""
+        """When to make an output: when the program did, or before a later change of its base."""
         if not isinstance(out, torch.Tensor):
             return -1
         made = self._log.views.made(out)
@@ -217,10 +216,9 @@ class NodeOutputs:
         for step in steps:
             forbidden = step.pick is not None or (out.requires_grad and not step.grad)
             if forbidden and step.serial > since[0]:
-                raise UnsupportedProgram(
+                raise unsupported(
                     f"`{step.op}` is applied to a view whose base was reshaped in place after it was made",
-                    stage="joint",
-                    fix="make the view afterwards, or reshape without writing (`t` for `t_`)",
+                    "make the view afterwards, or reshape without writing (`t` for `t_`)",
                 )
         return steps[0].serial
 
@@ -281,11 +279,10 @@ class NodeOutputs:
         for stand_in in self._inputs.row():
             pairs = zip(stand_in.plains, stand_in.writes(), strict=True)
             if any(count and share_memory(plain, out) for plain, count in pairs):
-                raise UnsupportedProgram(
+                raise unsupported(
                     f"`{slot.path}` lies in the memory of `{stand_in.slot}`, which is written, and is "
                     "no view of it to autograd",
-                    stage="joint",
-                    fix=f"clone `{slot.path}`, or return `{stand_in.slot}` itself",
+                    f"clone `{slot.path}`, or return `{stand_in.slot}` itself",
                 )
 
     def _refuse_outdated_copy(self, slot: Slot, out: torch.Tensor, base: torch.Tensor) -> None:
@@ -297,11 +294,10 @@ class NodeOutputs:
         if not is_wrapper(out) or not wrapper_rule(type(out)).views_may_be_copies:
             return
         if self._log.views.is_outdated(out) and not share_memory(base, out):
-            raise UnsupportedProgram(
+            raise unsupported(
                 f"`{slot.path}` is a view of a {type(out).__name__} that was redistributed for it: a copy, "
                 "and one of the two was written after it was made",
-                stage="joint",
-                fix="clone the view, or redistribute before taking it",
+                "clone the view, or redistribute before taking it",
             )
 
     def _refuse_view_of_replaced(self, slot: Slot, out: torch.Tensor, base: torch.Tensor) -> None:
@@ -311,10 +307,9 @@ class NodeOutputs:
         replaced in views.
         """
         if any(map(self._log.views.holds_others, (out, *self._log.views.bases(out)))):
-            raise UnsupportedProgram(
+            raise unsupported(
                 f"`{slot.path}` is a view of a {type(base).__name__}, and a tensor inside of it was replaced",
-                stage="joint",
-                fix=f"replace it in a clone, and return that as `{slot.path}`",
+                f"replace it in a clone, and return that as `{slot.path}`",
             )
         idx = self._inputs.index_of(base)
         if idx is None or not is_wrapper(out):
@@ -326,11 +321,10 @@ class NodeOutputs:
         replaces = any(isinstance(other, Returned) and other.replaced for other in self._outs)
         results = [other for other in self._outs if isinstance(other, torch.Tensor) and other is not out]
         if others and (replaces or any(_shown_by(results, plain) for plain in others)):
-            raise UnsupportedProgram(
+            raise unsupported(
                 f"`{slot.path}` is a view of `{stand_in.slot}`, taken after a tensor inside of it was "
                 "replaced",
-                stage="joint",
-                fix=f"take the view before, or clone `{slot.path}`",
+                f"take the view before, or clone `{slot.path}`",
             )
 
     def _view(
@@ -357,11 +351,10 @@ class NodeOutputs:
 
 def _refuse_ragged_size(position: OutIdx, out: Any) -> None:
     if any(map(is_ragged, out if isinstance(out, torch.Size) else (out,))):
-        raise UnsupportedProgram(
+        raise unsupported(
             f"`out[{position}]`, or what is assigned or printed, is the size of a ragged dimension, which "
             "equals itself alone and is of this call",
-            stage="joint",
-            fix="return, or keep, the jagged tensor: it has the size",
+            "return, or keep, the jagged tensor: it has the size",
         )
 
 

@@ -3,7 +3,7 @@
 PyTorch's proxy mode handles every kind of call: constants, higher-order operators, decompositions.
 Most operations of a training step are none of these: plain functional operators on
 tensors that already have nodes. Those are recorded here directly, in 0.3x of the time; everything else is
-left to the general mode, and both keep the same books.
+left to the general mode, which uses the same tracker of tensors.
 
 A tensor that has a node keeps it: nothing is ever rebound, because a functional operator's results
 are new tensors.
@@ -99,15 +99,15 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
         decompositions: operators that are recorded as simpler ones.
         fake_mode: the mode of the trace's fakes.
         stream: where random numbers come from, if from a seed and an offset; else None.
-        size: gives the node of a symbolic number, or the number itself if it is a certain one.
+        size: gives the node of a symbolic number; the number itself, if its expression is constant.
         unbacked: the numbers that depend on data; None where there may be none.
         on_gpu: whether the trace is for a GPU, though it is on the CPU.
-        refuses_data: no number may depend on data here, though numbers of the enclosing program may.
+        refuses_data: no number may depend on data, although numbers of the enclosing program may.
 
     Attributes:
-        draws: gives a draw that is repeated (in a checkpoint) the result of the first.
+        draws: gives a repeated draw (of a checkpoint) the result of the first.
         data_guards: answers conditions on data that exists before a call.
-        known_results: what results were like.
+        known_results: the cache of results' metadata.
         calling_functions: calls functions that are recorded once; see `aotdist.torch_seam.proxies`.
     """
 
@@ -149,7 +149,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if func is _DEVICE and isinstance(args[0], FakeTensor) and not args[0].fake_mode.in_kernel_invocation:
-            return args[0].fake_device  # asked for each tensor that is made, 20 us by way of all modes
+            return args[0].fake_device  # asked for each tensor that is made, 20 us through all modes
         if self._unbacked is not None:
             self._unbacked.check()
         if isinstance(func, HigherOrderOperator):
@@ -262,8 +262,8 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
                 return self._record(func, args, kwargs, node_args, node_kwargs)
         return self._dispatch_generally(func, types, args, kwargs)
 
-    def record_again(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record an operator whose result for such arguments is known; `NotImplemented` where it is not."""
+    def record_known(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operator whose result is in the cache; `NotImplemented` if it is not."""
         if self._unbacked is not None or current_scalars() is not None or not is_recording(self):
             return NotImplemented
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -287,7 +287,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
         for number in pytree.tree_leaves((args, kwargs)):
             if isinstance(number, SYMBOLIC) and isinstance(node := self._size(number), Node):
                 track_number(number, node, self.tracer)
-            elif isinstance(number, FakeTensor):  # which is recorded again, if it was recorded aside
+            elif isinstance(number, FakeTensor):  # if its node was erased, this records it again
                 node_of(number, self.tracer)
         if self._refuses_data and torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
             raise DynamicOutputShapeException(func)
@@ -297,7 +297,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
     def __sym_dispatch__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Arithmetic of symbolic numbers is not recorded, but for floats where numbers may depend on data."""
+        """Arithmetic of symbolic numbers is not recorded, except of floats where numbers depend on data."""
         result = func(*args, **kwargs)
         if not isinstance(result, torch.SymFloat):
             return result

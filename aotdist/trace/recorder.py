@@ -1,9 +1,9 @@
 """The recorder: plain-tensor operations become FX nodes; arguments may be added at any moment.
 
 Below the user's function stand, from top to bottom, functionalisation (writes become new values),
-proxies (values become nodes) and fake tensors (no data is touched). A tangent, or a tensor that the
-function merely closes over, is met in the middle of the trace, so `argument` can be called at any
-time: its placeholder is inserted after those that are already there.
+proxies (values become nodes) and fake tensors (no data is touched). Tangents, and tensors that the function
+closes over, turn up in the middle of the trace, so `argument` can be called at any time: its placeholder is
+inserted after those that are already there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from aotdist.aliasing.overwrite import bump
 from aotdist.capture.arguments import NO_FAKES, UserFakes
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.convention.rng import Stream
-from aotdist.errors import InternalError, UnsupportedProgram
+from aotdist.errors import InternalError
 from aotdist.origins import is_asked_by_the_user
 from aotdist.program import LATE_ROLES, Graph, PrimalIdx, Role, Slot
 from aotdist.sizes import NumberStep
@@ -54,6 +54,7 @@ from aotdist.torch_seam.patches import hand_on
 from aotdist.torch_seam.proxies import PythonKeyTracer, decomposing, graph_module, node_of, track
 from aotdist.torch_seam.symbols import depends_on_data, expression, hint, number_kind, shape_env
 from aotdist.torch_seam.tensors import unwrapped
+from aotdist.trace.failures import refusal
 from aotdist.trace.functionalise import Functionalisation, computed_elsewhere
 from aotdist.trace.numbers.data_guards import NeedsSizes
 from aotdist.trace.numbers.unbacked import Unbacked
@@ -67,9 +68,9 @@ class Writers:
     """What a backward writes.
 
     Args:
-        nodes: which memory, by its storage, and by which autograd node, by its number. Hooks run between
-            nodes: of what they write the number is None.
-        of_forward: what the forward computed and is written over, with its storage.
+        nodes: pairs of a storage and the sequence number of the autograd node that writes it; hooks run
+            between nodes, and have None for the number.
+        of_forward: values of the forward that are overwritten, each with its storage.
     """
 
     nodes: set[tuple[int, int | None]]
@@ -84,9 +85,8 @@ class RecordOptions:
         decompositions: operators to record as simpler ones; empty keeps the program's own.
         functional_rng: draw random numbers from a seed and an offset, which become the last arguments.
         backward_autocast: what the backward is recorded in.
-        of_bits: what is recorded runs operator by operator, and is to have eager's bits.
+        of_bits: the recorded graph runs operator by operator, and is to have eager's bits.
         target: the generation of the GPUs that a trace on the CPU is for, if it is for any.
-        recomputes: let reentrant checkpoints recompute as others do, if they hand out their results only.
     """
 
     decompositions: Mapping[OpOverload, Callable[..., Any]] = field(default_factory=dict)
@@ -94,7 +94,6 @@ class RecordOptions:
     backward_autocast: Callable[[], AbstractContextManager[Any]] = autocast_off
     of_bits: bool = False
     target: str | None = None
-    recomputes: bool = True
 
 
 class Recorder:
@@ -107,7 +106,7 @@ class Recorder:
         of_data: whether sizes and numbers may depend on data.
         fakes: the user's fake tensors, which are treated like real ones. Their mode then decides whether
             sizes may be symbolic.
-        finds_out: let the program choose by data of its inputs, see `aotdist.trace.numbers.data_guards`.
+        finds_out: let the program branch on data of its inputs, see `aotdist.trace.numbers.data_guards`.
     """
 
     def __init__(
@@ -152,13 +151,13 @@ class Recorder:
         )
         self.draws, self.data_guards = self._proxy_mode.draws, self._proxy_mode.data_guards
         self.draws.are_refused = within is not None
-        self._functionalisation.recorded_again = self._proxy_mode.record_again
+        self._functionalisation.record_known = self._proxy_mode.record_known
         self._rng: list[torch.fx.Node] = []
         self._arguments: dict[Slot, torch.fx.Node] = {}
         self._first: torch.fx.GraphModule | None = None
         self._goes_on = False
         self.is_aside = False
-        """Whether it records into another graph, which the program does not run: see `aside`."""
+        """Whether it records into a graph that the program does not run: see `aside`."""
         self._exit = contextlib.ExitStack()
 
     def __enter__(self) -> Recorder:
@@ -169,7 +168,7 @@ class Recorder:
             saved_tensor_hooks_off(),
             chosen_for(self.options.target),
             calling_to_be_traced(),
-            recomputing_reentrant_checkpoints() if self.options.recomputes else contextlib.nullcontext(),
+            recomputing_reentrant_checkpoints(),
             compiled_as_written(),
             _anomaly_mode_off(),
             self.draws,
@@ -192,16 +191,16 @@ class Recorder:
         self._exit.__exit__(*exc)
 
     def can_instantiate(self) -> bool:
-        """Whether what is recorded may be copied: it draws from no stream and is no part of another trace."""
+        """Whether blocks may be copied: not with a random stream, nor inside of another trace."""
         return self._stream is None and self._within is None
 
-    def call_functions_by_way_of(self, call: Callable[..., torch.Tensor]) -> None:
-        """Let functions that record the same be called by `call`, from now on; see `recorded_once`."""
+    def intercept_functions(self, call: Callable[..., torch.Tensor]) -> None:
+        """Route functions that may be recorded once through `call` from now on; see `recorded_once`."""
         self._proxy_mode.calling_functions = call
 
     @contextlib.contextmanager
     def aside(self) -> Generator[torch.fx.Graph]:
-        """Record into a graph of its own inside, which may refer to nodes of this one; it is emptied."""
+        """Record into another graph, which may refer to nodes of this one, and is emptied at the end."""
         ours, serials = self.tracer.graph, self.tracer.num_serials
         aside = self.tracer.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
         was_aside, self.is_aside = self.is_aside, True
@@ -264,8 +263,8 @@ class Recorder:
 
         Args:
             slot: its name.
-            fake: what it is like.
-            overwritten: its memory is written by another name, so that backward cannot keep it.
+            fake: its value in the trace.
+            overwritten: its memory is written through another argument, so the backward cannot keep it.
         """
         node = self._placeholder(slot, fake)
         node.meta["overwritten"] = overwritten
@@ -275,7 +274,7 @@ class Recorder:
     def note_data(
         self, at: PrimalIdx, arguments: Sequence[FunctionalTensor], reals: Sequence[torch.Tensor]
     ) -> None:
-        """Note that an input's data exists before a call: with `finds_out`, the program may choose by it.
+        """Note that an input's data exists before a call: with `finds_out`, the program may branch on it.
 
         Args:
             at: the input.
@@ -297,12 +296,10 @@ class Recorder:
                 track(fake, self._rng[-1], self.tracer)
         seed, offset = (node.meta["val"] for node in self._rng)
         if seed.device != self._stream.device:
-            raise UnsupportedProgram(
+            raise refusal(
                 f"random numbers are drawn on {seed.device} and on {self._stream.device}, and "
                 "`functional_rng` asks for one stream",
-                where=self.tracer.origins.current() or None,
-                stage="joint",
-                fix="draw them all on one device, or compile without `functional_rng`",
+                "draw them all on one device, or compile without `functional_rng`",
             )
         return seed, offset
 
@@ -320,17 +317,17 @@ class Recorder:
             self.data_guards.note_size(self._placeholder(slot, number), spelled, hint(number))
         return self._arguments[slot]
 
-    def told(self, numbers: Mapping[str, Any]) -> list[tuple[str, torch.Tensor | NumberStep]]:
-        """What numbers that depend on data follow from, in order, without what the forward tells.
+    def sources_of_numbers(self, numbers: Mapping[str, Any]) -> list[tuple[str, torch.Tensor | NumberStep]]:
+        """The sources of numbers that depend on data, in order, without those that the forward returns.
 
-        Each is a tensor for the graph to return, which holds the number, or how Python computes it.
+        Each is a tensor of one element for the graph to return, or how Python computes the number.
 
         Args:
             numbers: by the names of the symbols.
         """
         if self.unbacked is None:
             return []
-        steps, told = self.unbacked.steps, self.unbacked.told
+        steps, told = self.unbacked.steps, self.unbacked.returned
         asked, numbers = numbers.keys(), {**numbers, **self.unbacked.numbers}
         names = [name for name in self.unbacked.needed_for(asked) if name not in told]
         return [(name, steps.get(name) or self._holding(name, numbers[name])) for name in names]
@@ -353,7 +350,7 @@ class Recorder:
         return [node.meta["val"] for slot, node in self._arguments.items() if slot.role == "size"]
 
     def _placeholder(self, slot: Slot, val: Any) -> torch.fx.Node:
-        """A new argument, after those that are there already."""
+        """A new argument, inserted after the existing ones."""
         graph = self.tracer.graph
         last = next(reversed(self._arguments.values()), None)
         with graph.inserting_before(None) if last is None else graph.inserting_after(last):
@@ -371,7 +368,7 @@ class Recorder:
         self._functionalisation.rebinding.in_more.add(functional_storage_id(tensor))
 
     def asked_for_strides(self, tensor: torch.Tensor) -> None:
-        """Note that the program's backward looks at the strides of a tensor, which tangents may decide."""
+        """Note that the program's backward reads the strides of a tensor, which depend on the tangents'."""
         if self.tracer.phase != "backward":
             return
         for plain in plain_tensors(tensor):
@@ -397,7 +394,7 @@ class Recorder:
         return self._functionalisation.remember(functional(self._fake_of(node), self._functionalisation))
 
     def _fake_of(self, node: torch.fx.Node) -> torch.Tensor:
-        """The value of a node, which the tracer knows by it."""
+        """The value of a node, which the tracer tracks from now on."""
         fake = node.meta["val"]
         if node_of(fake, self.tracer) is None:
             track(fake, node, self.tracer)
@@ -407,7 +404,7 @@ class Recorder:
         return node_of(functional_value(tensor), self.tracer)
 
     def attribute(self, name: str, module: torch.fx.GraphModule) -> torch.fx.Node:
-        """A node for a graph that operators of this graph take."""
+        """A `get_attr` node for a graph that an operator takes."""
         root = self.tracer.root
         unique = next(n for k in itertools.count() if not hasattr(root, n := f"{name}_{k}"))
         root.register_module(unique, module)
@@ -433,22 +430,22 @@ class Recorder:
         return [functional(fake, self._functionalisation) for fake in fakes]
 
     def num_writes(self) -> int:
-        """How many tensors operators have written by now."""
+        """How many writes of tensors were recorded so far."""
         return self._functionalisation.num_writes
 
     def write(self, tensor: FunctionalTensor, node: torch.fx.Node, num_versions: int) -> None:
-        """Let a tensor that owns its memory hold the value of a node, written in as many versions."""
+        """Let a tensor that owns its memory hold the value of a node; raise its version by `num_versions`."""
         self._functionalisation.num_writes += 1
         replace_functional_value(tensor, self._fake_of(node))
         bump(tensor, num_versions)
 
     def num_nodes(self) -> int:
-        """How many nodes are recorded by now."""
+        """How many nodes were recorded so far."""
         return len(self.tracer.graph.nodes)
 
     @contextlib.contextmanager
     def noting_writers(self) -> Generator[Writers]:
-        """Note what is written inside, and by which autograd nodes."""
+        """Note what is written while the context is active, and by which autograd nodes."""
         found = Writers(set(), {})
 
         def note(tensor: FunctionalTensor) -> None:
@@ -468,7 +465,7 @@ class Recorder:
 
     @contextlib.contextmanager
     def on_trial(self) -> Generator[None]:
-        """Erase what is recorded inside when the context is left: it is only to be looked at."""
+        """Erase, at the end, what was recorded in the context: only its effects in Python are of interest."""
         nodes = self.tracer.graph.nodes
         before = set(nodes)
         yield
@@ -485,7 +482,7 @@ class Recorder:
         """
         for symbol in symbols:
             self.size(symbol)
-        self._proxy_mode.calling_functions = None  # which knows of nodes
+        self._proxy_mode.calling_functions = None  # it holds nodes
         graph, now = self.tracer.graph, dict[torch.fx.Node, torch.fx.Node]()
         if self._goes_on:
             graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
@@ -500,7 +497,7 @@ class Recorder:
         return Graph(gm, tuple(slots), tuple(slot for slot, _ in results))
 
     def go_on(self) -> None:
-        """Allow more to be recorded after `graph`: the graph that was handed out becomes a copy."""
+        """Allow more to be recorded after `graph`: the graph that it returned gets a copy of the nodes."""
         if self._goes_on or self._first is None:
             return
         recorded, handed_out = self.tracer.graph, torch.fx.Graph(tracer_cls=PythonKeyTracer)
@@ -511,7 +508,7 @@ class Recorder:
 
 
 def _anomaly_mode_off() -> contextlib.AbstractContextManager[Any]:
-    """It would look for NaNs among numbers that nobody has. It is all threads', and touched only if on."""
+    """It would look for NaNs in fakes. The flag is global to all threads, so it is set only if it is on."""
     return (
         torch.autograd.set_detect_anomaly(False) if torch.is_anomaly_enabled() else contextlib.nullcontext()
     )

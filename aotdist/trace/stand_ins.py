@@ -23,7 +23,6 @@ from aotdist.aliasing.views import Opened
 from aotdist.capture.source import UNNAMED
 from aotdist.convention.bases import BasePlan
 from aotdist.errors import UnsupportedProgram
-from aotdist.origins import Origins
 from aotdist.program import PrimalIdx, Row, Slot
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
@@ -49,9 +48,10 @@ from aotdist.torch_seam.functional import (
 )
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.symbols import hint
-from aotdist.torch_seam.tensors import as_parameter, is_unheard, set_versions
+from aotdist.torch_seam.tensors import as_parameter, is_zero_tensor, set_versions
 from aotdist.torch_seam.transforms import beneath_transforms
 from aotdist.trace.classes import show_as_example
+from aotdist.trace.failures import refusal, unsupported
 from aotdist.trace.numbers.symbols import Count, Symbols
 from aotdist.trace.recorder import Recorder
 
@@ -72,8 +72,8 @@ class StandIn:
             gradients for it, are those of the other inputs.
         spans: the spans that its plain tensors lie in, together with others.
         base: which stand-in it is a view of, if it is made as one.
-        counted: the version counters, of `tensor` and of what lies inside of it, before the program ran.
-        met: the values of its plain tensors then.
+        first_counters: version counters of `tensor` and of what lies inside of it, before the program ran.
+        first_values: the values of its plain tensors then.
     """
 
     slot: Slot
@@ -85,8 +85,8 @@ class StandIn:
     derived: bool = False
     spans: frozenset[PrimalIdx] = frozenset()
     base: PrimalIdx | None = None
-    counted: tuple[int, ...] = (0,)
-    met: tuple[torch.Tensor, ...] = ()
+    first_counters: tuple[int, ...] = (0,)
+    first_values: tuple[torch.Tensor, ...] = ()
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -102,15 +102,15 @@ class StandIn:
         return self.example.requires_grad and not self.derived
 
     def bumps(self) -> int:
-        """How many writes of the input autograd counted, by this name or through a view of it."""
-        return 1 if self.tensor.is_inference() else version_of(self.tensor) - self.counted[0]
+        """How many writes autograd counted, of this tensor and of views of it."""
+        return 1 if self.tensor.is_inference() else version_of(self.tensor) - self.first_counters[0]
 
     def writes(self) -> tuple[int, ...]:
-        """How often each plain tensor of the input was written, also through what shares its memory."""
+        """How often each plain tensor was written, also through tensors that share its memory."""
         return tuple(data_writes(plain) for plain in self.plains)
 
     def counts(self) -> tuple[tuple[int, ...], int]:
-        """Both: `writes` and `bumps`."""
+        """`writes` and `bumps`."""
         return self.writes(), self.bumps()
 
     def values(self) -> tuple[torch.Tensor, ...]:
@@ -131,7 +131,7 @@ class StandIn:
 
 
 class Inputs:
-    """Makes and remembers stand-ins; a tensor met twice has one."""
+    """Makes and remembers stand-ins, one for each tensor."""
 
     def __init__(self, recorder: Recorder, symbols: Symbols, bases: BasePlan) -> None:
         self._recorder = recorder
@@ -142,7 +142,6 @@ class Inputs:
         self._stand_ins: list[StandIn] = []
         self._by_example: dict[int, torch.Tensor] = {}
         self._by_tensor: dict[int, PrimalIdx] = {}
-        self._of_views: list[PrimalIdx] = []
 
     def counts(self) -> tuple[Count, ...]:
         """The numbers that symbols stand for."""
@@ -162,8 +161,6 @@ class Inputs:
         self._by_tensor[id(stand_in.tensor)] = at
         self._by_example[id(example)] = stand_in.tensor
         self._stand_ins.append(stand_in)
-        if example._is_view() and not stand_in.tensor._is_view():
-            self._of_views.append(at)
         return stand_in.tensor
 
     def _made(self, at: PrimalIdx, slot: Slot, example: torch.Tensor) -> StandIn:
@@ -189,7 +186,7 @@ class Inputs:
         return replace(stand_in, derived=is_span, spans=spans)
 
     def _note_storages(self, at: PrimalIdx, stand_in: StandIn) -> None:
-        """Note which storages hold more than the input, and which are an input's."""
+        """Note which storages are larger than the input in them, and which are an input's."""
         is_own = is_real(stand_in.example) and not self._bases.is_span(at)
         for plain, real in zip(stand_in.plains, plain_tensors(stand_in.example), strict=True):
             if not is_symbolic(tuple(real.shape)) and real.untyped_storage().nbytes() > real.nbytes:
@@ -241,11 +238,21 @@ class Inputs:
 
     def _view_again(self, slot: Slot, example: torch.Tensor, recipe: Recipe, base: StandIn) -> StandIn:
         if not is_wrapper(example) and kind_of(example) != kind_of(base.example):
-            raise _refuse_kind(example, slot)
+            assert example._base is not None, "a view"
+            raise unsupported(
+                f"`{slot.path}` is a view of a {example._base.dtype} tensor, as {example.dtype} or "
+                "conjugated; it, or another view of that tensor, is written with history",
+                f"pass what `{slot.path}` is a view of, and take the view inside of the function",
+            )
         with torch.enable_grad():
             view = made_again(example, base.tensor)
         if is_wrapper(example) and _shape_of(view) != _shape_of(example):
-            raise _refuse_reshaped(example, slot)
+            raise unsupported(
+                f"`{slot.path}` is a view of a {type(example).__name__} with history, and its size or "
+                "strides were written in place before the call; it, or another view of that tensor, is "
+                "written",
+                f"reshape `{slot.path}` out of place: `unsqueeze` in the place of `unsqueeze_`",
+            )
         set_creation_meta(view, creation_meta(example))
         plains = tuple(second_shell(plain) for plain in plain_tensors(view))  # type: ignore[arg-type]
         return StandIn(slot, example, recipe, view, Opened.of(view), plains, derived=True)
@@ -253,7 +260,7 @@ class Inputs:
     def show_attributes(self) -> None:
         """Let the user's code see the attributes of the examples, and the methods of their classes.
 
-        Of a tensor that is met later, it holds the example itself.
+        A tensor that the program closes over needs none: the user's code holds the example itself.
         """
         for stand_in in self._stand_ins:
             show_as_example(stand_in.tensor, stand_in.example, stand_in.slot.path)
@@ -269,12 +276,8 @@ class Inputs:
         """Every stand-in so far."""
         return Row(self._stand_ins)
 
-    def views(self) -> list[tuple[PrimalIdx, torch.Tensor]]:
-        """The stand-ins for views that are no views themselves."""
-        return [(idx, self._stand_ins[idx].tensor) for idx in self._of_views]
-
     def made_again(self) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
-        """The stand-ins that are views of another one to autograd, each with what makes it."""
+        """The stand-ins that autograd knows as views of another, each with the function that makes it."""
         for stand_in in (one for one in self._stand_ins if one.base is not None):
             yield stand_in.tensor, functools.partial(made_again, stand_in.example)
 
@@ -288,12 +291,12 @@ class Inputs:
         return None if at is None else str(self._stand_ins[at].slot)
 
     def of_example(self, example: torch.Tensor) -> torch.Tensor | None:
-        """The stand-in for a real tensor, if the program has met that."""
+        """The stand-in for a real tensor, if there is one yet."""
         return self._by_example.get(id(example))
 
     @contextmanager
     def current(self) -> Generator[None]:
-        """Let `current_inputs` return these inside."""
+        """Let `current_inputs` return these while the context is active."""
         token = _CURRENT.set(self)
         try:
             yield
@@ -301,18 +304,18 @@ class Inputs:
             _CURRENT.reset(token)
 
     def behind(self, tensors: Iterable[torch.Tensor]) -> list[StandIn]:
-        """The inputs at which the history of `tensors` begins."""
+        """The inputs that are leaves of the history of `tensors`."""
         leaves = [node.variable for node in nodes_behind(tensors) if hasattr(node, "variable")]
         known = set(map(id, leaves))
         return [one for one in self._stand_ins if one.takes_grad and id(one.leaf) in known]
 
 
 def _counted_from_here(stand_in: StandIn) -> StandIn:
-    """The stand-in with its example's version counter, and with the counts from which writes are counted."""
+    """The stand-in, with its example's version counter; its writes are counted from here."""
     tensor, example = stand_in.tensor, stand_in.example
     if not (example.is_inference() or tensor.is_inference()):
         set_versions((tensor,), (version_of(example),))
-    return replace(stand_in, counted=stand_in.counters(), met=stand_in.values())
+    return replace(stand_in, first_counters=stand_in.counters(), first_values=stand_in.values())
 
 
 def _shape_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
@@ -335,33 +338,14 @@ def current_inputs() -> Inputs:
 
 
 def _mode_of(example: torch.Tensor) -> AbstractContextManager[Any]:
-    """The mode to make a stand-in in: of a normal tensor it is a normal one, in inference mode, too."""
+    """The mode to make a stand-in in: that of a normal tensor is a normal one, in inference mode, too."""
     if torch.is_inference_mode_enabled() and not example.is_inference():
         return torch.inference_mode(False)
     return nullcontext()
 
 
-def _refuse_kind(example: torch.Tensor, slot: Slot) -> UnsupportedProgram:
-    assert example._base is not None, "a view"
-    return UnsupportedProgram(
-        f"`{slot.path}` is a view of a {example._base.dtype} tensor, as {example.dtype} or conjugated; it, "
-        "or another view of that tensor, is written with history",
-        stage="joint",
-        fix=f"pass what `{slot.path}` is a view of, and take the view inside of the function",
-    )
-
-
-def _refuse_reshaped(example: torch.Tensor, slot: Slot) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        f"`{slot.path}` is a view of a {type(example).__name__} with history, and its size or strides were "
-        "written in place before the call; it, or another view of that tensor, is written",
-        stage="joint",
-        fix=f"reshape `{slot.path}` out of place: `unsqueeze` in the place of `unsqueeze_`",
-    )
-
-
 def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:
-    """Refuse tensors that are neither dense nor around dense ones; one that nobody named, by its line."""
+    """Refuse tensors that are neither dense nor wrappers of dense ones, by name or by the user's line."""
     if is_wrapper(example):
         return
     if example.is_nested or example.is_quantized:
@@ -373,11 +357,10 @@ def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:
             "pass its indices and values; its product with a dense matrix is "
             "`zeros.index_add(0, row, values[:, None] * dense[column])`"
         )
-    elif is_unheard(example):
+    elif is_zero_tensor(example):
         what, fix = "is zeros without memory, as the derivative of `sgn` is", "pass its `clone()`"
     else:
         return
     if slot.path.startswith(UNNAMED):
-        where, what = Origins().current() or None, f"a tensor that is met here {what}"
-        raise UnsupportedProgram(what, where=where, stage="joint", fix=fix)
+        raise refusal(f"a tensor that is met here {what}", fix)
     raise UnsupportedProgram(f"`{slot.path}` {what}", stage="capture", fix=fix)

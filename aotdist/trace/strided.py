@@ -3,8 +3,8 @@
 Functionalisation writes through `as_strided` only if no other view precedes it, and through `unfold` only if
 each element is shown once. So both are made as `as_strided` of the tensor that owns the memory.
 
-A trace has only that part of an input's storage which the input shows. A program may read around it as long
-as nothing is written.
+A trace has only the part of an input's storage that the input shows. A program may read outside of that part
+as long as nothing is written.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ class Strided:
         return lambda: part_of(memory, place.size, place.stride, first)
 
     def _look_around(self, func: OpOverload, tensor: FunctionalTensor) -> None:
-        """Note that a view shows memory which the trace does not have, or cannot write through the view."""
+        """Note that a view shows memory which the trace does not have, or cannot be written through."""
         key = functional_storage_id(tensor)
         if key in self._inputs and func is not _UNFOLD:  # which shows nothing around a tensor
             if data_writes(tensor):

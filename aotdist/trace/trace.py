@@ -32,7 +32,7 @@ from aotdist.trace.capture_mode import CaptureMode, ReplayMode
 from aotdist.trace.classes import users_code
 from aotdist.trace.context import TraceContext, TraceOptions
 from aotdist.trace.control_flow import call_higher_order
-from aotdist.trace.failures import naming_failures, naming_outdated_views, refusal, steps_inside
+from aotdist.trace.failures import naming_failures, refusal, steps_inside
 from aotdist.trace.forward_effects import ForwardEffects, read_forward
 from aotdist.trace.later_backwards import LaterBackwards
 from aotdist.trace.numbers import python_numbers
@@ -47,12 +47,12 @@ class Traced:
 
     Args:
         program: the program, with the closed-over tensors that it touched added to its inputs.
-        graph: the joint graph, cut at its waypoints; `aotdist.program.Graph` tells the order of its segments.
+        graph: the joint graph, cut at its waypoints; `aotdist.program.Graph` has the order of its segments.
         facts: what the call has to do around the graph.
         fake_mode: the mode of the fake tensors in the graph's `meta["val"]`.
         symbols: its symbolic sizes, and what was assumed of them; compilers add to it later.
         later_backwards: traces other backwards than that in `graph`, if there can be any.
-        traces: the same, for as long as it is needed.
+        traces: holds `later_backwards`, and may drop it and trace the program again on demand.
         copies: which blocks were copied rather than traced (`aotdist.trace.blocks`).
     """
 
@@ -87,7 +87,7 @@ def trace(
     Args:
         program: what to trace; its `fn` may run hooks and methods of tensor subclasses as well.
         recorder: fresh, not entered.
-        options: what the trace is asked.
+        options: what to trace, and how.
         name_closed_over: names a real tensor that is none of the program's inputs.
         outer: for a part of another program: gives the stand-in there of a real tensor.
 
@@ -122,9 +122,9 @@ def trace(
         stack.enter_context(symbols.counting(options.counts))
         stack.enter_context(context.view_mode)
         stack.enter_context(intercept_swaps(_refuse_swap))
-        outs, lifting, blocks = _run_forward(context, program, tensors)
-        stack.enter_context(swapped_unseen(lifting.swap))  # in the backward, too
-        forward = read_forward(context, outs, lifting)
+        outs, capture_mode, blocks = _run_forward(context, program, tensors)
+        stack.enter_context(swapped_unseen(capture_mode.swap))  # in the backward, too
+        forward = read_forward(context, outs, capture_mode)
         backward = BackwardTrace(context, forward).effects()
     facts = _facts(context, forward, backward)
     seen = Program(program.fn, inputs.row().map(lambda s: s.slot), inputs.row().map(lambda s: s.example))
@@ -140,14 +140,14 @@ def _later_backwards(
     facts: Facts,
     backward: BackwardEffects,
 ) -> LaterBackwards | None:
-    """What traces other backwards later, where that may be: not if the backward writes."""
+    """What traces other backwards later; None if that cannot be done, as where the backward writes."""
     options = context.options
     if backward.facts.writes or not (options.cuts and options.may_run_later):
         return None
     context.inputs.forget_attributes()
     return LaterBackwards(
         backward=backward.runs,
-        recalling=ReplayMode({idx: one.tensor for idx, one in context.inputs.row().enumerate()}),
+        replay_mode=ReplayMode({idx: one.tensor for idx, one in context.inputs.row().enumerate()}),
         ins=program.ins,
         recipes=facts.recipes,
         grads=backward.grads,
@@ -156,7 +156,7 @@ def _later_backwards(
 
 
 def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardEffects) -> Facts:
-    """All that the later stages know."""
+    """What the later stages know of the program."""
     row, outputs, metadata = context.inputs.row(), forward.outputs, forward.metadata
     met_by_backward = (Untouched() for _ in range(len(row) - len(forward.writes)))
     return Facts(
@@ -169,7 +169,7 @@ def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardEff
         rewinds=forward.rewinds,
         switched_on=metadata.switched_on,
         storages=tuple(sorted(set(metadata.moved(row)))),
-        asked=tuple((idx, name, answer) for (idx, name), answer in forward.lifting.asked.items()),
+        asked=tuple((idx, name, answer) for (idx, name), answer in forward.capture_mode.asked.items()),
         data_guards=tuple(context.recorder.data_guards.given),
         numbers=forward.numbers,
     )
@@ -178,27 +178,27 @@ def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardEff
 def _run_forward(
     context: TraceContext, program: Program[PrimalIdx], tensors: Sequence[torch.Tensor]
 ) -> tuple[list[Any], CaptureMode, Blocks]:
-    """What a program returns for stand-ins of its inputs, the mode that it ran in, and its blocks."""
+    """Run the program on stand-ins of its inputs: its results, the mode that it ran in, and its blocks."""
     recorder, inputs, stand_in = context.recorder, context.inputs, context.stand_in
     inputs.show_attributes()
-    lifting = CaptureMode(
+    capture_mode = CaptureMode(
         recorder,
         inputs,
         stand_in,
         context.view_mode,
         higher_order=functools.partial(call_higher_order, context, trace),
     )
-    blocks = _blocks(context, lifting)
+    in_python = context.options.in_python if context.options.instantiate else None
+    blocks = Blocks(recorder, capture_mode, in_python)
     with (
-        swapped_unseen(lifting.swap),
-        intercept_saved_tensor_hooks(lifting),
-        users_code(lifting.swap),
-        lifting,
+        swapped_unseen(capture_mode.swap),
+        intercept_saved_tensor_hooks(capture_mode),
+        users_code(capture_mode.swap),
+        capture_mode,
         formulas_under_modes(),
         intercept_schedules(steps_inside),
         inputs.current(),
-        naming_failures(),
-        naming_outdated_views(context.log),
+        naming_failures(context.log),
         blocks.called(),
     ):
         outs = program.fn(*tensors)
@@ -206,33 +206,13 @@ def _run_forward(
     recorder.draws.check()
     recorder.data_guards.forget()
     recorder.check_numbers()
-    foreign = (isinstance(out, torch.Tensor) and recorder.is_foreign(out) for out in outs)
-    return [stand_in(out) if met else out for out, met in zip(outs, foreign, strict=True)], lifting, blocks
-
-
-def _blocks(context: TraceContext, lifting: CaptureMode) -> Blocks:
-    """What instantiates modules of one kind, if that is asked for."""
-    in_python, guards = context.options.in_python, context.recorder.data_guards
-
-    def watch() -> Callable[[], bool]:
-        assert in_python is not None and in_python.watch_forward is not None, (
-            "modules are called by the program"
-        )
-        return in_python.watch_forward()
-
-    def num_hooks() -> int:
-        return lifting.num_hooks
-
-    def num_effects() -> tuple[int, ...]:
-        made = () if in_python is None else in_python.num_effects()
-        return num_hooks(), len(lifting.retained), len(lifting.asked), len(guards.given), *made
-
-    is_asked = context.options.instantiate and in_python is not None
-    return Blocks(context.recorder, lifting.met, num_hooks, num_effects, watch if is_asked else None)
+    is_foreign = [isinstance(out, torch.Tensor) and recorder.is_foreign(out) for out in outs]
+    outs = [stand_in(out) if is_real else out for out, is_real in zip(outs, is_foreign, strict=True)]
+    return outs, capture_mode, blocks
 
 
 def _refuse_swap(first: torch.Tensor, second: torch.Tensor) -> NoReturn:
-    swap_attributes(first, second)  # back: they are exchanged by now
+    swap_attributes(first, second)  # PyTorch has exchanged them already
     raise refusal(
         "a tensor is swapped with another by `torch.utils.swap_tensors`",
         fix="swap them outside of the compiled function, or assign `.data`",
@@ -240,35 +220,35 @@ def _refuse_swap(first: torch.Tensor, second: torch.Tensor) -> NoReturn:
 
 
 class Traces:
-    """The trace of a program, as long as it is needed: let go of, and made anew when it is asked for.
+    """Holds the trace of a program for later backwards; may drop it, and trace the program again on demand.
 
     Args:
-        later: runs backwards through it; None if it is let go of from the beginning.
-        again: traces the program anew; None where that may show another one.
+        later: runs backwards through the trace; None if it was not kept.
+        retrace: traces the program again; None where that may give another program.
     """
 
     def __init__(
-        self, later: LaterBackwards | None, again: Callable[[], LaterBackwards] | None = None
+        self, later: LaterBackwards | None, retrace: Callable[[], LaterBackwards] | None = None
     ) -> None:
-        self._later, self._again, self._is_used = later, again, False
+        self._later, self._retrace, self._is_used = later, retrace, False
 
     def get(self) -> LaterBackwards:
-        """What runs backwards through it.
+        """What runs backwards through the trace.
 
         Raises:
-            UnsupportedProgram: it was let go of, and the program is another by now.
+            UnsupportedProgram: the trace was dropped, and the program has changed since.
         """
         if self._later is None:
-            assert self._again is not None, "else it is kept"
-            self._later = self._again()
+            assert self._retrace is not None, "otherwise the trace is never dropped"
+            self._later = self._retrace()
         self._is_used = True
         return self._later
 
     def is_there(self) -> bool:
-        """Whether it is in memory."""
+        """Whether the trace is in memory."""
         return self._later is not None
 
     def forget(self) -> None:
-        """Let go of it, unless it was used, or cannot be made anew."""
-        if self._again is not None and not self._is_used:
+        """Drop the trace, unless it was used or the program cannot be traced again."""
+        if self._retrace is not None and not self._is_used:
             self._later = None

@@ -16,24 +16,20 @@ from aotdist.torch_seam.proxies import PythonKeyTracer
 Phase = Literal["forward", "backward"]
 
 STAMPED = frozenset({"phase", "source", "module", "unit", "policy", "serial", "grad", "function", "seq_nr"})
-"""What `Tracer.stamp` may say of a node."""
+"""The entries of `node.meta` that `Tracer.stamp` may set."""
 
 
 class NotInstantiable(Exception):
-    """An instance cannot do what the block itself would do; the program is traced without instances."""
-
-
-class NotRecomputable(Exception):
-    """A reentrant checkpoint cannot recompute as others do; the program is traced with it as it is."""
+    """An instance of a block cannot do what the block would do: the program is traced without instances."""
 
 
 class Tracer(PythonKeyTracer):
     """Makes nodes.
 
     Attributes:
-        phase: of the program, what is recorded now.
-        origins: knows the line of the user's that runs now.
-        num_serials: how many serials nodes have by now.
+        phase: whether the forward or the backward is recorded now.
+        origins: knows which of the user's lines runs now.
+        num_serials: how many serials were given to nodes so far.
     """
 
     def __init__(self) -> None:
@@ -47,11 +43,11 @@ class Tracer(PythonKeyTracer):
         self.num_serials = 0
         self._first_seq_nr = next_sequence_nr()
         self._skips: list[tuple[int, int]] = []
-        self._of_forward: dict[int, tuple[str, str]] = {}
+        self._origins_by_seq_nr: dict[int, tuple[str, str]] = {}
         self._erased: dict[torch.fx.Node, tuple[Any, Any]] = {}
-        """Arguments of nodes that were recorded aside."""
-        self._again: dict[torch.fx.Node, torch.fx.Node] = {}
-        """What was recorded again in their place."""
+        """Arguments and keyword arguments of nodes that were recorded aside, and are erased."""
+        self._replacements: dict[torch.fx.Node, torch.fx.Node] = {}
+        """The nodes that were recorded in place of erased ones."""
 
     def create_node(self, *args: Any, **kwargs: Any) -> torch.fx.Node:
         """A node, stamped."""
@@ -64,19 +60,19 @@ class Tracer(PythonKeyTracer):
         seq_nr, function = running_node()
         # The program may call for a backward, too. A node for writes to views has no operator of the forward.
         if self.phase == "backward" or function:
-            source, module = self._of_forward.get(seq_nr, ("", "")) if seq_nr is not None else ("", "")
+            source, module = self._origins_by_seq_nr.get(seq_nr, ("", "")) if seq_nr is not None else ("", "")
         else:
             seq_nr, function = next_sequence_nr() - 1, ""
             source, module = self.origins.current(), current_module()
             # The first operation that an autograd node covers is the one the user wrote.
-            self._of_forward.setdefault(seq_nr, (source, module))
+            self._origins_by_seq_nr.setdefault(seq_nr, (source, module))
         stamp: dict[str, Any] = {"phase": self.phase, "source": source, "module": module, **current_tags()}
         stamp["serial"] = self.next_serial()
         stamp["grad"] = torch.is_grad_enabled()
         if function:
             stamp["function"] = function
         if seq_nr is not None and function != ACCUMULATION:
-            stamp["seq_nr"] = self.counted(seq_nr)
+            stamp["seq_nr"] = self.graph_seq_nr(seq_nr)
         return stamp
 
     def erase(self, graph: torch.fx.Graph) -> None:
@@ -86,15 +82,15 @@ class Tracer(PythonKeyTracer):
             graph.erase_node(node)
 
     def recorded_again(self, node: torch.fx.Node) -> torch.fx.Node:
-        """For a node that was erased, one that computes the same here.
+        """For a node that was erased, one that computes the same in this graph.
 
-        A view of what was written is computed when it is first read, and its tensor holds that from then on:
-        if that was aside (the view is one that autograd saved), others that read it are given that node.
+        Functionalisation computes a view of a written tensor when it is first read, and the view then holds
+        that value. If it was first read aside (autograd saved the view), later readers find the erased node.
 
         Raises:
             NotInstantiable: it was an argument of what was recorded aside.
         """
-        known = self._again.get(node)
+        known = self._replacements.get(node)
         if known is not None and not is_erased(known):
             return known
         if node.op != "call_function":
@@ -102,15 +98,15 @@ class Tracer(PythonKeyTracer):
         given = map_arg(self._erased[node], lambda one: self.recorded_again(one) if is_erased(one) else one)
         meta = {key: value for key, value in node.meta.items() if key not in STAMPED} | self.stamp()
         made = add_node(self.graph, node.op, node.target, *given, None, meta)
-        self._again[node] = made
+        self._replacements[node] = made
         return made
 
     def held(self, name: str) -> Any:
-        """What the graph holds by a name: a literal tensor, or the graph of an operator."""
+        """What a `get_attr` node of this name reads: a literal tensor, or the graph of an operator."""
         return getattr(self.root, name)
 
     def constant(self, name: str) -> torch.fx.Node:
-        """A node for a literal tensor like one that is held already."""
+        """A node for a copy of a literal tensor."""
         with no_modes(), torch_functions_off():
             made = self.held(name).clone()
         node = self.create_arg(made)
@@ -122,16 +118,16 @@ class Tracer(PythonKeyTracer):
         self.num_serials += 1
         return self.num_serials - 1
 
-    def counted(self, seq_nr: int) -> int:
-        """The sequence number that nodes have for autograd's."""
+    def graph_seq_nr(self, seq_nr: int) -> int:
+        """The sequence number that nodes of the graph get for one of autograd's."""
         skipped = next((skipped for first, skipped in reversed(self._skips) if first <= seq_nr), 0)
         return seq_nr - self._first_seq_nr + skipped
 
-    def next_counted(self) -> int:
-        """The sequence number that the next autograd node has."""
-        return self.counted(next_sequence_nr())
+    def next_graph_seq_nr(self) -> int:
+        """The sequence number in the graph of the next autograd node."""
+        return self.graph_seq_nr(next_sequence_nr())
 
-    def count_from(self, counted: int) -> None:
-        """Let the next autograd node have a certain sequence number, as if others had been made before."""
+    def continue_seq_nrs_at(self, counted: int) -> None:
+        """Let the next autograd node have this sequence number in the graph, as if others had been made."""
         following = next_sequence_nr()
         self._skips.append((following, counted - (following - self._first_seq_nr)))

@@ -39,7 +39,11 @@ def checked_in_a_checkpoint(x: torch.Tensor) -> torch.Tensor:
     return checkpoint(checked, x, use_reentrant=False)
 
 
-PROGRAMS = (checked, checked_twice, checked_and_written, checked_in_a_checkpoint)
+def checked_by_a_loss(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gaussian_nll_loss(x, x.sin(), x * 1)
+
+
+PROGRAMS = (checked, checked_twice, checked_and_written, checked_in_a_checkpoint, checked_by_a_loss)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -22,8 +22,7 @@ from aotdist.aliasing.view_mode import ViewMode
 from aotdist.capture.ambient import ambient
 from aotdist.export import aot_export_module
 from aotdist.torch_seam.dynamo import dynamo_locks
-from aotdist.torch_seam.locks import LOCKS, is_owned
-from aotdist.torch_seam.patches import PATCHES, _held_by
+from aotdist.torch_seam.patches import LOCKS, PATCHES, _held_by, is_owned
 
 X = torch.tensor([[0.5, -1.0], [2.0, 0.25]])
 

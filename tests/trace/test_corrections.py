@@ -123,9 +123,6 @@ EXAMPLES: dict[str, Example] = {
         lambda x, w: torch.istft(x, 16, window=w),
         lambda: [torch.randn(2, 9, 17, dtype=torch.complex64), torch.hann_window(16)],
     ),
-    "checks of variances": Example(
-        lambda x, y, v: F.gaussian_nll_loss(x, y, v.exp()), lambda: [leaf(3), leaf(3), leaf(3)], training=True
-    ),
     "mean of a CTC loss": Example(
         lambda x, y: F.ctc_loss(x.log_softmax(-1), y, *LENGTHS),
         lambda: [torch.randn(12, 2, 6), torch.randint(1, 6, (2, 5))],

@@ -1,9 +1,9 @@
-"""The backward of a recorded call, run by itself, for the instances of the block to copy."""
+"""The backward of a recorded call, which is run by itself so that instances of the block can copy it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Hashable, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,16 +15,17 @@ from aotdist.torch_seam.autograd import retains_grad
 from aotdist.torch_seam.block_gradients import hooks_off, run_backward_up_to
 from aotdist.torch_seam.functional import FunctionalTensor, functional_value
 from aotdist.torch_seam.proxies import track
-from aotdist.trace.blocks.kinds import Unfit, likeness, likeness_of
+from aotdist.trace.blocks.kinds import Unfit, described_tensor, metadata_of
 from aotdist.trace.blocks.recording import (
     Recorded,
     Step,
     Value,
-    checked_nodes,
-    likenesses_of,
+    check_copyable,
+    metadata_of_values,
     value_of,
 )
 from aotdist.trace.blocks.writes import check_unwritten, counts_of
+from aotdist.trace.capture_mode import CaptureMode
 from aotdist.trace.failures import SPENT
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.tracer import NotInstantiable
@@ -35,9 +36,9 @@ class Sent:
     """The gradients that a block sends to one tensor.
 
     Args:
-        pieces: each of them, in order; None for those that do not come.
+        pieces: each of them, in order; None for an edge that gets none.
         total: their sum.
-        sums: the nodes that add them up.
+        sums: the nodes that compute the sum.
     """
 
     pieces: tuple[Value | None, ...]
@@ -50,8 +51,8 @@ class RecordedBackward:
     """A backward of a recorded call.
 
     Args:
-        tangents: for the plain tensors of the gradients that arrived, the nodes that stood for them.
-        steps: what was recorded.
+        tangents: the placeholders for the plain tensors of the gradients of the block's results.
+        steps: the nodes that were recorded.
         sent: what the block sends to each tensor that it was given.
     """
 
@@ -65,14 +66,14 @@ class Backwards:
 
     Args:
         recorder: records the program.
-        num_hooks: how many hooks of gradients the program has registered: they would be called.
+        capture_mode: the mode that the program ran in: it counts hooks of gradients, which would be called.
     """
 
-    def __init__(self, recorder: Recorder, num_hooks: Callable[[], int]) -> None:
-        self._recorder, self._num_hooks = recorder, num_hooks
+    def __init__(self, recorder: Recorder, capture_mode: CaptureMode) -> None:
+        self._recorder, self._capture_mode = recorder, capture_mode
         self._known: dict[tuple[int, Hashable], RecordedBackward] = {}
         self._running: list[Recorded] = []
-        """The calls whose backwards run now, the innermost last: there are blocks in blocks."""
+        """The calls whose backwards run now, the innermost last: a block may contain others."""
 
     def of(
         self, model: Recorded, grads: Sequence[torch.Tensor | None], needed: tuple[bool, ...]
@@ -82,10 +83,10 @@ class Backwards:
         Args:
             model: the call.
             grads: gradients of its results.
-            needed: which of the gradients that it sends are.
+            needed: which of the gradients that it sends are needed.
         """
         memories: dict[int, int] = {}
-        key = id(model), (tuple(None if g is None else likeness(g, memories) for g in grads), needed)
+        key = id(model), (tuple(None if g is None else described_tensor(g, memories) for g in grads), needed)
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = self._run(model, grads, needed)
@@ -103,7 +104,7 @@ class Backwards:
             return RecordedBackward((), (), nothing)
         if any(map(retains_grad, model.tensors())):
             raise NotInstantiable("the gradient of a block's result is retained")
-        if self._num_hooks():
+        if self._capture_mode.num_hooks:
             raise NotInstantiable("the program hooks gradients")
         self._running.append(model)
         try:
@@ -129,7 +130,7 @@ class Backwards:
         needed: tuple[bool, ...],
         aside: Graph,
     ) -> RecordedBackward:
-        """What a backward records into the graph aside."""
+        """Run the backward of a call, and read off what it recorded into the graph `aside`."""
         recorder, tangents = self._recorder, list[Node]()
         plains = model.kind.plains()
         check_unwritten([(plains[write.position], write.node) for write in model.writes], recorder)
@@ -149,8 +150,8 @@ class Backwards:
             for position, some in enumerate(pieces)
         )
         steps = tuple(Step.of(node) for node in aside.nodes if model.made(node))
-        checked_nodes([step.node for step in steps], recorder)
-        model.likenesses.update(likenesses_of(steps))
+        check_copyable([step.node for step in steps], recorder)
+        model.metadata.update(metadata_of_values(steps))
         return RecordedBackward(tuple(tangents), steps, sent)
 
     @contextmanager
@@ -158,20 +159,18 @@ class Backwards:
         """For each tensor that a call was given, the gradients that the block sends to it inside."""
         pieces: list[list[torch.Tensor]] = [[] for _ in model.edges]
         nodes = dict.fromkeys(node for node, _, _ in model.consumers)
-        handles = [node.register_hook(_noting(pieces, self._running, model, node)) for node in nodes]
-        try:
+        with ExitStack() as hooks:
+            for node in nodes:
+                hooks.enter_context(node.register_hook(_noting(pieces, self._running, model, node)))
             yield pieces
-        finally:
-            for handle in handles:
-                handle.remove()
 
 
 def _stand_in_for(grad: torch.Tensor, recorder: Recorder, nodes: list[Node]) -> torch.Tensor:
-    """A tensor like a gradient that arrives, by itself; `nodes` gets the nodes of its plain tensors."""
+    """A new tensor with the metadata of a gradient; the placeholders of its plain tensors go to `nodes`."""
     plains: list[FunctionalTensor] = []
     for plain in plain_tensors(grad):
-        like = likeness_of(functional_value(plain))  # type: ignore[arg-type]
-        fake = like.made(recorder.fake_mode, None)
+        metadata = metadata_of(functional_value(plain))  # type: ignore[arg-type]
+        fake = metadata.made(recorder.fake_mode, None)
         node = recorder.tracer.graph.create_node("placeholder", f"tangent_{len(nodes)}")
         node.meta["val"] = fake
         track(fake, node, recorder.tracer)
@@ -187,7 +186,7 @@ def _first_of_each(edges: Sequence[int], needed: Sequence[bool]) -> list[bool]:
 
 
 def _noting(pieces: list[list[torch.Tensor]], running: list[Recorded], model: Recorded, node: Any) -> Any:
-    """A hook that notes what an autograd node sends to what the block was given."""
+    """A hook that notes the gradients which an autograd node sends to tensors that the block was given."""
     places = [(sent, position) for each, sent, position in model.consumers if each is node]
 
     def note(grad_inputs: Sequence[torch.Tensor | None], grad_outputs: Any) -> None:
@@ -202,7 +201,7 @@ def _noting(pieces: list[list[torch.Tensor]], running: list[Recorded], model: Re
 
 
 def _sent(pieces: Sequence[torch.Tensor], count: int, total: torch.Tensor | None, recorder: Recorder) -> Sent:
-    """What a block sends to one tensor, in `count` places."""
+    """What a block sends to one tensor, over `count` edges."""
     values = [value_of(piece, recorder) for piece in pieces]
     value = None if total is None else value_of(total, recorder)
     ends = {node for nodes, _ in values for node in nodes}

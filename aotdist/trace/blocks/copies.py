@@ -25,7 +25,7 @@ class Copies:
         return Counter(model for _, model in self.instances)
 
     def traced(self) -> Mapping[tuple[str, str], int]:
-        """How many calls were traced, by path, with `*` for numbers, and reason; none inside of these."""
+        """How many calls were traced, by path (with `*` for numbers) and reason, without those in others."""
         counts = Counter((_NUMBER.sub("*", path), why) for path, why in self.reasons.items())
         several = {named: count for named, count in counts.items() if count > 1}
         paths = {path for path, _ in several} | {_NUMBER.sub("*", path) for path, _ in self.instances}

@@ -1,6 +1,6 @@
-"""Functions of one tensor that are called again and again: recorded once for each kind of it, then copied.
+"""Functions of one tensor that are recorded once for each kind of argument, and copied from then on.
 
-FSDP2's chains of operators around each parameter, in the hooks of units, which are outside of any block.
+These are the operators that FSDP2's hooks call for each parameter, outside of any block.
 """
 
 from __future__ import annotations
@@ -11,16 +11,16 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from aotdist.torch_seam.functional import FunctionalTensor, Likeness, functional_value, is_functional_base
+from aotdist.torch_seam.functional import FakeMetadata, FunctionalTensor, functional_value, is_functional_base
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.tensors import storage_id
-from aotdist.trace.blocks.kinds import Unfit, likeness_of
+from aotdist.trace.blocks.kinds import Unfit, metadata_of
 from aotdist.trace.blocks.recording import (
-    Likenesses,
+    FakeCopier,
     Step,
-    checked_nodes,
+    check_copyable,
     closes_over,
-    likenesses_of,
+    metadata_of_values,
     nodes_since,
 )
 from aotdist.trace.recorder import Recorder
@@ -35,17 +35,17 @@ class _Chain:
         given: the node of its argument.
         steps: what it recorded.
         result: the node of its result.
-        likenesses: what its values are like, by identity.
+        metadata: the metadata of its values, by identity.
     """
 
     given: Node
     steps: tuple[Step, ...]
     result: Node
-    likenesses: dict[int, Likeness]
+    metadata: dict[int, FakeMetadata]
 
 
 class Functions:
-    """The functions of one trace that record the same for equal arguments.
+    """What such functions recorded in one trace.
 
     Args:
         recorder: records the program.
@@ -54,18 +54,18 @@ class Functions:
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
         self._known: dict[Hashable, _Chain | None] = {}
-        """By what decides what is recorded; None where it cannot be copied."""
+        """By what decides what is recorded; None for what cannot be copied."""
 
     def call(
         self, key: Hashable, function: Callable[[torch.Tensor], torch.Tensor], given: torch.Tensor
     ) -> torch.Tensor:
-        """What a function gives; see `aotdist.torch_seam.proxies.recorded_once`."""
+        """The result of a function; see `aotdist.torch_seam.proxies.recorded_once`."""
         if not isinstance(given, FunctionalTensor):
             return function(given)
         with torch_functions_off():
             node = self._recorder.value(given)
             try:
-                key = key, likeness_of(functional_value(given))
+                key = key, metadata_of(functional_value(given))
             except Unfit:
                 self._known[key] = None
             if (chain := self._known.get(key)) is not None:
@@ -80,23 +80,23 @@ class Functions:
         return result
 
     def _chain(self, given: Node, made: Sequence[Node], result: torch.Tensor) -> _Chain | None:
-        """What a call recorded, if a copy of it is another call."""
+        """What a call recorded; None if that cannot be copied for another call."""
         if not isinstance(result, FunctionalTensor) or not is_functional_base(result):
             return None
         end = self._recorder.value(result)
         if end not in made or closes_over(made, [given]):
             return None
         try:
-            checked_nodes(made, self._recorder)
+            check_copyable(made, self._recorder)
             steps = tuple(map(Step.of, made))
-            return _Chain(given, steps, end, likenesses_of(steps))
+            return _Chain(given, steps, end, metadata_of_values(steps))
         except Unfit:
             return None
 
     def _copied(self, chain: _Chain, given: Node) -> torch.Tensor:
         recorder, tracer, now = self._recorder, self._recorder.tracer, {chain.given: given}
         memory = {storage_id(chain.given.meta["val"]): given.meta["val"]}
-        like = Likenesses(chain.likenesses, recorder, memory)
+        like = FakeCopier(chain.metadata, recorder, memory)
         for step in chain.steps:
             meta = {name: value for name, value in step.node.meta.items() if name not in STAMPED}
             now[step.node] = step.copied(

@@ -13,15 +13,16 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from aotdist.capture.in_backward import InBackward
 from aotdist.origins import current_module, path_of
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import next_sequence_nr, node_base
 from aotdist.torch_seam.block_gradients import tensor_ids_of_roots
-from aotdist.torch_seam.control_flow import calling_checkpoints_by_way_of
+from aotdist.torch_seam.control_flow import intercept_checkpoints
 from aotdist.torch_seam.functional import FunctionalTensor, functional_value
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.own_attributes import (
-    calling_forwards_by_way_of,
+    intercept_forwards,
     note_read,
     noting_no_reads,
     noting_reads,
@@ -34,18 +35,19 @@ from aotdist.trace.blocks.functions import Functions
 from aotdist.trace.blocks.kinds import Kind, Reads, Unfit, kind_of
 from aotdist.trace.blocks.recording import (
     Copying,
-    Likenesses,
+    FakeCopier,
     Recorded,
     Step,
-    checked_nodes,
+    check_copyable,
     checked_outs,
     closes_over,
     gradients_of,
-    likenesses_of,
+    metadata_of_values,
     nodes_since,
     value_of,
 )
 from aotdist.trace.blocks.writes import Write, check_unwritten, counts_of, writes_since
+from aotdist.trace.capture_mode import CaptureMode
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.tracer import NotInstantiable
 
@@ -58,13 +60,13 @@ Forward = Callable[..., Any]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Candidate:
-    """What is known of the calls of one kind.
+    """The first calls of one kind.
 
     Args:
-        recorded: a call, or why none can be copied.
-        reads: the attributes that it reads: calls for which they are others are of another kind.
-        has_changed: says whether anything in Python outside of modules was changed since it began.
-        is_confirmed: whether two calls recorded the same.
+        recorded: a recorded call, or the reason why calls cannot be copied.
+        reads: the attributes that it read; a call that finds other values there is of another kind.
+        has_changed: whether anything in Python outside of modules has changed since the call began.
+        is_confirmed: whether a second call recorded the same.
     """
 
     recorded: Recorded | str
@@ -73,7 +75,7 @@ class _Candidate:
     is_confirmed: bool = False
 
     def is_for(self, kind: Kind) -> bool:
-        """Whether it says something of a call."""
+        """Whether it applies to a call of this kind."""
         return self.reads.hold_for(kind) and (isinstance(self.recorded, str) or not self.has_changed())
 
 
@@ -83,9 +85,9 @@ class _Called:
 
     Args:
         module: the module.
-        path: its qualified name.
-        function: what runs it: its forward, or a checkpoint.
-        args: what that is given.
+        path: the module's qualified name.
+        function: the module's forward, or a checkpoint of the module.
+        args: arguments of that function.
         kwargs: likewise.
         runs_hooks: whether the module's own hooks run in it.
     """
@@ -98,12 +100,12 @@ class _Called:
     runs_hooks: bool
 
     def run(self) -> Any:
-        """Its result."""
+        """Call the function."""
         return self.function(*self.args, **self.kwargs)
 
-    def kind(self, met: Callable[[torch.Tensor], torch.Tensor | None]) -> Kind:
+    def kind(self, known_stand_in: Callable[[torch.Tensor], torch.Tensor | None]) -> Kind:
         """Its kind; see `kind_of`."""
-        return kind_of(self.module, self.args, self.kwargs, met, runs_hooks=self.runs_hooks)
+        return kind_of(self.module, self.args, self.kwargs, known_stand_in, runs_hooks=self.runs_hooks)
 
 
 class Blocks:
@@ -111,40 +113,30 @@ class Blocks:
 
     Args:
         recorder: records the program.
-        met: gives the traced tensor of a real one that the program has met.
-        num_hooks: how many hooks of gradients the program has registered.
-        num_effects: how often it has done things that no node tells, these included.
-        watch: watches Python outside of modules, and says afterwards whether anything was changed; None for a
-            trace without instances.
+        capture_mode: the mode that the program runs in.
+        in_python: watches Python outside of modules; None for a trace without instances.
     """
 
-    def __init__(
-        self,
-        recorder: Recorder,
-        met: Callable[[torch.Tensor], torch.Tensor | None],
-        num_hooks: Callable[[], int],
-        num_effects: Callable[[], tuple[int, ...]],
-        watch: Callable[[], Callable[[], bool]] | None,
-    ) -> None:
-        self._recorder, self._met, self._watch = recorder, met, watch
+    def __init__(self, recorder: Recorder, capture_mode: CaptureMode, in_python: InBackward | None) -> None:
+        self._recorder, self._capture_mode, self._in_python = recorder, capture_mode, in_python
         self._candidates: dict[Hashable, list[_Candidate]] = {}
-        self._num_effects = num_effects
-        self._backwards = Backwards(recorder, num_hooks)
+        self._backwards = Backwards(recorder, capture_mode)
         self._instances: list[tuple[str, str]] = []
         self._reasons: dict[str, str] = {}
 
     def copies(self) -> Copies:
-        """What was copied, and what was not."""
-        return Copies(tuple(self._instances), self._reasons)
+        """Which calls were copied, and why others were not."""
+        reasons = {path: reason for path, reason in self._reasons.items() if reason is not _FEW}
+        return Copies(tuple(self._instances), reasons)
 
     @contextlib.contextmanager
     def called(self) -> Generator[None]:
-        """While the program runs inside, calls of its modules come here, checkpoints of one included."""
-        if self._watch is None or not self._recorder.can_instantiate():
+        """In this context, calls and checkpoints of modules are intercepted."""
+        if self._in_python is None or not self._recorder.can_instantiate():
             yield
             return
-        self._recorder.call_functions_by_way_of(Functions(self._recorder).call)
-        with calling_forwards_by_way_of(self._forward), calling_checkpoints_by_way_of(self._checkpoint):
+        self._recorder.intercept_functions(Functions(self._recorder).call)
+        with intercept_forwards(self._forward), intercept_checkpoints(self._checkpoint):
             yield
 
     def _forward(
@@ -153,7 +145,7 @@ class Blocks:
         return self._run(_Called(module, current_module(), forward, args, kwargs, runs_hooks=False))
 
     def _checkpoint(self, checkpoint: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Run a checkpoint; one of a module is a block, its first argument included."""
+        """Run a checkpoint: a block, if what it runs is a module or a method of one."""
         module = _module_of(args[0]) if args else None
         path = None if module is None else path_of(module)
         if module is None or path is None:
@@ -164,63 +156,61 @@ class Blocks:
         path = called.path
         with noting_no_reads():
             try:
-                kind = called.kind(self._met)
+                kind = called.kind(self._capture_mode.known_stand_in)
             except Unfit as unfit:
                 self._reasons[path] = str(unfit)
                 kind = None
             candidates = [] if kind is None else self._candidates.setdefault(kind.key, [])
-            alike = next((one for one in reversed(candidates) if kind and one.is_for(kind)), None)
+            candidate = next((one for one in reversed(candidates) if kind and one.is_for(kind)), None)
         if kind is None:
             return called.run()
-        if alike is not None and isinstance(alike.recorded, Recorded) and alike.is_confirmed:
-            return self._instance(alike, kind, path)
-        if alike is not None and isinstance(alike.recorded, str):
-            self._note_reason(path, alike.recorded)
+        if candidate is not None and isinstance(candidate.recorded, Recorded) and candidate.is_confirmed:
+            return self._instance(candidate, kind, path)
+        if candidate is not None and isinstance(candidate.recorded, str):
+            self._reasons[path] = candidate.recorded
             return called.run()
-        assert self._watch is not None, "calls come here only then"
+        assert self._in_python is not None and self._in_python.watch_forward is not None, "see `called`"
         with noting_no_reads():
-            has_changed = self._watch()
+            has_changed = self._in_python.watch_forward()
         with noting_reads() as reads:
             result, recorded = self._recorded(called, kind)
         with noting_no_reads():
             if has_changed() and isinstance(recorded, Recorded):
                 recorded = "it changes something in Python"
-            candidates.append(self._compared(alike, _Candidate(recorded, Reads.of(kind, reads), has_changed)))
+            candidates.append(
+                self._compared(candidate, _Candidate(recorded, Reads.of(kind, reads), has_changed))
+            )
         if isinstance(reason := candidates[-1].recorded, str):
-            self._note_reason(path, reason)
+            self._reasons[path] = reason
         else:
-            self._reasons.pop(path, None)  # of what a checkpoint calls, which is part of it
+            self._reasons.pop(path, None)  # of the module inside of a checkpoint, which is a part of this
         return result
 
-    def _note_reason(self, path: str, reason: str) -> None:
-        if reason is not _FEW:
-            self._reasons[path] = reason
-
     def _compared(self, before: _Candidate | None, now: _Candidate) -> _Candidate:
-        """What is known of calls like one that was traced, and of one like it before, if there was one."""
+        """The candidate after a call was traced, given the one before it, if there was one."""
         if before is None or isinstance(now.recorded, str):
             return now
-        assert isinstance(before.recorded, Recorded), "otherwise it is known not to be"
+        assert isinstance(before.recorded, Recorded), "kinds that cannot be copied are not compared"
         difference = before.recorded.difference_from(now.recorded, self._recorder)
         if difference is None and before.reads != now.reads:
             difference = "two calls read different attributes"
         try:
             if difference is None:  # the whole model, for one, is called once, and nobody copies it
-                before.recorded.likenesses.update(likenesses_of(before.recorded.steps))
+                before.recorded.metadata.update(metadata_of_values(before.recorded.steps))
                 return replace(before, is_confirmed=True)
         except Unfit as unfit:
             difference = str(unfit)
         return replace(now, recorded=difference)
 
     def _recorded(self, called: _Called, kind: Kind) -> tuple[Any, Recorded | str]:
-        """Trace a call; what it returns, and what was recorded, or why that cannot be copied."""
+        """Trace a call: its result, and what it recorded, or why that cannot be copied."""
         recorder, tracer = self._recorder, self._recorder.tracer
         with torch_functions_off():
             plains = kind.plains()
             inputs, before = tuple(map(recorder.value, plains)), counts_of(plains)
         last, effects = next(iter(reversed(tracer.graph.nodes)), None), self._num_effects()
         num_writes = recorder.num_writes()
-        first, counted = next_sequence_nr(), tracer.next_counted()
+        first, counted = next_sequence_nr(), tracer.next_graph_seq_nr()
         result = called.run()
         nodes = [node for node in nodes_since(tracer.graph.nodes, last) if node.op != "placeholder"]
         if len(nodes) < _FEWEST_OPERATORS:
@@ -230,9 +220,9 @@ class Blocks:
                 writes = writes_since(before, plains, set(nodes), recorder)
                 if self._num_effects() != effects:
                     raise Unfit("it prints, checks or chooses by data, or hooks a gradient")
-                if not called.kind(self._met).is_still(kind):
+                if not called.kind(self._capture_mode.known_stand_in).is_still(kind):
                     raise Unfit("it changes its own attributes, or its arguments")
-                checked_nodes(nodes, recorder)
+                check_copyable(nodes, recorder)
                 if recorder.num_writes() > num_writes and closes_over(nodes, inputs):
                     raise Unfit("it writes tensors, and computes with some that it closes over")
                 outs, spec = pytree.tree_flatten(result)
@@ -249,13 +239,19 @@ class Blocks:
             outs=outs,
             spec=spec,
             first_seq=counted,
-            num_seqs=tracer.next_counted() - counted,
+            num_seqs=tracer.next_graph_seq_nr() - counted,
             edges=edges,
             consumers=consumers,
             saves=saves,
-            likenesses={},
+            metadata={},
             parameters={number: dict(vars(one)["_parameters"]) for number, one in kind.modules.items()},
         )
+
+    def _num_effects(self) -> tuple[int, ...]:
+        """How many effects that no node shows the program has had."""
+        mode, made = self._capture_mode, () if self._in_python is None else self._in_python.num_effects()
+        num_guards = len(self._recorder.data_guards.given)
+        return mode.num_hooks, len(mode.retained), len(mode.asked), num_guards, *made
 
     def _instance(self, candidate: _Candidate, kind: Kind, path: str) -> Any:
         model = candidate.recorded
@@ -267,11 +263,11 @@ class Blocks:
             plains = kind.plains()
             nodes = map(recorder.value, plains)
             memory = _memory(model.inputs, plains)
-            offset = tracer.next_counted() - model.first_seq
+            offset = tracer.next_graph_seq_nr() - model.first_seq
             copying = Copying(
                 recorder=recorder,
                 now=dict(zip(model.inputs, nodes, strict=True)),
-                like=Likenesses(model.likenesses, recorder, memory),
+                like=FakeCopier(model.metadata, recorder, memory),
                 module=model.module_in(path),
                 seq_offset=offset,
             )
@@ -280,7 +276,7 @@ class Blocks:
             call = _Call(self._backwards, model, copying, kind.tensors, written, last)
             given = [t for t, count in zip(kind.tensors, model.edges, strict=True) for _ in range(count)]
             tensors = _Instance.apply(call, *given) if given else call.forward()
-        tracer.count_from(model.first_seq + offset + model.num_seqs)
+        tracer.continue_seq_nrs_at(model.first_seq + offset + model.num_seqs)
         return model.returned(kind, tensors)
 
 
@@ -297,11 +293,11 @@ class _Call:
     """One instance of a block.
 
     Args:
-        backwards: those of recorded calls.
+        backwards: the backwards of recorded calls.
         model: the recorded call.
         copying: how its nodes become those of this call.
-        given: the tensors that it is given.
-        written: the plain tensors of these that it writes.
+        given: the tensors that this call can reach.
+        written: which of their plain tensors it writes, and how.
         last: the serial of its last node in the forward.
     """
 
@@ -313,7 +309,7 @@ class _Call:
     last: int
 
     def forward(self) -> list[torch.Tensor]:
-        """Record the forward; its results."""
+        """Record the forward, and return its results."""
         self.copying.copy(self.model.steps)
         for tensor, write in self.written:
             self.copying.recorder.write(tensor, self.copying.now[write.node], write.num_versions)
@@ -323,8 +319,8 @@ class _Call:
     def backward(
         self, grads: Sequence[torch.Tensor | None], needed: tuple[bool, ...]
     ) -> list[torch.Tensor | None]:
-        """Record the backward; the gradients that the block sends, in order. It may be run several times."""
-        recorder, copying = self.copying.recorder, self.copying.again()
+        """Record the backward, and return the gradients that the block sends. May be called several times."""
+        recorder, copying = self.copying.recorder, self.copying.snapshot()
         check_unwritten([(tensor, copying.now[write.node]) for tensor, write in self.written], recorder)
         recorded = self.backwards.of(self.model, grads, needed)
         plains = [plain for grad in grads if grad is not None for plain in plain_tensors(grad)]
@@ -348,9 +344,10 @@ class _Call:
         return found
 
     def _adds_up(self, tensor: torch.Tensor, roots: Collection[int]) -> bool:
-        """Whether the block adds up what it sends to a tensor: autograd has nothing yet to add it to.
+        """Whether the block itself sums the gradients that it sends to a tensor.
 
-        Autograd adds up in the order in which gradients come: what follows in the program has sent its own.
+        It does if these come first: autograd sums in the order in which gradients arrive, and users of the
+        tensor that follow the block in the program have sent theirs before.
 
         Args:
             tensor: what the block is given, and sends several gradients to.

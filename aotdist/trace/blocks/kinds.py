@@ -1,4 +1,4 @@
-"""What decides what a call of a module records: two calls of one kind record the same."""
+"""The kind of a call of a module: all that decides what it records. Two calls of one kind record the same."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from aotdist.subclasses.protocol import Constant, Plain, Wrapper, is_wrapper, pl
 from aotdist.torch_seam.autograd import in_backward
 from aotdist.torch_seam.block_gradients import hears_saved_tensors
 from aotdist.torch_seam.functional import (
+    FakeMetadata,
     FakeTensor,
     FunctionalTensor,
-    Likeness,
     comparable,
     functional_value,
     memory_of,
@@ -29,7 +29,7 @@ from aotdist.torch_seam.modes import num_modes, torch_functions_off, under_trans
 
 _HOOKS = ("_backward_pre_hooks", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks")
 _MOST_OBJECTS = 500
-"""What reaches more (it may refer to its parent) is compared for longer than it is traced, 2 us each."""
+"""To compare more objects, 2 us each, takes longer than to trace (a module may refer to its parent)."""
 _CONSTANTS = frozenset({bool, int, float, str, type(None)})
 """The classes of most of what hangs on a module."""
 _FUNCTIONS = (types.BuiltinFunctionType, types.MethodDescriptorType, type, types.ModuleType)
@@ -40,7 +40,7 @@ Attribute = tuple[int, str]
 
 
 class Unfit(Exception):
-    """A call that is traced as it is; says why."""
+    """A call that has to be traced; the message says why."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Reads:
 
     @classmethod
     def of(cls, kind: Kind, reads: Mapping[tuple[int, str], nn.Module]) -> Reads:
-        """What a call of a kind read: modules by their identity, and the name of the attribute."""
+        """What a call of a kind read; `reads` has modules by identity and name of the attribute."""
         numbers = {id(module): number for number, module in kind.modules.items()}
         named = ((numbers[module], name) for module, name in reads if module in numbers)
         inside = {at: kind.attributes[at] for at in named if at in kind.attributes}
@@ -71,13 +71,13 @@ class Reads:
         )
 
     def of_call(self, kind: Kind) -> dict[tuple[int, str], nn.Module]:
-        """What another call reads: modules by their identity, and the name of the attribute."""
+        """What another call reads: modules, by identity and name of the attribute."""
         inside = {(id(kind.modules[number]), name): kind.modules[number] for number, name in self.inside}
         return inside | {at: module for at, (module, _) in self.outside.items()}
 
 
 def _shown(module: nn.Module, name: str) -> Hashable:
-    """A constant attribute of a module, or which object it is; None if there is none."""
+    """An attribute of a module by value, if it is a constant, else by identity; None if there is none."""
     value = vars(module).get(name)
     return (type(value), repr(value)) if is_constant(value) else id(value)
 
@@ -90,7 +90,7 @@ class Kind:
         key: equal for calls of one kind.
         attributes: what hangs on the modules in it besides their state, by the module's number and the name.
             Only those that a call reads decide what it records: few read the number of a layer.
-        tensors: the traced tensors that the call can reach by way of the module and its arguments, each once,
+        tensors: the traced tensors that the call can reach through the module and its arguments, each once,
             in an order that calls of one kind share.
         modules: the modules in it, by their numbers.
         held: objects that `key` knows by their identity.
@@ -103,7 +103,7 @@ class Kind:
     held: tuple[Any, ...]
 
     def is_still(self, before: Kind) -> bool:
-        """Whether it is that kind of call, of the same tensors: `self.buffer = other` gives it another."""
+        """Whether it equals an earlier kind, tensors included: `self.buffer = other` changes these."""
         same = list(map(id, self.tensors)) == list(map(id, before.tensors))
         return same and (self.key, self.attributes) == (before.key, before.attributes)
 
@@ -116,7 +116,7 @@ def kind_of(
     module: nn.Module,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    met: Callable[[torch.Tensor], torch.Tensor | None],
+    known_stand_in: Callable[[torch.Tensor], torch.Tensor | None],
     *,
     runs_hooks: bool,
 ) -> Kind:
@@ -126,7 +126,7 @@ def kind_of(
         module: what is called.
         args: its arguments.
         kwargs: likewise.
-        met: gives the traced tensor of one that the program has met.
+        known_stand_in: gives the stand-in of a real tensor; None for one that has none yet.
         runs_hooks: whether the module's own hooks run in the call, rather than around it.
 
     Raises:
@@ -135,30 +135,32 @@ def kind_of(
     if in_backward() or under_transform() or hears_saved_tensors():
         raise Unfit("it is called in a backward, in a checkpoint or under a transform of `torch.func`")
     with torch_functions_off():
-        described = _Described(None if runs_hooks else module, met)
+        described = _Described(None if runs_hooks else module, known_stand_in)
         inside = (described.value(module), *map(described.argument, (args, tuple(kwargs.items()))))
         tensors = tuple(tensor for _, tensor in described.tensors.values())
         around = (ambient(), tuple(current_tags().items()), num_modes())
-        key = (inside, _likenesses(tensors), around)
+        key = (inside, _described_tensors(tensors), around)
     return Kind(key, described.attributes, tensors, described.modules, tuple(described.held))
 
 
 class _Described:
-    """Describes a module, what hangs on it, and arguments, as something to compare.
+    """Describes a module, its attributes and state, and arguments, as something to compare.
 
     Args:
         root: the module whose hooks are left out, if one's are.
-        met: see `kind_of`.
+        known_stand_in: see `kind_of`.
 
     Attributes:
-        tensors: the traced tensors met, by identity, each with its position among them.
+        tensors: the traced tensors, by identity, each with its position among them.
         held: objects that are described by their identity.
         attributes: see `Kind`.
         modules: likewise.
     """
 
-    def __init__(self, root: nn.Module | None, met: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-        self._root, self._met = root, met
+    def __init__(
+        self, root: nn.Module | None, known_stand_in: Callable[[torch.Tensor], torch.Tensor | None]
+    ) -> None:
+        self._root, self._known_stand_in = root, known_stand_in
         self._numbers: dict[int, int] = {}
         self.tensors: dict[int, tuple[int, torch.Tensor]] = {}
         self.held: list[Any] = []
@@ -167,7 +169,7 @@ class _Described:
         self._is_given = False
 
     def argument(self, value: Any) -> Hashable:
-        """An argument; an object among these may be changed by the call."""
+        """An argument; objects in arguments are described by what they hold, as the call may change it."""
         self._is_given = True
         return self.value(value)
 
@@ -193,7 +195,7 @@ class _Described:
         return self._object(value)
 
     def _tensor(self, value: torch.Tensor) -> Hashable:
-        traced = self._met(value)
+        traced = self._known_stand_in(value)
         if traced is None:
             self.held.append(value)
             return "a tensor of the program", id(value)
@@ -203,7 +205,7 @@ class _Described:
         return "tensor", position
 
     def _once(self, value: Any, describe: Callable[[Any], Hashable]) -> Hashable:
-        """What `describe` says where it is met first; a number after that."""
+        """`describe(value)` the first time; a number from then on."""
         number = self._numbers.get(id(value))
         if number is not None:
             return "again", number
@@ -260,18 +262,18 @@ def _is_of_tensor_parallelism(hook: Any) -> bool:
     return (getattr(hook, "__module__", None) or "").startswith(_OF_TENSOR_PARALLELISM)
 
 
-def _likenesses(tensors: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
-    """What tensors are like, and which of them lie in one memory."""
+def _described_tensors(tensors: Iterable[torch.Tensor]) -> tuple[Hashable, ...]:
+    """The metadata of tensors, and which of them share memory."""
     memories: dict[int, int] = {}
-    return tuple((likeness(tensor, memories), tensor.requires_grad) for tensor in tensors)
+    return tuple((described_tensor(tensor, memories), tensor.requires_grad) for tensor in tensors)
 
 
-def likeness(tensor: torch.Tensor, memories: dict[int, int]) -> Hashable:
-    """What a traced tensor is like.
+def described_tensor(tensor: torch.Tensor, memories: dict[int, int]) -> Hashable:
+    """The metadata of a traced tensor, as something to compare.
 
     Args:
         tensor: the tensor.
-        memories: numbers memory by where it is met first; it is added to.
+        memories: a number for each memory, in the order of first use; it is added to.
 
     Raises:
         Unfit: it is sparse, a constant or of a size that depends on data, or it cannot be compared.
@@ -280,26 +282,26 @@ def likeness(tensor: torch.Tensor, memories: dict[int, int]) -> Hashable:
     found: list[Hashable] = [recipe]
     for plain in plain_tensors(tensor):
         value = functional_value(plain) if isinstance(plain, FunctionalTensor) else plain
-        found += (likeness_of(value), memories.setdefault(memory_of(plain), len(memories)))
+        found += (metadata_of(value), memories.setdefault(memory_of(plain), len(memories)))
     if recipe is not None and not _is_comparable(recipe):
         raise Unfit(f"a {type(tensor).__name__} cannot be compared")
     return tuple(found)
 
 
-def likeness_of(value: torch.Tensor) -> Likeness:
-    """What a fake is like.
+def metadata_of(value: torch.Tensor) -> FakeMetadata:
+    """The metadata of a fake.
 
     Raises:
-        Unfit: it is none, or there is more to it.
+        Unfit: it is no fake, or its metadata do not describe it.
     """
-    like = Likeness.of(value) if isinstance(value, FakeTensor) else None
-    if like is None:
+    metadata = FakeMetadata.of(value) if isinstance(value, FakeTensor) else None
+    if metadata is None:
         raise Unfit("a tensor is sparse, a constant, or of a size that depends on data")
-    return like
+    return metadata
 
 
 def _is_comparable(value: Any) -> bool:
-    """Whether a recipe, or something in it, is made of what compares by value."""
+    """Whether a recipe, or a part of one, compares by value."""
     if type(value) in _CONSTANTS:
         return True
     if isinstance(value, (Wrapper, Plain, Constant)):

@@ -18,15 +18,15 @@ from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant
 from aotdist.convention.rng import draws_nothing
 from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild, recipe_of
-from aotdist.torch_seam.autograd import REENTRANT_CHECKPOINT, saves_tensors
+from aotdist.torch_seam.autograd import saves_tensors
 from aotdist.torch_seam.block_gradients import consumers_within, functions_of
-from aotdist.torch_seam.functional import FakeTensor, FunctionalTensor, Likeness, is_functional_base
+from aotdist.torch_seam.functional import FakeMetadata, FakeTensor, FunctionalTensor, is_functional_base
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.nodes import add_node
 from aotdist.torch_seam.operators import is_operator
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
-from aotdist.trace.blocks.kinds import Kind, Unfit, likeness_of
+from aotdist.trace.blocks.kinds import Kind, Unfit, metadata_of
 from aotdist.trace.blocks.writes import Write
 from aotdist.trace.recorder import Recorder
 
@@ -42,13 +42,13 @@ def value_of(tensor: torch.Tensor, recorder: Recorder) -> Value:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Step:
-    """A node as it was recorded: it may be gone from its graph.
+    """A recorded node, which may have been erased from its graph since.
 
     Args:
-        node: the node, as what the arguments of others refer to.
-        args: its arguments.
+        node: the node, to which arguments of others refer.
+        args: its arguments when it was recorded.
         kwargs: likewise.
-        name: what its name begins with.
+        name: its name without a number at the end.
     """
 
     node: Node
@@ -67,19 +67,19 @@ class Step:
         return add_node(graph, "call_function", self.node.target, args, kwargs, self.name, meta)
 
 
-class Likenesses:
-    """Makes fakes like those of recorded nodes, which share memory where they do.
+class FakeCopier:
+    """Makes fakes with the metadata of recorded nodes, which share memory where those do.
 
     Args:
-        known: what fakes are like, by identity.
-        recorder: whose fakes they are.
-        memory: for memory of recorded fakes, a fake in the memory that stands for it; it is added to.
-        made: what stands for recorded fakes, by identity; likewise.
+        known: the metadata of recorded fakes, by identity.
+        recorder: whose fakes to make.
+        memory: for each memory of recorded fakes a fake in the memory of the copy; it is added to.
+        made: the copies of recorded fakes, by identity; likewise.
     """
 
     def __init__(
         self,
-        known: dict[int, Likeness],
+        known: dict[int, FakeMetadata],
         recorder: Recorder,
         memory: dict[int, torch.Tensor],
         made: dict[int, Any] | None = None,
@@ -87,16 +87,16 @@ class Likenesses:
         self._known, self._recorder, self._memory = known, recorder, memory
         self._made = {} if made is None else made
 
-    def again(self) -> Likenesses:
-        """The same by now, for more fakes that this one will not know."""
-        return Likenesses(self._known, self._recorder, dict(self._memory), dict(self._made))
+    def snapshot(self) -> FakeCopier:
+        """A copy, so that what is made by it is not added here."""
+        return FakeCopier(self._known, self._recorder, dict(self._memory), dict(self._made))
 
     def stands_for(self, recorded: torch.Tensor, fake: torch.Tensor) -> None:
-        """Let memory of a recorded fake be that of another."""
+        """Let the memory of a recorded fake be that of another fake in the copy."""
         self._memory[storage_id(recorded)] = fake
 
     def __call__(self, value: Any) -> Any:
-        """What a node's value is for a copy of the node."""
+        """The value of the copy of a node, from the value of the node."""
         if not isinstance(value, FakeTensor):
             return type(value)(map(self, value)) if isinstance(value, (list, tuple)) else value
         made = self._made.get(id(value))
@@ -108,27 +108,27 @@ class Likenesses:
 
 
 def nodes_since(nodes: Any, last: Node | None) -> list[Node]:
-    """The nodes of a graph behind `last`; all, if there was none."""
+    """The nodes of a graph after `last`; all, if that is None."""
     found = itertools.takewhile(lambda node: node is not last, reversed(nodes))
     return [*found][::-1]
 
 
 def closes_over(nodes: Sequence[Node], inputs: Sequence[Node]) -> bool:
-    """Whether nodes are given other tensors than these inputs."""
+    """Whether nodes take tensors from outside, other than these inputs."""
     known = {*nodes, *inputs}
     given = {one for node in nodes for one in node.all_input_nodes if one not in known}
     return any(not isinstance(one.meta.get("val"), torch.SymInt) for one in given)
 
 
-def likenesses_of(steps: Iterable[Step]) -> dict[int, Likeness]:
-    """What the values of nodes are like, by identity.
+def metadata_of_values(steps: Iterable[Step]) -> dict[int, FakeMetadata]:
+    """The metadata of the values of nodes, by identity.
 
     Raises:
-        Unfit: there is more to one.
+        Unfit: metadata do not describe a value.
     """
     values = pytree.tree_leaves([step.node.meta.get("val") for step in steps])
     with torch_functions_off():
-        return {id(value): likeness_of(value) for value in values if isinstance(value, FakeTensor)}
+        return {id(value): metadata_of(value) for value in values if isinstance(value, FakeTensor)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +137,15 @@ class Copying:
 
     Args:
         recorder: records the copies.
-        now: what stands for a recorded node, or one that it is given; it is added to.
-        like: makes the values.
-        module: gives the path of the module that a node of the other call is of.
+        now: the copies of recorded nodes, and what stands for their inputs; it is added to.
+        like: makes the values of the copies.
+        module: from the path of a module in the recorded call to that in the other call.
         seq_offset: what is added to sequence numbers.
     """
 
     recorder: Recorder
     now: dict[Node, Node]
-    like: Likenesses
+    like: FakeCopier
     module: Callable[[str], str]
     seq_offset: int
 
@@ -164,12 +164,12 @@ class Copying:
             else:
                 now[step.node] = step.copied(tracer.graph, now, meta | {"serial": tracer.next_serial()})
 
-    def again(self) -> Copying:
-        """The same by now, for more copies that this one will not know."""
-        return replace(self, now=dict(self.now), like=self.like.again())
+    def snapshot(self) -> Copying:
+        """A copy of this, so that what is copied by it is not added here."""
+        return replace(self, now=dict(self.now), like=self.like.snapshot())
 
     def put_together(self, nodes: Sequence[Node], recipe: Recipe) -> torch.Tensor:
-        """A traced tensor of the values that stand for those of recorded nodes."""
+        """A traced tensor, made by a recipe from the copies of recorded nodes."""
         return rebuild(recipe, [self.recorder.traced_value(self.now.get(node, node)) for node in nodes])
 
 
@@ -190,9 +190,9 @@ class Recorded:
         edges: for each tensor of `kind.tensors`, how many gradients the block sends to it.
         consumers: the autograd nodes that send them: node, position among what it sends, and the tensor.
         saves: whether autograd saved tensors.
-        likenesses: what its values are like, by identity: added once another call recorded the same, and by
-            its backwards.
-        parameters: what each module had as its parameters: under FSDP2, other tensors than between calls.
+        metadata: the metadata of its values, by identity: added when a second call has recorded the same,
+            and by its backwards.
+        parameters: the parameters of each module during the call: under FSDP2 not those between calls.
     """
 
     path: str
@@ -207,12 +207,12 @@ class Recorded:
     edges: tuple[int, ...]
     consumers: tuple[tuple[Any, int, int], ...]
     saves: bool
-    likenesses: dict[int, Likeness]
+    metadata: dict[int, FakeMetadata]
     parameters: Mapping[int, Mapping[str, torch.Tensor | None]]
 
     @contextmanager
     def having_its_parameters(self) -> Generator[None]:
-        """Inside, its modules have the parameters that they had: a checkpoint in it computes with these."""
+        """In this context its modules have these parameters again, which a checkpoint in it computes with."""
         held = {number: vars(module)["_parameters"] for number, module in self.kind.modules.items()}
         before = {number: dict(named) for number, named in held.items()}
         for number, named in self.parameters.items():
@@ -228,7 +228,7 @@ class Recorded:
         return [out for out in self.outs if isinstance(out, torch.Tensor)]
 
     def returned(self, kind: Kind, tensors: Sequence[torch.Tensor]) -> Any:
-        """What another call of a kind returns, given the tensors that it makes."""
+        """What another call of this kind returns, given the tensors that it computes."""
         made = iter(tensors)
 
         def leaf(out: Any) -> Any:
@@ -251,7 +251,7 @@ class Recorded:
         )
 
     def difference_from(self, other: Recorded, recorder: Recorder) -> str | None:
-        """What another call recorded otherwise; None if it recorded the same."""
+        """How what another call recorded differs; None if it recorded the same."""
         if len(self.steps) != len(other.steps):
             return "two calls record different numbers of operators"
         now: dict[Node, Node] = dict(zip(self.inputs, other.inputs, strict=True))
@@ -260,7 +260,7 @@ class Recorded:
             args, kwargs = map_arg((ours.args, ours.kwargs), lambda node: now.get(node, node))
             a, b = ours.node, theirs.node
             same = (args, kwargs) == (theirs.args, theirs.kwargs) and _same_target(a, b, recorder)
-            if not same or not _alike(a.meta, b.meta, module):
+            if not same or not _same_meta(a.meta, b.meta, module):
                 return f"two calls record different operators, at {b.meta['source']}"
             now[a] = b
         ours_now = tuple(replace(write, node=now[write.node]) for write in self.writes)
@@ -283,12 +283,12 @@ def _same_target(ours: Node, theirs: Node, recorder: Recorder) -> bool:
     return ours.op == theirs.op and ours.target is theirs.target
 
 
-_OF_A_CALL = frozenset({"serial", "val", "module", "seq_nr", "eager_input_vals", "tensor_meta"})
-"""What nodes of two calls differ in."""
+_OF_ONE_CALL = frozenset({"serial", "val", "module", "seq_nr", "eager_input_vals", "tensor_meta"})
+"""Entries of `node.meta` that differ between calls."""
 
 
-def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any], module: Callable[[str], str]) -> bool:
-    names = (ours.keys() | theirs.keys()) - _OF_A_CALL
+def _same_meta(ours: Mapping[str, Any], theirs: Mapping[str, Any], module: Callable[[str], str]) -> bool:
+    names = (ours.keys() | theirs.keys()) - _OF_ONE_CALL
     return (
         all(ours.get(name) == theirs.get(name) for name in names)
         and module(ours["module"]) == theirs["module"]
@@ -298,11 +298,11 @@ def _alike(ours: Mapping[str, Any], theirs: Mapping[str, Any], module: Callable[
 _READS_DATA = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-def checked_nodes(nodes: Sequence[Node], recorder: Recorder) -> None:
-    """Look at what a call recorded.
+def check_copyable(nodes: Sequence[Node], recorder: Recorder) -> None:
+    """Check that what a call recorded may be copied.
 
     Raises:
-        Unfit: it holds something that a copy would not be.
+        Unfit: something in it would not be the same in a copy.
     """
     for node in nodes:
         held = recorder.tracer.held(str(node.target)) if node.op == "get_attr" else None
@@ -321,16 +321,16 @@ def checked_nodes(nodes: Sequence[Node], recorder: Recorder) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A leaf of a result: the tensor of `Kind.tensors` at a position, as it was given."""
+    """A leaf of a result that is a tensor which the call was given: its position in `Kind.tensors`."""
 
     position: int
 
 
 def checked_outs(outs: Sequence[Any], given: Kind, made: set[Node], recorder: Recorder) -> tuple[Any, ...]:
-    """The leaves of what a call returned, with `Given` for what it returned as it was given.
+    """The leaves of what a call returned, with `Given` in the place of tensors that it was given.
 
     Raises:
-        Unfit: they are more than that, new tensors and constants.
+        Unfit: a leaf is something other than these, new tensors and constants.
     """
     met: set[int] = set()
     positions = {id(tensor): position for position, tensor in enumerate(given.tensors)}
@@ -366,12 +366,10 @@ def gradients_of(
         raise Unfit("gradients go to a tensor that it closes over")
     sources = {edge for node in inner for edge in node.next_functions}
     if any((end.grad_fn, end.output_nr) in sources for end in ends):
-        # A copy has one autograd node: a gradient of the first would lack what comes by way of the other.
+        # A copy has one autograd node: a gradient of the first would lack what comes through the other.
         raise Unfit("it returns a tensor, and what follows from it")
     if any(map(is_users_class, functions_of(inner))):
         raise Unfit("it calls an autograd function of the user's")
-    if any(node.name() == REENTRANT_CHECKPOINT for node in inner):
-        raise Unfit("it has a reentrant checkpoint, which sends gradients to parameters by itself")
     edges = [0] * len(given.tensors)
     for _, _, position in consumers:
         edges[position] += 1

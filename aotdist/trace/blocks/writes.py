@@ -1,4 +1,4 @@
-"""What a call of a block wrote of what it was given: its buffers."""
+"""Buffers that a call of a block writes."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Write:
 
 
 def counts_of(plains: Iterable[FunctionalTensor]) -> list[tuple[int, int]]:
-    """How often the data of each tensor was written by now, and its version."""
+    """How often the data of each tensor has been written, and its version."""
     return [(data_writes(plain), version_of(plain)) for plain in plains]
 
 
 def writes_since(
     before: Sequence[tuple[int, int]], plains: Sequence[FunctionalTensor], made: set[Node], recorder: Recorder
 ) -> tuple[Write, ...]:
-    """The tensors that were written since they had these `counts_of`.
+    """The tensors that were written since `before`, which `counts_of` gave.
 
     Raises:
-        Unfit: they are more than buffers, each with memory of its own.
+        Unfit: one is no buffer with memory of its own.
     """
     memories, found = Counter(map(memory_of, plains)), list[Write]()
     for position, (plain, was, now) in enumerate(zip(plains, before, counts_of(plains), strict=True)):
@@ -55,7 +55,7 @@ def writes_since(
 
 
 def check_unwritten(written: Iterable[tuple[FunctionalTensor, Node]], recorder: Recorder) -> None:
-    """Look at tensors that a block wrote, and at the nodes of what they held then, when its backward runs.
+    """Check, when its backward runs, that tensors which a block wrote still hold what it wrote.
 
     Raises:
         NotInstantiable: one was written again.

@@ -1,6 +1,6 @@
 """Numbers that a traced program meets: sizes, counters, scalars, and what depends on data.
 
-Promises: a number is a constant, a symbol that each call binds anew, or refused with its source line;
+Promises: a number is a constant, a symbol that each call binds, or refused with its source line;
 whatever was assumed of one becomes a guard that each call tests.
 
 Symbolic sizes
@@ -27,7 +27,7 @@ same modes (`runtime/signature.py`). The call is traced with numbers and with sy
 program counts in; if both are the same operators and constants, but for slices that take all of a dimension,
 the one with symbols is compiled. Ranks decide by themselves: what they agree on holds no local sizes, so both
 programs are the same to the others. So are numbers that have changed, among the arguments and in the places
-where the program finds them; one for which no symbol can stand is a constant from then on.
+where the program finds them; one that cannot be a symbol is a constant from then on.
 
 Numbers that depend on data
 ---------------------------

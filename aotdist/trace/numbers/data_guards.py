@@ -1,14 +1,14 @@
-"""Data guards: what is known of a value while a program is captured, and what is asked of it at each call.
+"""Data guards: conditions on data that a program branches on, evaluated at capture and at each call.
 
-A tensor that is made of no argument, no random number and nothing that other ranks compute (`torch.arange(n)`
-and what follows from it) is the same at every call. A program may read it, to choose between two ways: the
-nodes that lead to it are run when it asks. Libraries do so with masks and positions of their own making.
+A tensor that follows from no argument, no random number and no collective (`torch.arange(n)`, for example) is
+the same at every call. A program may read it and branch on it: the nodes that lead to it are run at capture.
+Libraries do so with masks and positions that they make themselves.
 
-A value that follows from data which is there before a call may differ from call to call. The capture
-evaluates a condition on it, and the program holds for calls with the same answer: each call evaluates the
-condition before it runs (`DataGuard`), and where an answer differs, the program is compiled again. Two kinds
-of programs may ask. One is an optimizer of a whole step (`aotdist.trace.numbers.scalars`). The other is a
-library's module, about arguments, buffers and closed-over tensors that no gradient is taken of, and symbolic
+A value that follows from data which exists before a call may differ from call to call. The capture evaluates
+a condition on it, and the program is for calls with the same answer: each call evaluates the condition before
+it runs (`DataGuard`), and the program is compiled again for another answer. Two kinds of programs may do so.
+One is an optimizer of a whole step (`aotdist.trace.numbers.scalars`). The other is a library's module, about
+arguments, buffers and closed-over tensors that no gradient is taken of, and symbolic
 sizes: `nn.TransformerEncoder` tests whether its mask is the causal one, models of transformers whether theirs
 masks anything. Conditions in the user's own code are refused: it is better to decide them on the device, each
 time.
@@ -39,7 +39,7 @@ _MOST_STEPS = 16
 
 
 class NotKnown(Exception):
-    """The value depends on something that is only there at a call."""
+    """The value depends on something that only exists at a call."""
 
 
 def result_of(
@@ -49,7 +49,7 @@ def result_of(
     root: torch.nn.Module,
     given: Mapping[Node, torch.Tensor | float] = MappingProxyType({}),
 ) -> Any:
-    """What `target` returns for real.
+    """What `target` returns, computed with real tensors.
 
     Args:
         target: an operator, or a function of numbers.

@@ -1,9 +1,9 @@
-"""What a program does in Python with numbers that depend on data, where Python or PyTorch needs a value.
+"""Functions of Python and PyTorch that need the value of a number, and get a symbol in a trace.
 
-- `x[count.item()]` would index with a number: it becomes `select`, which takes a symbol.
-- `max` and `min` would compare: they become PyTorch's functions for symbolic numbers, or, of floats, what
-  Python computes, as functions of `math` do.
-- `float(t)` has to be a number at once, and so has what stands in a text: these are refused.
+- `x[count.item()]` becomes `select`, which takes a symbol as an index.
+- `max` and `min`, which would compare, become PyTorch's functions of symbolic numbers; of floats, they and
+  the functions of `math` are recorded, and called by Python at run time.
+- `float(t)` and texts need the value at once: they are refused.
 - `torch._check` becomes a check that every call makes, with the program's own message.
 - `dist.all_to_all_single` becomes the functional collective, whose splits may be symbols.
 """
@@ -39,24 +39,24 @@ _MATH = (
 
 
 class Numbers(Protocol):
-    """The numbers of a trace."""
+    """A kind of numbers that a trace follows."""
 
     def is_traced(self, number: Any) -> bool:
         """Whether it is one of them."""
         ...
 
     def apply(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """What `function` computes of them."""
+        """The result of `function`, some of whose arguments are such numbers."""
         ...
 
 
 def functions_recorded(numbers: Numbers) -> AbstractContextManager[None]:
-    """Functions that take some of `numbers` record themselves inside."""
+    """In this context, functions of Python that are called with some of `numbers` are recorded."""
     return _RECORDED.applied((numbers, *(_RECORDED.value or ())))
 
 
-class _Found:
-    """Numbers that a program finds, or is given, and that change from call to call."""
+class _ChangingNumbers:
+    """Numbers that are arguments, or that a program reads, and that change from call to call."""
 
     def is_traced(self, number: Any) -> bool:
         return type(number) in SYMBOLIC and not depends_on_data(number)
@@ -99,7 +99,7 @@ _RECORDED = Patch[tuple[Numbers, ...]](
 
 
 def _length(of: Any) -> Any:
-    """`len(x)`, which would need the value of a tensor's size."""
+    """`len(x)`, which would need the value of a symbolic size."""
     if _LENGTHS.value is None or not isinstance(of, torch.Tensor) or of.dim() == 0:
         return _LENGTH(of)
     return of.shape[0]
@@ -141,7 +141,7 @@ def _converted(conversion: Callable[..., Any], name: str) -> Callable[[torch.Ten
 
 
 def _to_list(tensor: torch.Tensor) -> Any:
-    """`tensor.tolist()`, which moves the tensor once rather than each of its elements."""
+    """`tensor.tolist()`, which moves the whole tensor to the CPU at once."""
     return _listed(tensor if tensor.device.type == "cpu" else tensor.detach().to("cpu"))
 
 
@@ -201,7 +201,7 @@ INSTEAD: Mapping[Any, Callable[..., Any]] = {
 
 
 def _text(cls: type, name: str) -> Callable[..., str]:
-    """A method of symbolic numbers that refuses to let the user's code make a text of one."""
+    """A method that makes a text of a symbolic number, and refuses to do it for the user's code."""
     method = getattr(cls, name)
 
     @functools.wraps(method)
@@ -225,18 +225,18 @@ _FOLLOWED = Patch[Unbacked](
 
 @contextmanager
 def followed(unbacked: Unbacked | None, *, sizes: bool, numbers: bool) -> Generator[None]:
-    """Record what the program does inside with numbers that are symbols.
+    """In this context, what the program does with symbolic numbers is recorded.
 
     Args:
         unbacked: those that depend on data; None if none may.
         sizes: whether sizes may be symbols: the length of a tensor is its first one.
-        numbers: whether numbers that the program finds may be.
+        numbers: whether arguments, and numbers that the program reads, may be symbols.
     """
     with ExitStack() as stack:
         if sizes:
             stack.enter_context(_LENGTHS.applied(True))
         if numbers:
-            stack.enter_context(functions_recorded(_Found()))
+            stack.enter_context(functions_recorded(_ChangingNumbers()))
         if unbacked is not None:
             stack.enter_context(_FOLLOWED.applied(unbacked))
             stack.enter_context(functions_recorded(unbacked))

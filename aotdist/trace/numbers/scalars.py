@@ -1,17 +1,17 @@
 """Python numbers that follow from tensors: `step.item()`, and what a program computes of it in Python.
 
 An optimizer computes a few numbers in Python before it hands them to operators: `lr / (1 - beta ** step)`.
-Tensors would give other bits, so it stays Python: reading a tensor is a node, and each operation on what was
-read is a node that calls that very operation at run time.
+Tensors would give other bits, so Python computes these at run time, too: reading a tensor is a node, and so
+is each operation of Python's on a number that was read.
 
 While a program runs inside of `Scalars.followed`, a number that is read is a `TracedFloat` or a `TracedInt`.
-PyTorch takes these for numbers (they are `SymFloat`s and `SymInt`s). Beneath its Python interface it is given
-another number in their place, a *token*, which the recorder recognises among the arguments of operators. If a
-token reaches no operator, PyTorch computed with it on the way, and the program is refused. So it is if Python
-needs a number of its own (`float(t)`), as a key, or in a text.
+PyTorch takes these for numbers (they are `SymFloat`s and `SymInt`s). Its functions are called with another
+number in their place, a *token*, which the recorder recognises among the arguments of operators. If a token
+reaches no operator, PyTorch computed with it on the way, and the program is refused. It is also refused if
+Python needs the value: `float(t)`, a key of a dictionary, a text.
 
-A program may branch on such a number (`if rho > 5`) if it follows from tensors whose values `Scalars` was
-given. The trace is then for calls with the same answers, see `Scalars.guard`.
+A program may branch on such a number (`if rho > 5`) if it follows from tensors whose values are known before
+a call. The trace is then for calls with the same answers, see `Scalars.guard`.
 """
 
 from __future__ import annotations
@@ -69,8 +69,8 @@ class Scalars:
 
     Attributes:
         values: nodes whose values are known before a call, with the tensors that hold them now.
-        reads: whether what is read off any tensor is followed, or only numbers that are there already.
-        is_over: whether the program has run, and what it has kept is looked at.
+        reads: whether numbers that are read off tensors are traced, or only those that are traced already.
+        is_over: whether the program has run: numbers that it stored become outputs.
 
     Args:
         values: pairs of a stand-in and the tensor that holds its value, which is known before a call.
@@ -93,7 +93,7 @@ class Scalars:
 
     @contextlib.contextmanager
     def followed(self) -> Generator[None]:
-        """Trace the numbers that are read inside."""
+        """In this context, numbers that are read off tensors are traced."""
         token = _CURRENT.set(self)
         try:
             with functions_recorded(self), _Tokens(self):
@@ -128,7 +128,7 @@ class Scalars:
         return self._read[-1]
 
     def is_traced(self, number: Any) -> bool:
-        """Whether it is one of the numbers."""
+        """Whether a value is one of these numbers."""
         return isinstance(number, _Number)
 
     def apply(self, function: Callable[..., Any], arguments: Sequence[Any]) -> Any:
@@ -226,7 +226,7 @@ class Scalars:
         return holds
 
     def symbol_of(self, number: Any) -> Any:
-        """What stands outside of the graph for a number that the program has kept; while it runs, nothing."""
+        """The symbol of a number that the program has stored; an error while the program runs."""
         if not self.is_over:
             raise number.refusal()
         return self.carrying(number).item()
@@ -267,7 +267,7 @@ class TracedNumber:
         made_by: the node that computes it.
 
     Attributes:
-        symbol: what stands for it outside of the graph, if the call is given it, finds it, or keeps it.
+        symbol: its symbol outside of the graph, if it is an argument, or read or stored by the program.
     """
 
     kind: type = bool
@@ -346,7 +346,7 @@ class TracedInt(_Number, torch.SymInt):
 
 _EXACT = frozenset({operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg})
 _COMPARISONS = frozenset({operator.lt, operator.le, operator.gt, operator.ge, operator.eq, operator.ne})
-"""What is computed of symbols as it is of whole numbers; what they answer is a guard."""
+"""Operations that sympy computes exactly on whole numbers; the answer of a comparison becomes a guard."""
 
 
 _CLASSES: Mapping[type, type[TracedNumber]] = {bool: TracedNumber, float: TracedFloat, int: TracedInt}

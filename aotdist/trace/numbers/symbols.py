@@ -1,11 +1,9 @@
-"""Gives the inputs of a trace symbols for sizes, and remembers what the trace found out about them.
+"""Symbols for sizes of the inputs of a trace, and the guards and conditions that the trace found for them.
 
-Each size that may differ has a symbol of its own; if a trace compares two, or one with a number, the
-outcome is a guard. A size of 0 or 1 is never symbolic: broadcasting and emptiness depend on it. So has each
-stride that follows from other sizes than the tensor's (`ids[:, :-1]` has those of `ids`).
-
-Each number that a program finds and changes (`self.steps += 1`) has one, too: as a constant it would fit one
-call only.
+Each size that may differ has a symbol of its own; if a trace compares two, or one with a number, the outcome
+is a guard. A size of 0 or 1 is never symbolic: broadcasting and emptiness depend on it. A stride that is no
+product of the tensor's own sizes (`ids[:, :-1]` has the strides of `ids`) has a symbol as well, and so has
+each number that a program reads and changes (`self.steps += 1`), which as a constant would fit one call only.
 """
 
 from __future__ import annotations
@@ -21,7 +19,6 @@ import torch
 
 from aotdist.capture.arguments import Numbers
 from aotdist.capture.source import Source
-from aotdist.errors import UnsupportedProgram
 from aotdist.program import PrimalIdx, Slot
 from aotdist.sizes import STATIC, Measure, Sizes, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, wrapper_rule
@@ -36,6 +33,7 @@ from aotdist.torch_seam.symbols import (
     symbols_in,
 )
 from aotdist.torch_seam.tensors import marked_dims
+from aotdist.trace.failures import unsupported
 
 if TYPE_CHECKING:
     from aotdist.torch_seam.symbols import ShapeEnv
@@ -46,7 +44,7 @@ Dims = Mapping[int, AbstractSet[int]]
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A number that the program finds at a place and changes.
+    """A number that the program reads at a place and changes.
 
     Args:
         symbol: stands for the number.
@@ -113,7 +111,7 @@ class Symbols:
         return self._sized(recipe, at, "", frozenset(dims), "", symbol_for)
 
     def _meet(self, at: PrimalIdx, recipe: Recipe) -> None:
-        """Note the symbols of a user's fake tensor, where they are first to be read."""
+        """Note the symbols of a user's fake tensor, each at the first size that is this symbol alone."""
         assert isinstance(recipe, Plain), "a program of fake tensors has plain ones"
         known = {name for _, name, _ in self._symbols}
         for of, dim, symbol in _numbers(recipe.size, recipe.stride):
@@ -124,7 +122,7 @@ class Symbols:
 
     @contextmanager
     def counting(self, places: Iterable[Source]) -> Generator[None]:
-        """Put symbols in places that hold numbers; the numbers are put back when the context is left."""
+        """Put symbols in the places of numbers; the numbers are put back when the context is left."""
         numbers = [(place, place.read()) for place in places]
         try:
             for place, number in numbers:
@@ -138,7 +136,7 @@ class Symbols:
                 place.write(number)
 
     def counts(self) -> tuple[Count, ...]:
-        """The numbers that symbols stand for."""
+        """The numbers that have symbols."""
         return tuple(self._counts)
 
     def _new(self, slot: Slot, measure: Measure, number: int) -> torch.SymInt:
@@ -153,7 +151,7 @@ class Symbols:
         yield from (count.symbol for count in self._counts if count.name in self._computed_with)
 
     def floats(self) -> set[str]:
-        """The names of floats that the program finds, and changes."""
+        """The names of floats that the program reads and changes."""
         return {count.name for count in self._counts if issubclass(count.kind, float)}
 
     def decides_by(self, names: AbstractSet[str]) -> bool:
@@ -173,7 +171,7 @@ class Symbols:
         apart: str,
         symbol_for: Callable[[Measure, int, AbstractSet[int], str], Any],
     ) -> Recipe:
-        """The recipe with symbols; a part called `apart`, or in it, shares none with others."""
+        """The recipe with symbols, which only parts with one `apart` share for equal sizes."""
         if isinstance(recipe, Constant):
             return recipe
 
@@ -212,11 +210,10 @@ class Symbols:
         for place, symbol in self._marked:
             where = specialised_at(self._env, symbol)
             if where is not None:
-                raise UnsupportedProgram(
+                raise unsupported(
                     f"`{place}` was marked as dynamic, and the program only works for {expression(symbol)}",
-                    where=where,
-                    stage="joint",
-                    fix="do not mark it, or write the program for any size",
+                    "do not mark it, or write the program for any size",
+                    where,
                 )
         conditions = tuple((measure, expression(number)) for measure, number in self._conditions)
         symbols = tuple((name, measure) for _, name, measure in self._symbols)

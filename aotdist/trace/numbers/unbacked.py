@@ -1,11 +1,10 @@
 """Numbers that depend on data: how many elements a mask selects, what `count.item()` returns.
 
-While a program is captured nobody knows them. PyTorch's fakes give each a symbol without a value
-(*unbacked*: `u0`), and sizes are expressions of these. In the graph, a node reads the number off a tensor,
-and others compute with it. Such nodes are never saved: the backward reads a number again, off a tensor that
-is saved.
+They are unknown while a program is captured. PyTorch's fakes give each a symbol without a value (*unbacked*:
+`u0`), and sizes are expressions of these. In the graph, a node reads the number off a tensor, and others
+compute with it. Numbers are never saved: the backward reads a number again, off a tensor that is saved.
 
-What has to hold of a number (`torch._check(count <= 4)`) is checked by a node, too.
+Conditions on a number (`torch._check(count <= 4)`) are checked by nodes, too.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ _ITEM = _ATEN._local_scalar_dense.default
 _OTHER_NUMBERS = "numbers that depend on data are not as the program was compiled for"
 """The error of a call in which an operator would take another path than the one that was recorded."""
 _OF_TWO: Mapping[Any, Callable[[Any, Any], Any]] = {max: torch.sym_max, min: torch.sym_min}
-"""What functions are for two whole numbers."""
+"""What computes each of these functions for two whole numbers."""
 MEASURES: Mapping[Any, Callable[..., Any]] = {
     "size": _ATEN.sym_size.int,
     "stride": _ATEN.sym_stride.int,
@@ -60,10 +59,10 @@ class Unbacked:
 
     Attributes:
         copies: a copy of each tensor of one element that was read, by the tensor's node.
-        copied: these copies, by their own nodes.
+        copied: these copies, by the copies' nodes.
         numbers: the numbers that were read or computed, by the name of the symbol, in order.
         steps: how those that Python computed follow from others.
-        told: names of those that the forward tells what is outside of the graph.
+        returned: names of those that the forward returns.
 
     Args:
         env: has their symbols.
@@ -76,7 +75,7 @@ class Unbacked:
         self.copied: dict[Node, FakeTensor] = {}
         self.numbers: dict[str, Any] = {}
         self.steps: dict[str, NumberStep] = {}
-        self.told: frozenset[str] = frozenset()
+        self.returned: frozenset[str] = frozenset()
         self._env = env
         self._graph, self._stamp = tracer.graph, tracer.stamp
         self._size = size
@@ -94,7 +93,7 @@ class Unbacked:
 
     @contextmanager
     def meeting(self) -> Generator[None]:
-        """`meet` the nodes that are recorded inside, by PyTorch's own mode, which binds their symbols."""
+        """Do the same for the nodes that PyTorch's own mode records meanwhile; it binds their symbols."""
         with self._new_nodes() as made:
             yield
         for node in made:
@@ -105,13 +104,14 @@ class Unbacked:
         return self._node(number.node.expr)
 
     def is_traced(self, number: Any) -> bool:
-        """Whether a number depends on data; those of an optimizer's are of other classes."""
+        """Whether a number depends on data; the numbers of an optimizer are of other classes."""
         return type(number) in SYMBOLIC and depends_on_data(number)
 
     def apply(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """What Python computes: of whole numbers an expression, of others a new symbol.
+        """The result of a function of Python's: for whole numbers an expression, for floats a new symbol.
 
-        As a sympy expression a float could round otherwise. There is a node for it once an operator takes it.
+        A sympy expression of floats could round otherwise. A node is recorded once an operator takes the
+        number.
         """
         if function in _OF_TWO and all(number_kind(number) is int for number in arguments):
             return functools.reduce(_OF_TWO[function], arguments)
@@ -133,7 +133,7 @@ class Unbacked:
         return [*(name for name in self.numbers if name in names), *sorted(names - self.numbers.keys())]
 
     def read_outside(self, name: str) -> FakeTensor | None:
-        """The tensor that a number can be read off when the graph has run, which does not read it itself."""
+        """The tensor to read a number off after the graph has run, if no node in the graph reads it."""
         read: Any = self._read.get(name)
         while read is not None and not read.users and read.target is torch.sym_ite:
             read = read.args[0]  # of a boolean

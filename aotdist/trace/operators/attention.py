@@ -1,4 +1,4 @@
-"""Attention as the GPUs choose it that a program is traced for, on a machine that has none.
+"""The attention kernels of the GPUs that a program is traced for, on a machine without a GPU.
 
 On each device, `scaled_dot_product_attention` calls the first of its kernels that takes the arguments: on
 NVIDIA's GPUs flash attention, memory-efficient attention, or else the formula; cuDNN's, which PyTorch puts
@@ -50,7 +50,7 @@ class _Call(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        """What is read in any case."""
+        """Query, key and value."""
         return self.query, self.key, self.value
 
     @property
@@ -59,7 +59,7 @@ class _Call(NamedTuple):
         return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in self.tensors)
 
     def bias(self, instead_of_none: float) -> Tensor | None:
-        """What is added to the products; where a mask of truth values is false, that number."""
+        """What is added to the products; for a boolean mask, `instead_of_none` where it is false."""
         mask = self.attn_mask
         if mask is None or mask.dtype is not torch.bool:
             return mask
@@ -74,7 +74,7 @@ def instead(target: str) -> Mapping[Any, Callable[..., Tensor]]:
 
 
 def chosen_for(target: str | None) -> AbstractContextManager[Any]:
-    """The same where no mode hears of the call: in PyTorch's own layers, and in backwards that recompute."""
+    """The same for calls that no mode sees: in PyTorch's own layers, and in backwards that recompute."""
     if target is None:
         return nullcontext()
 

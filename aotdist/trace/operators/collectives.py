@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.groups import finished_work, group_name_of, group_size_of, name_of_reduction
-from aotdist.torch_seam.operators import OpOverload, is_operator
+from aotdist.torch_seam.operators import is_operator
 from aotdist.trace.failures import refusal
 
 _NAMESPACE = "c10d"
@@ -30,7 +29,11 @@ def instead(func: Any, args: tuple[Any, ...]) -> Callable[[], Any] | None:
         return None
     functionally = _FUNCTIONALLY.get(func.name())
     if functionally is None:
-        raise _refused(func)
+        raise refusal(
+            f"the program calls `{func.name()}`, a collective that writes its results into tensors",
+            fix="call its functional twin (`torch.distributed._functional_collectives`), or redistribute a "
+            "DTensor; `distribute_tensor` takes `src_data_rank=None`",
+        )
     return lambda: functionally(*args)
 
 
@@ -113,11 +116,3 @@ _FUNCTIONALLY: Mapping[str, Callable[..., Any]] = {
     "c10d::alltoall_base_": _all_to_all_single,
 }
 """For each operator, what takes its arguments, does the same functionally, and returns what it returns."""
-
-
-def _refused(func: OpOverload) -> UnsupportedProgram:
-    return refusal(
-        f"the program calls `{func.name()}`, a collective that writes its results into tensors",
-        fix="call its functional twin (`torch.distributed._functional_collectives`), or redistribute a "
-        "DTensor; `distribute_tensor` takes `src_data_rank=None`",
-    )

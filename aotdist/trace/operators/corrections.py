@@ -1,8 +1,9 @@
-"""What PyTorch gets wrong, or otherwise than in eager, in a trace, and what is called instead: one table.
+"""One table of what PyTorch does in a trace otherwise than in eager, and what is called instead.
 
 A correction acts at one level: on a *function* as the program calls it, on an *operator* before it is made
-functional, on a *node* before it is recorded, or on what *fakes* claim of results, on any device or on a CPU.
-It is called as `instead(what it corrects, *arguments)`, and returns `NotImplemented` where PyTorch is right.
+functional, on a *node* before it is recorded, or on the *fake* results of an operator, on any device or on a
+CPU. It is called as `instead(what it corrects, *arguments)`, and returns `NotImplemented` where PyTorch is
+right.
 
 `tests/trace/test_corrections.py` has a program for each row, by its name, which goes wrong without it: a row
 that the release at hand no longer needs fails there.
@@ -18,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 import torch
 
 from aotdist.subclasses.protocol import sparse_made
-from aotdist.trace.operators import attention, fakes, formulas, functions_of_data, padded_batches
+from aotdist.trace.operators import attention, fakes, functions_of_data, padded_batches
 from aotdist.trace.operators import functionalised as operators
 
 Level: TypeAlias = Literal["function", "operator", "node", "fake", "fake on a CPU"]
@@ -30,11 +31,11 @@ class Correction:
     """A row of the table.
 
     Args:
-        name: what tells it from others.
+        name: its name.
         level: where it acts.
-        instead: what is called for which functions or operators.
+        instead: from functions or operators to what is called in their place.
         why: what these do in a trace.
-        kinds: what is called for each kind of operator, told by a function.
+        kinds: the same for kinds of operators, each recognised by a function.
         of_bits: whether it is needed only where results are to have eager's bits.
         release: the last release of PyTorch that was seen to need it.
     """
@@ -62,7 +63,7 @@ CORRECTIONS: tuple[Correction, ...] = (
     Correction(
         "formulas by data",
         "function",
-        formulas.INSTEAD,
+        functions_of_data.FORMULAS,
         "a loss is computed by a formula that asks for no data, and that rounds otherwise",
         of_bits=True,
     ),
@@ -82,19 +83,13 @@ CORRECTIONS: tuple[Correction, ...] = (
         "checks of data",
         "function",
         functions_of_data.CHECKS,
-        "data are asked whether they are in order, in C++",
+        "data are asked whether they are in order",
     ),
     Correction(
         "answers to checks",
         "operator",
         functions_of_data.ANSWERS,
-        "data are asked whether they are in order, in C++",
-    ),
-    Correction(
-        "checks of variances",
-        "function",
-        functions_of_data.VARIANCES,
-        "variances are asked whether they are negative",
+        "data are asked whether they are in order",
     ),
     Correction(
         "mean of a CTC loss",
@@ -291,7 +286,7 @@ def corrected(corrections: tuple[Instead, ...], operator: Any, args: Any, kwargs
 
 
 def fake_result(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, on_gpu: bool) -> Any:
-    """What an operator gives for fakes: of the sizes and strides that its kernel gives.
+    """The fake result of an operator, with the sizes and strides that its kernel gives.
 
     Args:
         operator: the operator.

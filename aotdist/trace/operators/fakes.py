@@ -1,7 +1,7 @@
-"""What kernels give, where PyTorch's fakes say otherwise, or refuse (torch 2.13), or speak of another device.
+"""Corrected fake results, where PyTorch's differ from the kernels', or are refused (torch 2.13).
 
-A trace decides by strides which `reshape` is a view, and what a result is a view of, so they have to be those
-that come.
+A trace decides by strides which `reshape` is a view, and what a result is a view of, so strides have to be
+those of the kernels.
 
 - Of batch normalisation on a CPU, fakes claim that whatever is permuted stays so; the kernels give a
   contiguous result, or one with the channels last if the input has them there.
@@ -15,9 +15,9 @@ that come.
 - What cannot be a view, fakes refuse with a `ValueError`; who then reshapes catches a `RuntimeError`.
 - What writes into a part of a storage keeps its offset; the cache of fakes forgets it.
 
-In a trace on the CPU for a GPU each operator is asked once more for fakes of a GPU, and what it answers is
-the result, as a fake of the CPU: a build of PyTorch for CPUs has no autograd for others. Which kernel
-convolves is asked of cuDNN, which is not there either; the rule for how its results lie is here.
+In a trace on the CPU for a GPU each operator is called once more with fakes of a GPU, and the result gets
+their metadata, as a fake of the CPU: a build of PyTorch for CPUs has no autograd for GPUs. Which kernel
+convolves depends on cuDNN, which is not there either; the rule for its strides is here.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _grouped_product(
     bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """Shapes: (m, k) or (g, m, k) by (k, n) or (g, k, n); where there is no g, `offs` tells the groups."""
+    """Shapes: (m, k) or (g, m, k) by (k, n) or (g, k, n); without g, `offs` are the ends of the groups."""
     if a.device.type != "cpu" and a.dtype == torch.bfloat16:
         return NotImplemented
     rows, columns = a.size(-2), b.size(-1)
@@ -116,7 +116,7 @@ def _made_and_laid_out(op: OpOverload, made: Callable[..., Any], *args: Any, **k
 
 
 def _laid_out(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """Results that lie as the tables say; where all arguments are contiguous, fakes are right."""
+    """Results with the strides that the tables say; if all arguments are contiguous, fakes are right."""
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     if all(tensor.is_contiguous() for tensor in tensors):
         return NotImplemented
@@ -136,7 +136,7 @@ def _contiguous(_tensors: Sequence[torch.Tensor]) -> torch.memory_format:
 
 
 def _as_sum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As what is computed element by element: the first of the arguments decides."""
+    """As the result of an elementwise operator: the first of the arguments decides."""
     return functools.reduce(torch.add, tensors)
 
 
@@ -223,7 +223,7 @@ OFFSETS: Mapping[Any, Callable[..., Any]] = dict.fromkeys(
 
 _ABOUT_ARGUMENTS = (RuntimeError, IndexError, ValueError, TypeError)
 _MOST_ELEMENTS = 1 << 16
-"""Larger tensors are stood for by one element, expanded: a check of sizes does not read them."""
+"""Larger tensors are replaced by one element, expanded: a check of sizes does not read them."""
 
 
 def as_in_eager(error: Exception, func: OpOverload, args: Any, kwargs: Mapping[str, Any]) -> Exception:

@@ -1,4 +1,4 @@
-"""Operators that PyTorch's functionalisation refuses, or runs otherwise than eager does.
+"""Operators that PyTorch's functionalisation refuses, or runs in another way than eager.
 
 - *Fused optimizer steps* (`_fused_adamw_`) fail for their empty lists. Their functional variants return new
   tensors, which are written where the step would have written them.
@@ -45,7 +45,7 @@ _LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
 _SCALED = ("grad_scale", "found_inf")
 _RUNNING = ("running_mean", "running_var")
 _BROKEN_UP = _ATEN._native_batch_norm_legit_functional.default
-"""What compilers know how to break up; its results are those of MIOpen's twin."""
+"""An operator that compilers decompose, with the results of MIOpen's twin."""
 
 
 def _step(func: OpOverload, *args: Any, **kwargs: Any) -> None:
@@ -115,7 +115,7 @@ NORMS: Mapping[Any, Callable[..., Any]] = dict.fromkeys(_TWIN_OF_NORM, _norm)
 
 
 def _as_cudnn(*args: Any) -> tuple[Tensor, ...]:
-    """The same, and the space that cuDNN's backward would ask for."""
+    """The same, and the workspace that cuDNN's backward takes."""
     out, mean, deviation, *new = _BROKEN_UP(*args)
     return out, mean, deviation, out.new_empty((0,), dtype=torch.uint8), *new
 
@@ -140,7 +140,7 @@ MADE_OF: Mapping[OpOverload, Callable[..., Any]] = {
     _TWIN_OF_NORM[_ATEN.cudnn_batch_norm.default]: _as_cudnn,
     _TWIN_OF_NORM[_ATEN.miopen_batch_norm.default]: _BROKEN_UP,
 }
-"""What compilers make of batch norms, whose backward is in PyTorch's table, and of what is wrong there."""
+"""Decompositions for compilers: of these batch norms, and of one that is wrong in PyTorch's table."""
 
 
 def is_list_write(func: Any) -> bool:

@@ -1,14 +1,17 @@
 """Functions of PyTorch that read, in C++, what a trace does not have: data, or numbers for symbolic sizes.
 
-- *Checks* (`istft`, `cov`): a function asks whether a condition holds (`equal`), and gets the answer with
-  which it goes on; the condition becomes a check (`aotdist.capture.checks`), in a backward a node that
-  raises.
+- *Checks* (`istft`, `cov`, `gaussian_nll_loss`): a function asks whether a condition holds, and gets the
+  answer with which it goes on; the condition becomes a check (`aotdist.capture.checks`), in a backward a node
+  that raises.
 - *Linear algebra* asks whether a tensor is a plain one, and computes vectors otherwise along with the values
   that are asked for, by another algorithm, which rounds otherwise; and leaves `out=` as it is.
 - *Sparse gradients* of bags have no rows where they are fakes.
 - *Results of unknown sizes*: the forward of a CTC loss keeps for the backward as much as the longest target
   needs; the fake result has the size that the targets' own allows, and only the backward's kernel looks at
   it. `linalg.lstsq` leaves residuals out where a matrix is not of full rank; the fake result has them.
+- *A weighted and smoothed `cross_entropy`* sums what a mask selects, where all tensors are plain ones. For
+  subclasses, modes and transforms, so in a trace, PyTorch takes another formula, which needs no data and
+  rounds otherwise.
 - *Interpolation* takes sizes and scales to C++, which wants numbers, and so do its fakes.
 
 Where such an operator has no fake that is right, it is an operator of our own in the graph.
@@ -28,16 +31,17 @@ from torch.nn import functional
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import SparseRows
 from aotdist.torch_seam.autograd import running_node
-from aotdist.torch_seam.checks import check_all, gaussian_nll_loss
-from aotdist.torch_seam.functional import DataDependentOutputException
+from aotdist.torch_seam.checks import check_all
+from aotdist.torch_seam.functional import DataDependentOutputException, FunctionalTensor
 from aotdist.torch_seam.functions import interpolated_size, interpolation
+from aotdist.torch_seam.modes import under_transform
 from aotdist.torch_seam.operators import OpOverload, schema_of, suggest_memory_format, with_defaults
 
 _ATEN = torch.ops.aten
 _LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
 
-_Expected = tuple[bool, str]
-"""The answer with which a function goes on, and what it says otherwise."""
+_Expected = tuple[bool, type[Exception], str]
+"""The answer with which a function goes on, and the error that it raises otherwise, with its message."""
 _ASKED: ContextVar[Iterator[_Expected] | None] = ContextVar("asked_by_a_function_of_pytorch", default=None)
 _VALUES_ALONE: ContextVar[bool] = ContextVar("values_alone", default=False)
 _PHASE = (
@@ -63,17 +67,18 @@ def _within(
         variable.reset(token)
 
 
-def _answer(func: OpOverload, condition: Tensor, true: Tensor) -> bool:
+def _answer(func: OpOverload, condition: Tensor, *true: Tensor) -> bool:
+    """What `equal(condition, true)`, or `bool(condition)`, is where the function goes on."""
     asked = _ASKED.get()
     if asked is None:
         return NotImplemented
-    holds, message = next(asked)
+    holds, error, message = next(asked)
     try:
-        if _within(_ASKED, None, func, condition, true) is holds:  # it is known at capture
+        if true and _within(_ASKED, None, func, condition, *true) is holds:  # it is known at capture
             return holds
     except DataDependentOutputException:
         pass
-    check_all(condition if holds else condition.logical_not(), lambda: message)
+    check_all(error, condition if holds else condition.logical_not(), message)
     return holds
 
 
@@ -85,41 +90,41 @@ def _check_in_backward(_func: OpOverload, *args: Any, **kwargs: Any) -> bool:
 
 
 def _of_istft(*_args: Any, **_kwargs: Any) -> list[_Expected]:
-    return [(False, "istft: window overlap add min: 1 (somewhere the windows add up to zero)")]
+    message = "istft: window overlap add min: 1 (somewhere the windows add up to zero)"
+    return [(False, RuntimeError, message)]
 
 
 def _of_cov(
     _input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None
 ) -> Iterator[_Expected]:
     if fweights is not None:
-        yield True, "cov(): fweights cannot be negative"
+        yield True, RuntimeError, "cov(): fweights cannot be negative"
     if aweights is not None:
-        yield True, "cov(): aweights cannot be negative"
+        yield True, RuntimeError, "cov(): aweights cannot be negative"
     if fweights is not None or aweights is not None:
-        yield True, "cov(): weights sum to zero, can't be normalized"
-    yield (
-        False,
-        f"cov(): degrees of freedom is <= 0 (eager warns, and divides by zero); correction is {correction}",
+        yield True, RuntimeError, "cov(): weights sum to zero, can't be normalized"
+    message = (
+        f"cov(): degrees of freedom is <= 0 (eager warns, and divides by zero); correction is {correction}"
     )
+    yield False, RuntimeError, message
 
 
-def _checking_variances(_func: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-    return gaussian_nll_loss(*args, **kwargs)
+def _of_gaussian_nll_loss(*_args: Any, **_kwargs: Any) -> list[_Expected]:
+    return [(False, ValueError, "var has negative entry/entries")]
 
 
 CHECKS: Mapping[Any, Callable[..., Any]] = {
     getattr(owner, name): functools.partial(_checked, expected)
     for owner in (torch, torch.Tensor)
     for name, expected in (("istft", _of_istft), ("cov", _of_cov))
-}
+} | {functional.gaussian_nll_loss: functools.partial(_checked, _of_gaussian_nll_loss)}
 """What is called for functions that check data."""
 ANSWERS: Mapping[Any, Callable[..., Any]] = {
     _ATEN.equal.default: _answer,
+    _ATEN._local_scalar_dense.default: _answer,
     _ATEN.allclose.default: _check_in_backward,
 }
 """What answers the questions of these functions."""
-VARIANCES: Mapping[Any, Callable[..., Any]] = {functional.gaussian_nll_loss: _checking_variances}
-"""What is called for a loss that checks data in Python."""
 
 
 def _of_values(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -317,3 +322,59 @@ def _for_each(value: Any, num_dims: int) -> Sequence[Any] | None:
 
 INTERPOLATION: Mapping[Any, Callable[..., Any]] = {functional.interpolate: _interpolate}
 """What is called for interpolation."""
+
+
+_LIBRARY.define("weight_of_targets(Tensor weight, Tensor target, int ignore_index) -> Tensor")
+_WEIGHT_OF_TARGETS = torch.ops.aotdist.weight_of_targets.default
+
+
+@torch.library.impl(_LIBRARY, "weight_of_targets", "CompositeExplicitAutograd")
+def _weight_of_targets(weight: Tensor, target: Tensor, ignore_index: int) -> Tensor:
+    return weight.gather(0, target.masked_select(target != ignore_index)).sum()
+
+
+def _like_weight(weight: Tensor, _target: Tensor, _ignore_index: int) -> Tensor:
+    return weight.new_empty(())
+
+
+torch.library.register_fake("aotdist::weight_of_targets", _like_weight, lib=_LIBRARY)
+
+
+def _cross_entropy(
+    _func: Callable[..., Tensor],
+    input: Tensor,  # noqa: A002
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """`torch.nn.functional.cross_entropy`: the mean of smoothed losses is by the weight of all targets."""
+    is_mean = reduction == "mean" and size_average is None and reduce is None
+    if (
+        weight is None
+        or not (is_mean and 0 < label_smoothing <= 1 and _is_plain(input, target, weight))
+        or input.size() == target.size()  # of probabilities
+        or weight.requires_grad
+        or torch.is_autocast_enabled(input.device.type)
+    ):
+        return NotImplemented
+    dim = min(input.dim() - 1, 1)
+    log_p = functional.log_softmax(input, dim, dtype=input.dtype)
+    loss = functional.nll_loss(log_p, target, weight, ignore_index=ignore_index)
+    of_classes = weight.view([-1 if at == dim else 1 for at in range(input.dim())])
+    smooth = -(log_p * of_classes).sum(dim)
+    smooth.masked_fill_(target == ignore_index, 0.0)
+    smooth_loss = smooth.sum() / _WEIGHT_OF_TARGETS(weight, target, ignore_index)
+    return (1 - label_smoothing) * loss + smooth_loss * (label_smoothing / input.size(dim))
+
+
+def _is_plain(*tensors: Tensor) -> bool:
+    """Whether eager takes the formula for plain tensors; of wrappers and in transforms it takes the other."""
+    return all(isinstance(tensor, FunctionalTensor) for tensor in tensors) and not under_transform()
+
+
+FORMULAS: Mapping[Any, Callable[..., Any]] = {functional.cross_entropy: _cross_entropy}
+"""What is called in a trace for PyTorch's functions, where results are to have eager's bits."""

@@ -1,8 +1,8 @@
 """Batches of sequences of different lengths: packed sequences, and transformer encoders on padded batches.
 
-PyTorch packs, runs recurrent layers and pads in C++ that reads the lengths from memory, of which a trace has
-none. Here lengths that are known at capture (Python numbers, or what follows from sizes) are read as numbers,
-and rows are put into other places by index; others are refused by the line that packs.
+PyTorch packs, runs recurrent layers and pads in C++ that reads the lengths from memory, which a trace has
+not. Here lengths that are known at capture (Python numbers, or what follows from sizes) are read as numbers,
+and rows are moved by index; others are refused by the line that packs.
 
 In evaluation, where the padding is at the end of each sequence, `nn.TransformerEncoder` packs the batch into
 a nested tensor that its layers work on, and returns zeros for the padding; elsewhere the layers are given the

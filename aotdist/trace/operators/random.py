@@ -1,11 +1,11 @@
 """Which random numbers an operation of the traced program draws.
 
-A checkpointed region runs again in the backward, with the generator put back to where it stood: it must
-meet the numbers that it met in the forward, not new ones. No generator moves while only fakes are
-computed, so here one is moved a little at every draw that is recorded: the real one of a GPU, a copy of that
-of the CPU, which other threads may draw from meanwhile. An operation that finds it where an equal one found
-it before is that draw again, and gets its result. Whatever else the program does to the generator
-(`manual_seed`, `fork_rng`) would be lost in the graph, and is refused.
+A checkpointed region runs again in the backward, with the generator put back to where it stood, and must draw
+the numbers of the forward, not new ones. No generator moves while only fakes are computed, so each recorded
+draw advances one: that of a GPU, or a copy of the CPU's, as other threads may draw from that meanwhile. An
+operation that finds the generator in the state in which an equal operation found it repeats that draw, and
+gets its result. Whatever else the program does to the generator (`manual_seed`, `fork_rng`) would be lost in
+the graph, and is refused.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam.ambient import default_generator_is, generator_id, times_seeded_elsewhere
 from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.operators import OpOverload
-from aotdist.torch_seam.random import default_generator_is, generator_id, times_seeded_elsewhere
 from aotdist.torch_seam.symbols import hint
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.failures import refusal
@@ -30,7 +30,7 @@ class Draws:
 
     def __init__(self) -> None:
         self.are_refused = False
-        """Whether nothing may be drawn: in a function that is handed to an operator."""
+        """Whether nothing may be drawn, as in a branch of `cond`."""
         self._made: dict[Hashable, Any] = {}
         self._repeated: set[int] = set()
         self._users: set[int] = set()
@@ -86,7 +86,7 @@ class Draws:
         return result
 
     def are_repeated(self, value: torch.Tensor) -> bool:
-        """Whether `value` was drawn, and a repeated draw has it for its result."""
+        """Whether `value` was drawn, and is the result of a repeated draw, too."""
         return id(value) in self._repeated
 
     def _refuse_unknown(self, generator: torch.Generator) -> None:
@@ -97,7 +97,7 @@ class Draws:
             )
 
     def check(self) -> None:
-        """Raise if the program left a generator elsewhere than its draws do.
+        """Raise if the program left a generator in another state than its draws do.
 
         Raises:
             UnsupportedProgram: the program set the state of a generator.
@@ -119,7 +119,7 @@ class Draws:
 
 
 class _Generator:
-    """A generator, and where it should stand if nobody but us moves it."""
+    """A generator, and the state in which our last step left it."""
 
     def __init__(self, generator: torch.Generator) -> None:
         self._generator = generator
@@ -128,35 +128,35 @@ class _Generator:
         self._expected = self.state()
 
     def state(self) -> bytes:
-        """Where the generator stands."""
+        """The state of the generator."""
         with no_modes():
             return self._generator.get_state().numpy().tobytes()
 
     def check(self) -> None:
-        """Raise unless the generator stands where our last step left it."""
+        """Raise unless the generator is in the state in which our last step left it."""
         if self.state() != self._expected:
             raise _sets_state()
 
     def advance(self) -> None:
-        """Move one step for a new draw: that is where the graph leaves the generator."""
+        """Move one step for a new draw, as the graph will move the generator."""
         self.move()
         self._expected = self.state()
 
     def move(self) -> None:
-        """Move one step; the numbers are of no importance, only that the state is another."""
+        """Move one step: only that the state changes matters, not the number."""
         with no_modes():
             torch.empty(1, device=self._generator.device).uniform_(generator=self._generator)
 
     def restore(self) -> None:
-        """Put the generator back to where it stood at first."""
+        """Put the generator back in its first state."""
         with no_modes():
             self._generator.set_state(self._before)
 
 
 class _Seeded:
-    """A generator that all threads draw from, and its seed: only another seed tells that it was set.
+    """The default generator, which all threads draw from: only a new seed shows that this one has set it.
 
-    Where another thread has seeded it, nothing is known of this one.
+    If another thread has seeded it meanwhile, nothing can be said.
     """
 
     def __init__(self, generator: torch.Generator) -> None:
@@ -188,7 +188,7 @@ def _sets_state() -> UnsupportedProgram:
 
 
 def _describe(leaf: Any) -> Hashable:
-    """An argument of a random operation, in so far as it decides what is drawn."""
+    """What an argument of a random operation contributes to what is drawn."""
     if isinstance(leaf, torch.Tensor):
         return leaf.dtype, leaf.device, *map(hint, (*leaf.size(), *leaf.stride()))
     return type(leaf), str(leaf)
