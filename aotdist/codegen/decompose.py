@@ -19,8 +19,9 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.passes.editing import emit
 from aotdist.sizes import is_symbolic
 from aotdist.torch_seam.functional import FakeTensor
+from aotdist.torch_seam.nodes import all_nodes, copied_graph
 from aotdist.torch_seam.operators import OpOverload
-from aotdist.torch_seam.proxies import record_on_fakes
+from aotdist.torch_seam.proxies import graph_module, record_on_fakes
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
 
@@ -32,7 +33,7 @@ def decompose(
     table: Mapping[OpOverload, Callable[..., Any]],
     only: Container[OpOverload] | None = None,
 ) -> None:
-    """Replace each call of an operator in `table` by what its decomposition does, in place.
+    """Replace each call of an operator in `table`, in branches of `cond` too, by its decomposition, in place.
 
     Args:
         gm: a private copy of a graph, whose nodes carry `val`.
@@ -44,6 +45,11 @@ def decompose(
     """
     recordings: dict[Hashable, GraphModule | None] = {}
     targets = set(table) if only is None else {op for op in table if op in only}
+    for name, branch in gm.named_children():
+        if isinstance(branch, GraphModule) and any(node.target in targets for node in all_nodes(branch)):
+            own = graph_module(branch, copied_graph(branch.graph))  # other graphs hold the branch, too
+            decompose(own, table, only)
+            setattr(gm, name, own)
     for node in [node for node in gm.graph.nodes if node.target in targets and not _takes_numbers(node)]:
         kind = kind_of(Segment.of([node]), gm)
         if kind not in recordings:

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.graph import _illegal_names
 from torch.fx.node import map_arg
 
@@ -67,6 +67,13 @@ def calls_of(graph: Graph, is_wanted: Callable[[Node], bool]) -> list[Node]:
     kinds = graph._find_nodes_lookup_table.table.items()
     calls = (nodes for (op, _), nodes in kinds if op == "call_function" and nodes)
     return sorted(node for nodes in calls if is_wanted(next(iter(nodes))) for node in nodes)
+
+
+def all_nodes(gm: GraphModule) -> Iterator[Node]:
+    """The nodes of a graph, and of the graphs that its operators take."""
+    for inner in gm.modules():
+        if isinstance(inner, GraphModule):
+            yield from inner.graph.nodes
 
 
 inputs_of: Callable[[Node], Mapping[Node, None]] = operator.attrgetter("_input_nodes")

@@ -12,7 +12,7 @@ from aotdist.codegen.decompose import decompose
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.operators import OpOverload
-from tests.codegen.captured import calls, captured
+from tests.codegen.captured import branching, calls, captured
 
 ATEN = torch.ops.aten
 
@@ -57,6 +57,16 @@ def test_results_keep_their_strides() -> None:
     graph.gm.recompile()
     (result,) = graph.gm(x)
     assert torch.equal(result, (2 * x).t().reshape(-1))
+
+
+def test_branches_are_decomposed_in_copies() -> None:
+    """Other graphs hold the same branches."""
+    graph = captured(branching, [torch.randn(3)])
+    whole = graph.copied()
+    decompose(graph.gm, table(ATEN.sin.default, torch.cos))
+    branches = [{node.target for node in held.graph.nodes if node.op == "call_function"} for held in graph.held()]
+    assert branches == [{ATEN.cos.default}] * 2
+    assert any(node.target is ATEN.sin.default for held in whole.held() for node in held.graph.nodes)
 
 
 def test_several_results_are_replaced_one_by_one() -> None:

@@ -144,11 +144,8 @@ def test_which_result_is_the_loss(emitted: list[list[str]]) -> None:
         assert emitted == [expected], name
 
 
-class Failing:
-    """What fails to compile the backward of all results, and leaves that to `fx`."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(FxBackend(), name)
+class Failing(FxBackend):
+    """Fails to compile the backward of all results, and leaves that to `fx`."""
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         def fail() -> None:

@@ -29,6 +29,7 @@ from aotdist.torch_seam.ambient import fills_uninitialized_memory, kernel_choice
 from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode
 from aotdist.torch_seam.groups import extent_of_group
 from aotdist.torch_seam.inductor import inductor_extensions, inductor_options, merges_gathers
+from aotdist.torch_seam.nodes import all_nodes
 from aotdist.torch_seam.operators import OpOverload, argument_names, schema_of
 from aotdist.torch_seam.tensors import StorageWeakRef
 
@@ -50,7 +51,7 @@ def written(graph: Graph, fake_mode: FakeTensorMode) -> Json:
     Raises:
         UnsupportedProgram: it contains something that cannot be written, or would be lost.
     """
-    for node in _all_nodes(graph.gm):
+    for node in all_nodes(graph.gm):
         unknown = node.meta.keys() - _KNOWN
         if unknown:
             raise UnsupportedProgram(f"`{node.name}` carries {sorted(unknown)}", stage="cache")
@@ -107,7 +108,7 @@ def key_of(what: str, graph: Graph, fake_mode: FakeTensorMode, settings: Setting
     Raises:
         UnsupportedProgram: the result depends on something that no key can include.
     """
-    operators = frozenset(node.target for node in _all_nodes(graph.gm) if isinstance(node.target, OpOverload))
+    operators = frozenset(node.target for node in all_nodes(graph.gm) if isinstance(node.target, OpOverload))
     refuse_foreign_lowerings(operators)
     parts = {
         "what": what,
@@ -139,12 +140,6 @@ def about(name: str, what: str) -> Mapping[str, str]:
     return {"name": name, "what": what, "torch": versions["torch"].partition(" ")[0]}
 
 
-def _all_nodes(gm: GraphModule) -> Iterator[Node]:
-    for module in gm.modules():
-        if isinstance(module, GraphModule):
-            yield from module.graph.nodes
-
-
 def _argument(val: Any) -> Json:
     """The properties of an argument besides its size, strides, dtype and device."""
     if not isinstance(val, FakeTensor):
@@ -168,7 +163,7 @@ def _described(operator: OpOverload) -> str:
 def _groups(gm: GraphModule) -> Iterator[tuple[str, Json]]:
     """The process groups of a graph: their sizes, and this rank's places if code depends on them."""
     has_places = merges_gathers()
-    for node in _all_nodes(gm):
+    for node in all_nodes(gm):
         if str(node.target).startswith(_OUTSIDE):
             raise UnsupportedProgram(f"`{node.name}` calls a kernel of yours", stage="cache")
         names = argument_names(node.target) if isinstance(node.target, OpOverload) else []
