@@ -7,7 +7,6 @@ that no compiler fuses across.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.fx import Node
 
 from aotdist.partition.traits import is_effectful, is_getitem, is_view, is_wait
 from aotdist.torch_seam.nodes import inputs_of
-from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.operators import OpOverload, cached_by_operator
 
 
 def _aten(names: str) -> frozenset[str]:
@@ -69,23 +68,28 @@ _CHEAP = POINTWISE | MOVES | CREATIONS
 _FUSED_ONCE = REDUCTIONS | LOOKUPS | RANDOM
 
 
-@functools.cache
-def _is_one_of(op: Any, names: frozenset[str]) -> bool:
-    return isinstance(op, OpOverload) and op.name().partition(".")[0] in names
+@cached_by_operator
+def _op_is_cheap(op: Any) -> bool:
+    return isinstance(op, OpOverload) and op.name().partition(".")[0] in _CHEAP
+
+
+@cached_by_operator
+def _op_is_fused_once(op: Any) -> bool:
+    return isinstance(op, OpOverload) and op.name().partition(".")[0] in _FUSED_ONCE
 
 
 def is_cheap(node: Node) -> bool:
     """Whether a compiler would fuse the node away: running it again costs next to nothing."""
     if node.op != "call_function" or is_effectful(node):
         return False
-    return _is_one_of(node.target, _CHEAP) or is_view(node)
+    return _op_is_cheap(node.target) or is_view(node)
 
 
 def is_border(node: Node) -> bool:
     """Whether fusion ends here: a library call, a collective, an operator that we don't know."""
     if node.op != "call_function" or is_getitem(node) or is_wait(node):
         return False
-    return not is_cheap(node) and not _is_one_of(node.target, _FUSED_ONCE)
+    return not is_cheap(node) and not _op_is_fused_once(node.target)
 
 
 def chain_breaks(order: Iterable[Node], fixed: Container[Node]) -> set[Node]:

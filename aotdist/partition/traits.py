@@ -5,7 +5,6 @@ And which nodes share memory, and how many bytes of it there are.
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections.abc import Iterable
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from aotdist.torch_seam.nodes import inputs_of
-from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.operators import OpOverload, cached_by_operator
 from aotdist.torch_seam.symbols import SYMBOLIC, estimate
 
 _COLLECTIVES = "_c10d_functional"
@@ -30,7 +29,7 @@ _SOMETIMES_VIEWS = frozenset({"aten::reshape", "aten::contiguous", "aten::to", "
 """Operators whose schema promises a view but which copy when the layout asks for it."""
 
 
-@functools.cache
+@cached_by_operator
 def _op_is_view(op: OpOverload) -> bool:
     name = op.name().partition(".")[0]
     if name in _SOMETIMES_VIEWS:
@@ -71,7 +70,7 @@ def is_wait(node: Node) -> bool:
     return node.target is _WAIT
 
 
-@functools.cache
+@cached_by_operator
 def _op_is_collective(op: OpOverload) -> bool:
     return op.namespace == _COLLECTIVES and op is not _WAIT
 
@@ -81,7 +80,7 @@ def is_collective(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and _op_is_collective(node.target)
 
 
-@functools.cache
+@cached_by_operator
 def _op_is_random(op: OpOverload) -> bool:
     return torch.Tag.nondeterministic_seeded in op.tags
 
@@ -101,7 +100,7 @@ def is_random(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and _op_is_random(node.target)
 
 
-@functools.cache
+@cached_by_operator
 def _op_is_effectful(op: OpOverload) -> bool:
     probe = torch.fx.Graph().create_node("call_function", op)
     return op is not _WAIT and (op in _CHECKS or probe.is_impure())

@@ -11,7 +11,6 @@ tensor in FP8 is a number, and computing it again reads the tensor again.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +22,7 @@ from aotdist.partition.builder import GraphBuilder, needed_by
 from aotdist.partition.traits import is_effectful, is_view, phase_of, storage_root, value_bytes
 from aotdist.program import Graph
 from aotdist.settings import Settings
-from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.operators import OpOverload, cached_by_operator
 from aotdist.torch_seam.symbols import surely_equal
 
 _ATEN = torch.ops.aten
@@ -172,7 +171,7 @@ class _Simplifier:
         if node.target is _ATEN.max.default:  # the same in any order of elements
             return (node.target, self._magnitudes(node.all_input_nodes[0]))
         kwargs = tuple((name, self._freeze(value)) for name, value in node.kwargs.items())
-        return (node.target, self._freeze(node.args), kwargs)
+        return (id(node.target), self._freeze(node.args), kwargs)  # PyTorch hashes operators in Python
 
     def _magnitudes(self, node: Node) -> Hashable:
         """Equal for tensors of the same magnitudes in any order and shape; else, the tensor."""
@@ -199,7 +198,7 @@ def _is_repeatable(node: Node) -> bool:
     return is_tensor and _op_is_repeatable(node.target) and not is_effectful(node)
 
 
-@functools.cache
+@cached_by_operator
 def _op_is_repeatable(op: Any) -> bool:
     if not isinstance(op, OpOverload) or op.namespace not in _NAMESPACES:
         return False

@@ -7,7 +7,7 @@ import functools
 import importlib.util
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,6 +17,21 @@ from torch._ops import OpOverload as OpOverload
 
 # What kernels make of a tensor's strides when they choose a memory format.
 from torch._prims_common import suggest_memory_format as suggest_memory_format
+
+T = TypeVar("T")
+
+
+def cached_by_operator(ask: Callable[[Any], T]) -> Callable[[Any], T]:
+    """`functools.cache` for what is asked of an operator, by its identity: PyTorch's hash takes 0.35 us."""
+    answers: dict[int, tuple[Any, T]] = {}
+
+    def answer(op: Any) -> T:
+        known = answers.get(id(op))
+        if known is None:
+            known = answers[id(op)] = op, ask(op)  # with the operator, so that no other gets its identity
+        return known[1]
+
+    return answer
 
 
 def is_operator(func: Any) -> bool:

@@ -64,7 +64,9 @@ def test_branches_are_decomposed_in_copies() -> None:
     graph = captured(branching, [torch.randn(3)])
     whole = graph.copied()
     decompose(graph.gm, table(ATEN.sin.default, torch.cos))
-    branches = [{node.target for node in held.graph.nodes if node.op == "call_function"} for held in graph.held()]
+    branches = [
+        {node.target for node in held.graph.nodes if node.op == "call_function"} for held in graph.held()
+    ]
     assert branches == [{ATEN.cos.default}] * 2
     assert any(node.target is ATEN.sin.default for held in whole.held() for node in held.graph.nodes)
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule
 
 from aotdist.artifacts.archive import version_of
 from aotdist.artifacts.graphs import META, Graphs
