@@ -5,6 +5,7 @@ A decomposition is recorded on fakes once for each kind of arguments, and copied
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Hashable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -18,8 +19,8 @@ from aotdist.codegen.region_graph import Segment, kind_of
 from aotdist.errors import UnsupportedProgram
 from aotdist.passes.editing import emit
 from aotdist.sizes import is_symbolic
-from aotdist.torch_seam.functional import FakeTensor
-from aotdist.torch_seam.nodes import all_nodes, copied_graph
+from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode, fake_of_its_own
+from aotdist.torch_seam.nodes import add_node, all_nodes, copied_graph
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.proxies import graph_module, record_on_fakes
 from aotdist.torch_seam.symbols import SYMBOLIC
@@ -129,13 +130,24 @@ def _fake_mode_of(node: Node) -> AbstractContextManager[Any]:
 def _put(graph: torch.fx.Graph, node: Node, recorded: GraphModule) -> Any:
     """Copy a decomposition of a node before it, and let the copies replace it; returns them."""
     copies = dict(zip(recorded.graph.find_nodes(op="placeholder"), node.all_input_nodes, strict=True))
-    with graph.inserting_before(node), _fake_mode_of(node):
+    with graph.inserting_before(node), _fake_mode_of(node) as mode:
         for step in recorded.graph.nodes:
-            if step.op == "call_function":
+            if step.op == "get_attr":
+                copies[step] = _constant(graph, node, getattr(recorded, step.target), mode)
+            elif step.op == "call_function":
                 args, kwargs = map_arg((step.args, step.kwargs), copies.__getitem__)
                 copies[step] = _like(node, emit(graph, step.target, args, node, kwargs=kwargs))
         (result,) = recorded.graph.output_node().args
         return _replace(node, map_arg(result, copies.__getitem__))
+
+
+def _constant(graph: torch.fx.Graph, node: Node, held: torch.Tensor, mode: FakeTensorMode | None) -> Node:
+    """A tensor that the decomposition of a node makes of numbers, as an attribute of the graph's module."""
+    owner = graph.owning_module
+    name = next(name for at in itertools.count() if not hasattr(owner, name := f"constant_{at}"))
+    setattr(owner, name, held)
+    meta = {**node.meta, "val": held if mode is None else fake_of_its_own(mode, held)}
+    return add_node(graph, "get_attr", name, (), {}, name, meta)
 
 
 def _like(node: Node, made: Node) -> Node:

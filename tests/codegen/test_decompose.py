@@ -59,6 +59,15 @@ def test_results_keep_their_strides() -> None:
     assert torch.equal(result, (2 * x).t().reshape(-1))
 
 
+def test_constants_become_attributes() -> None:
+    """`torch.tensor` in a decomposition, as Inductor's of `searchsorted` with a number has it."""
+    x = torch.tensor([0.0, 1.0, 2.0])
+    graph = captured(lambda x: [torch.searchsorted(x, 0.5), torch.bucketize(1.5, x)], [x])
+    decompose(graph.gm, InductorBackend().decompositions())
+    graph.gm.recompile()
+    assert [int(result) for result in graph.gm(x)] == [1, 2] and len(graph.held()) == 2
+
+
 def test_branches_are_decomposed_in_copies() -> None:
     """Other graphs hold the same branches."""
     graph = captured(branching, [torch.randn(3)])
