@@ -24,6 +24,7 @@ from aotdist.partition.traits import may_share
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.operators import OpOverload, in_place_twin, written_arguments
 from aotdist.torch_seam.symbols import surely_equal
+from aotdist.trace.operators.functionalised import HALVES, ROUNDING
 
 _COPY, _COPY_OF = torch.ops.aten.copy_.default, torch.ops.aten.copy.default
 _SCALES = ("grad_scale", "found_inf")
@@ -141,9 +142,7 @@ class _InPlace:
     def overwrite(self, node: Node) -> None:
         """Let an operator overwrite its arguments, if nothing reads these afterwards."""
         twin = in_place_twin(node.target) if isinstance(node.target, OpOverload) else None
-        if twin is torch.ops.aten.mul_.Scalar and node.meta["val"].dtype.itemsize == 2:
-            twin = None  # it rounds the number to 16 bits first (torch 2.13, on a CPU)
-        if twin is None or not _takes_tensors(node, twin):
+        if twin is None or not _takes_tensors(node, twin) or _rounds_numbers(node, twin):
             return
         made = dict(_results_by_path(node, ()))
         overwritten = list(_overwritten(node, twin, made))
@@ -207,6 +206,14 @@ class _InPlace:
         results = self._results()
         results[write.result] = write.input
         self._output.args = (tuple(results),)
+
+
+def _rounds_numbers(node: Node, twin: OpOverload) -> bool:
+    """Whether `twin` rounds numbers that `node` does not round."""
+    if twin not in ROUNDING:
+        return False
+    results = node.meta["val"]
+    return any(one.dtype in HALVES for one in (results if isinstance(results, list | tuple) else (results,)))
 
 
 def _aliases(node: Node) -> dict[Node, None]:

@@ -40,8 +40,8 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (55_312, 42_000),
-    "lines of its core": (31_248, 23_500),
+    "lines of aotdist/": (55_355, 42_000),
+    "lines of its core": (31_282, 23_500),
     "classes of its core": (276, 200),
     "files of aotdist/": (272, 235),
     "import floors": (15, 15),

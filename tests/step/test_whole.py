@@ -1100,6 +1100,38 @@ def test_a_step_that_raises_leaves_everything_as_it_was(num_before: int) -> None
     assert counts["steps"] == num_before + 1
 
 
+@pytest.mark.parametrize("functional", [False, True])
+def test_lists_of_16_bits_are_multiplied_as_written(functional: bool) -> None:
+    """Averages, weights with momentum; in place a CPU rounds the number first, otherwise it does not."""
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(16, 16).bfloat16()
+        average = [each.detach().clone() for each in model.parameters()]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0.1, foreach=True)
+
+        def step(
+            x: torch.Tensor, model: Any = model, average: Any = average, optimizer: Any = optimizer
+        ) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                if functional:
+                    torch._foreach_copy_(average, torch._foreach_mul(average, 1 / 3))
+                else:
+                    torch._foreach_mul_(average, [1 / 3, 0.7])
+                torch._foreach_add_(average, list(model.parameters()), alpha=0.1)
+
+        call = aotdist.compile(step, backend="fx") if compiles else step
+        for _ in range(3):
+            call(torch.randn(8, 16).bfloat16())
+        found.append([*model.parameters(), *average])
+        versions = [each._version for each in found[-1]]
+        found[-1] = [*found[-1], torch.tensor(versions)]
+    assert all(map(torch.equal, *found))
+
+
 def test_products_of_16_bits_and_numbers_are_rounded_as_written() -> None:
     found = []
     for compiles in (False, True):

@@ -141,6 +141,10 @@ EXAMPLES: dict[str, Example] = {
         lambda: [torch.randn(1, 2, 4, 5), torch.randn(1, 2, 7, 9)],
         DYNAMIC,
     ),
+    "products of 16 bits in place": Example(
+        lambda x, y: torch._foreach_mul_([x, y], 1 / 3),
+        lambda: [torch.randn(5, 7).bfloat16(), torch.randn(9).half()],
+    ),
     "packed sequences": Example(
         lambda x: rnn.pad_packed_sequence(rnn.pack_padded_sequence(x, [3, 2]))[0] * 2,
         lambda: [torch.randn(3, 2, 4)],

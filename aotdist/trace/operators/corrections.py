@@ -215,6 +215,12 @@ CORRECTIONS: tuple[Correction, ...] = (
         "only bf16 is taken, and rows have no gaps behind them",
     ),
     Correction(
+        "products of 16 bits in place",
+        "operator",
+        operators.PRODUCTS,
+        "numbers are not rounded to 16 bits first, as a CPU does in place",
+    ),
+    Correction(
         "settled sizes",
         "fake",
         fakes.SETTLED,

@@ -6,6 +6,7 @@
   statistics without saying so in their schemas. Each has a twin here that returns the new ones.
 - *Writes with symbolic sizes* are run on meta tensors first, to find wrong shapes, and many fail there:
   `clamp_`, and all that promote 16-bit floats. They are done by the functional twin.
+- *Products in place* of 16 bits and a number round that first, on a CPU, and functional ones do not.
 - *Random masks* are drawn in the order of memory, which a functional operator does not keep.
 - *Lists of tensors* are written one after the other, so each may show what was written before.
 
@@ -31,6 +32,7 @@ from aotdist.torch_seam.functional import (
 from aotdist.torch_seam.operators import (
     OpOverload,
     argument_names,
+    cached_by_operator,
     functional_twin,
     schema_of,
     with_defaults,
@@ -143,6 +145,32 @@ MADE_OF: Mapping[OpOverload, Callable[..., Any]] = {
 """Decompositions for compilers: of these batch norms, and of one that is wrong in PyTorch's table."""
 
 
+HALVES = frozenset({torch.float16, torch.bfloat16})
+ROUNDING = (_ATEN.mul_.Scalar, _ATEN._foreach_mul_.Scalar, _ATEN._foreach_mul_.ScalarList)
+"""Products in place that round a number to the 16 bits of the tensor first, on a CPU (torch 2.13): the same
+products that are not in place do not."""
+
+
+def _product(func: OpOverload, tensors: Any, numbers: Any) -> Any:
+    """Multiply in place by numbers in tensors, which are rounded; `NotImplemented` where none is."""
+    listed = [tensors] if isinstance(tensors, Tensor) else tensors
+    each = numbers if isinstance(numbers, (list, tuple)) else [numbers] * len(listed)
+    on_cpu = all(tensor.is_floating_point() and tensor.device.type == "cpu" for tensor in listed)
+    if not on_cpu or HALVES.isdisjoint(tensor.dtype for tensor in listed):
+        return NotImplemented
+    factors = [
+        torch.scalar_tensor(number, dtype=tensor.dtype) for tensor, number in zip(listed, each, strict=True)
+    ]
+    return (
+        tensors.mul_(*factors) if isinstance(tensors, Tensor) else _ATEN._foreach_mul_.List(tensors, factors)
+    )
+
+
+PRODUCTS: Mapping[Any, Callable[..., Any]] = dict.fromkeys(ROUNDING, _product)
+"""What is called for these."""
+
+
+@cached_by_operator
 def is_list_write(func: Any) -> bool:
     """Whether an operator writes lists of tensors."""
     return func.name().startswith("aten::_foreach_") and writes_arguments(func)
