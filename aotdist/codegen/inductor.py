@@ -86,14 +86,13 @@ class InductorBackend(Backend):
         _start_on_headers()
 
     def decompositions(self) -> Decompositions:
-        """Inductor's table, batch norms of our own, and zeros that have memory: kernels read it.
+        """Inductor's table, and batch norms of our own.
 
         Its `add` is of complex numbers alone, and fails for those that lie by columns (torch 2.13).
         """
-        aten = torch.ops.aten
         table = norms_laid_out({**inductor_decompositions(), **operators.MADE_OF})
-        table.pop(aten.add.Tensor, None)
-        return {**table, aten._efficientzerotensor.default: aten.zeros.default}
+        table.pop(torch.ops.aten.add.Tensor, None)
+        return table
 
     def prepare_joint(self, graph: Graph) -> Graph:
         """Decompose a copy of a joint or an inference graph, and run Inductor's rewrites of such on it.
@@ -118,7 +117,7 @@ class InductorBackend(Backend):
         memory = memory_of(Graph(gm, graph.ins, graph.outs))
         try:
             with _failing_by_name(gm, "the joint graph"), _compiling(gm, fakes[0].fake_mode):
-                decompose(gm, self.decompositions())
+                decompose(gm, {**self.decompositions(), **_WITH_MEMORY})
                 prepare_draws(gm)
                 rewritten = Graph(inductor_joint_passes(gm, fakes[0].device), graph.ins, graph.outs)
         except UnsupportedProgram:
@@ -161,7 +160,7 @@ class InductorBackend(Backend):
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         with _compiling(gm, emission.fake_mode) as context, cpp_kernels_batched(lambda: batch):
             prepare_draws(gm)
-            decompose(gm, {**self.decompositions(), **_MADE_OF})
+            decompose(gm, {**self.decompositions(), **_WITH_MEMORY, **_MADE_OF})
             keep_draws_in_order(gm)
             lay_out_what_is_written(gm)
             keep_scatters(gm)
@@ -219,6 +218,9 @@ def _slice_scatter_at_data(
     at = torch.arange(part.size(dim), device=x.device) * step + start
     return torch.ops.aten.index_put.default(x, [*[None] * (dim % x.dim()), at], part)
 
+
+_WITH_MEMORY: Decompositions = {torch.ops.aten._efficientzerotensor.default: torch.ops.aten.zeros.default}
+"""Zeros that kernels can read; whole in a trace, since for eager products with these are zero, too."""
 
 _MADE_OF: Decompositions = {
     torch.ops.aten.add.Tensor: _add_without_alpha,

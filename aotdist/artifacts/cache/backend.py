@@ -119,7 +119,7 @@ class CachingBackend(InductorBackend):
 
     def _lookup(
         self, what: str, name: str, graph: Graph, fake_mode: FakeTensorMode | None, *more: Any
-    ) -> Lookup | None:
+    ) -> CacheLookup | None:
         """The lookup of what is made of a graph; None if that cannot be kept."""
         if fake_mode is None:
             return None
@@ -129,11 +129,11 @@ class CachingBackend(InductorBackend):
             return None
         return self._at(key, name, what)
 
-    def _at(self, key: str, name: str, what: str) -> Lookup:
-        return Lookup(self.folder, key, about(name, what), self.settings.rank_timeout_s / 2)
+    def _at(self, key: str, name: str, what: str) -> CacheLookup:
+        return CacheLookup(self.folder, key, about(name, what), self.settings.rank_timeout_s / 2)
 
 
-def _finishing(emitted: Emitted, lookup: Lookup) -> Callable[[], None]:
+def _finishing(emitted: Emitted, lookup: CacheLookup) -> Callable[[], None]:
     """A function that waits for the compiler, and keeps its output."""
 
     def finish() -> None:
@@ -164,7 +164,7 @@ def _portable_in(entry: Entry) -> Portable:
 T = TypeVar("T")
 
 
-class Lookup:
+class CacheLookup:
     """The search for one entry; after a miss, it holds the right of this process to make the entry.
 
     Args:
