@@ -150,11 +150,11 @@ def compile_with_inductor(
 
 def _triton_unread() -> AbstractContextManager[None]:
     """Without a GPU, do not hash all files of Triton (0.4 s): the key of the machine then leaves that out."""
-    from torch._inductor import codecache
+    from torch._inductor.runtime import triton_compat
 
     if torch.cuda.is_available():
         return nullcontext()
-    return replaced_here(codecache, "triton_key", lambda _: None)
+    return replaced_here(triton_compat, "triton_key", lambda _: None)
 
 
 def inductor_entry(compiled: Callable[..., Any]) -> Callable[[list[Any]], Sequence[Any]]:
