@@ -159,7 +159,7 @@ def is_same_program(one: Traced, other: Traced) -> bool:
     same_inputs = one.program.ins == other.program.ins
     same_facts = without_returned(one.facts) == without_returned(other.facts)
     same_facts &= Returned.of(one.facts).log.prints() == Returned.of(other.facts).log.prints()
-    graphs = [print_graph(traced.graph).source for traced in (one, other)]
+    graphs = [print_graph(traced.graph, flat=True).source for traced in (one, other)]
     same_graphs = graphs[0] == graphs[1] and are_same(one.graph.held(), other.graph.held())
     return same_inputs and same_facts and same_graphs
 

@@ -32,7 +32,7 @@ from aotdist.torch_seam.classes import (
     changes_functions,
     dispatches,
     flatten_protocol,
-    is_traceable_wrapper_subclass,
+    is_wrapper_class,
 )
 from aotdist.torch_seam.functional import stands_for_another
 from aotdist.torch_seam.operators import OpOverload
@@ -91,7 +91,7 @@ Recipe: TypeAlias = Plain | Constant | Wrapper
 
 def is_wrapper(tensor: object) -> bool:
     """Whether `tensor` is flattened into plain tensors before the graph."""
-    return is_traceable_wrapper_subclass(tensor) or is_sparse(tensor)
+    return is_wrapper_class(type(tensor)) or is_sparse(tensor)
 
 
 def _flattened(tensor: torch.Tensor) -> tuple[Mapping[str, Any], Any]:

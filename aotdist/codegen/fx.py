@@ -17,19 +17,21 @@ from typing import Any, Literal, cast
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from aotdist.codegen.contract import Backend, BoxedCall, CompiledRegion, Emission, Emitted, Kind
 from aotdist.codegen.in_place import in_place
 from aotdist.codegen.marks import module_mark
 from aotdist.codegen.python_source import Bindings, load_function, tensor_text
-from aotdist.codegen.rewrites import takes_any_strides, with_reshapes
+from aotdist.codegen.rewrites import reshapes, takes_any_strides
+from aotdist.codegen.statements import Statement, by_layers, lines_of
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functions import function_of, num_function_modes
 from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.operators import OpOverload, inference_rnn, native_callable, training_rnn
 from aotdist.torch_seam.profiling import RecordFunctionFast
+
+_NO_TARGETS: Mapping[Node, OpOverload] = {}
 
 
 def warn_of_fx(failure: UnsupportedProgram) -> None:
@@ -47,22 +49,23 @@ class FxBackend(Backend):
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Print the graph and load what was printed."""
-        label, rewritten = f"{emission.name} {emission.kind}", _rewritten(graph, emission.kind)
-        printed = print_graph(rewritten)
-        call = load_graph(printed, rewritten, label)
+        label, (runs, targets) = f"{emission.name} {emission.kind}", _rewritten(graph, emission.kind)
+        printed = print_graph(runs, targets)
+        call = load_graph(printed, runs, label, targets)
 
         def with_modules() -> BoxedCall:
             # The caller's graph is alive anyway; the rewritten one would be a second.
-            return marked_call(_rewritten(graph, emission.kind), label)
+            runs, targets = _rewritten(graph, emission.kind)
+            return marked_call(runs, label, targets)
 
         return Emitted(call, printed.source, with_modules=with_modules, graphs=(graph,))
 
 
-def _rewritten(graph: Graph, kind: Kind) -> Graph:
-    """The graph with the operators that run."""
+def _rewritten(graph: Graph, kind: Kind) -> tuple[Graph, Mapping[Node, OpOverload]]:
+    """The graph that runs, and what its nodes call in place of their own operators."""
     if kind == "backward" and takes_any_strides(graph):
-        graph = with_reshapes(graph)
-    return in_place(graph) if kind == "inference" else graph
+        return graph, reshapes(graph)
+    return in_place(graph) if kind == "inference" else graph, {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +81,9 @@ class PrintedGraph:
     bound: Mapping[str, Any]
 
 
-def load_graph(printed: PrintedGraph, graph: Graph, label: str) -> BoxedCall:
+def load_graph(
+    printed: PrintedGraph, graph: Graph, label: str, targets: Mapping[Node, OpOverload] = _NO_TARGETS
+) -> BoxedCall:
     """Load a printed graph, with PyTorch's own functions for operators: they are quicker than its dispatcher.
 
     A `TorchFunctionMode` would intercept these, and must not see what is compiled; while one is active, the
@@ -88,8 +93,9 @@ def load_graph(printed: PrintedGraph, graph: Graph, label: str) -> BoxedCall:
         printed: the graph as text.
         graph: the graph.
         label: a word for the file name that tracebacks show.
+        targets: what nodes call in place of their own operators.
     """
-    functions = _functions(graph)
+    functions = _functions(graph, targets)
     quick = {name: functions.get(id(value), value) for name, value in printed.bound.items()}
     run = load_function(printed.source, "forward", quick, label)
     if not functions:
@@ -102,45 +108,58 @@ def load_graph(printed: PrintedGraph, graph: Graph, label: str) -> BoxedCall:
     return call
 
 
-def _functions(graph: Graph) -> dict[int, Callable[..., Any]]:
+def _functions(graph: Graph, targets: Mapping[Node, OpOverload]) -> dict[int, Callable[..., Any]]:
     """The functions that replace operators, by the `id` of the object that the text binds for each."""
-    functions: dict[OpOverload, Callable[..., Any] | None] = {}
+    functions: dict[int, Callable[..., Any] | None] = {}
     inner = (module for module in graph.gm.modules() if isinstance(module, torch.fx.GraphModule))
     for node in (node for gm in inner for node in gm.graph.nodes if isinstance(node.target, OpOverload)):
-        args, kwargs = map_arg((node.args, node.kwargs), lambda value: value.meta.get("val"))
-        function = function_of(node.target, args, kwargs)
-        if functions.setdefault(node.target, function) != function:
-            functions[node.target] = None  # no one function does for all its calls
-    return {id(native_callable(op)): function for op, function in functions.items() if function is not None}
+        op = targets.get(node, node.target)
+        bound, function = id(native_callable(op)), function_of(op, node.args, node.kwargs)
+        if functions.setdefault(bound, function) != function:
+            functions[bound] = None  # no one function does for all its calls
+    return {bound: function for bound, function in functions.items() if function is not None}
 
 
-def marked_call(graph: Graph, label: str) -> BoxedCall:
+def marked_call(graph: Graph, label: str, targets: Mapping[Node, OpOverload] = _NO_TARGETS) -> BoxedCall:
     """Print and load `graph` with a mark around the operators of each module, for profilers.
 
     Args:
         graph: to be printed.
         label: a word for the file name that tracebacks show.
+        targets: what nodes call in place of their own operators.
     """
-    printed = print_graph(graph, marked=True)
+    printed = print_graph(graph, targets, marked=True)
     return load_function(printed.source, "forward", printed.bound, f"{label} with marks")
 
 
-def print_graph(graph: Graph, *, marked: bool = False) -> PrintedGraph:
+def print_graph(
+    graph: Graph,
+    targets: Mapping[Node, OpOverload] = _NO_TARGETS,
+    *,
+    marked: bool = False,
+    flat: bool = False,
+) -> PrintedGraph:
     """Print `graph` as `def forward(args)`, with each local deleted after its last use.
 
     Args:
         graph: functional.
-        marked: put a mark around the operators of each module.
+        targets: what nodes call in place of their own operators.
+        marked: put a mark around the operators of each module, in one straight line.
+        flat: in one straight line, without functions for layers.
 
     Raises:
         InternalError: the graph calls modules or methods, which a functional graph never does.
     """
     bindings = Bindings({"forward", "slice", "Ellipsis", *_local_names(graph.gm)})
-    writer = _Writer(graph.gm, bindings)
-    args = writer.args
-    mark = bindings.name(RecordFunctionFast, "mark") if marked else ""
-    body = [*_arguments(graph, args), *_statements(graph.gm.graph, writer, mark), *_return(graph, writer)]
-    text = "\n".join([*writer.functions, f"def forward({args}):", *(f"    {line}" for line in body)])
+    writer = _Writer(graph.gm, bindings, targets)
+    arguments, statements = _arguments(graph, writer.args), _statements(graph.gm.graph, writer, marked=marked)
+    if marked or flat:
+        mark = bindings.name(RecordFunctionFast, "mark") if marked else ""
+        functions, lines = list[str](), list(lines_of(statements, mark))
+    else:
+        functions, lines = by_layers(statements, writer.args, bindings.reserve)
+    body = (f"    {line}" for line in (*arguments, *lines, *_return(graph, writer)))
+    text = "\n".join((*writer.functions, *functions, f"def forward({writer.args}):", *body))
     return PrintedGraph(text + "\n", bindings.values())
 
 
@@ -168,9 +187,9 @@ def _function(name: str, writer: _Writer) -> Iterator[str]:
     for node in graph.find_nodes(op="placeholder"):
         yield f"    {node.name},  # {_shape(node)}".rstrip(" #")
     yield "):"
-    for line in _statements(graph, writer):
+    for line in lines_of(_statements(graph, writer)):
         yield f"    {line}"
-    yield f"    return {writer.spell(graph.output_node().args[0])}"
+    yield f"    return {writer.text(graph.output_node().args[0])}"
     yield ""
 
 
@@ -187,34 +206,29 @@ def _arguments(graph: Graph, args: str) -> Iterator[str]:
         yield f"del {', '.join(unused)}"
 
 
-def _statements(graph: torch.fx.Graph, writer: _Writer, mark: str = "") -> Iterator[str]:
+def _statements(graph: torch.fx.Graph, writer: _Writer, *, marked: bool = False) -> list[Statement]:
     deaths = _deaths(graph)
-    shown, around = ("", ""), ""
+    statements = list[Statement]()
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr", "output") or _is_region_result(node):
             continue
-        module = module_mark(node) if mark else ""
-        if module and module != around:
-            yield f"with {mark}({module!r}):"
-        around = module
-        indent = "    " if around else ""
-        where = node.meta.get("module") or "", node.meta.get("source") or ""
-        if where != shown and any(where):
-            yield f"{indent}# {_provenance(*where)}"
-            shown = where
-        if isinstance(node.target, CompiledRegion):
-            yield from (f"{indent}{line}" for line in _region(node, writer, deaths.get(node, ())))
-        else:
-            yield f"{indent}{_statement(node, writer, deaths.get(node, ()))}"
+        printed = _region if isinstance(node.target, CompiledRegion) else _statement
+        statement = printed(node, writer, [dead.name for dead in deaths.get(node, ())])
+        statement.place = _provenance(node.meta.get("module") or "", node.meta.get("source") or "")
+        statement.mark = module_mark(node) if marked else ""
+        statements.append(statement)
+    return statements
 
 
-def _statement(node: Node, writer: _Writer, dying: Sequence[Node]) -> str:
-    call = writer.call(node)
-    text = f"{node.name} = {call}" if node.users else call
+def _statement(node: Node, writer: _Writer, dying: list[str]) -> Statement:
+    call, read = writer.call(node)
+    made = [node.name] if node.users else []
+    text = f"%s = {call}" if made else call
     if dying:
-        text += f"; del {', '.join(dead.name for dead in dying)}"
-    shape = _shape(node)
-    return f"{text}  # {shape}" if shape else text
+        text += f"; del {_places(dying)}"
+    if shape := _shape(node):
+        text += f"  # {shape}"
+    return Statement(text, [*made, *read, *dying], made, dying)
 
 
 def _is_region_result(node: Node) -> bool:
@@ -222,19 +236,26 @@ def _is_region_result(node: Node) -> bool:
     return isinstance(source, Node) and isinstance(source.target, CompiledRegion)
 
 
-def _region(node: Node, writer: _Writer, dying: Sequence[Node]) -> Iterator[str]:
+def _region(node: Node, writer: _Writer, dying: list[str]) -> Statement:
     """A call that frees its arguments: nobody else has those that die here."""
     region = cast("CompiledRegion", node.target)
-    freed = f"; del {', '.join(dead.name for dead in dying)}" if dying else ""
-    results = "".join(f"{result.name}, " for result in node.users)
-    yield f"{writer.args} = {writer.spell(node.args[0])}{freed}"
-    yield f"({results.rstrip()}) = {writer.bindings.name(region.call, region.name)}({writer.args})"
+    arguments, read = writer.template(node.args[0])
+    made = [result.name for result in node.users]
+    freed = f"; del {_places(dying)}" if dying else ""
+    results = f"{_places(made)}," if made else ""
+    call = f"{writer.bindings.name(region.call, region.name)}({writer.args})"
+    text = f"{writer.args} = {arguments}{freed}\n({results}) = {call}"
+    return Statement(text, [*read, *dying, *made], made, dying)
+
+
+def _places(names: Sequence[str]) -> str:
+    return ", ".join(["%s"] * len(names))
 
 
 def _return(graph: Graph, writer: _Writer) -> Iterator[str]:
     yield "return ("
     for slot, result in zip(graph.outs, graph.results(), strict=True):
-        yield f"    {writer.spell(result)},  # {_slot(slot)}"
+        yield f"    {writer.text(result)},  # {_slot(slot)}"
     yield ")"
 
 
@@ -252,51 +273,75 @@ def _deaths(graph: torch.fx.Graph) -> dict[Node, list[Node]]:
 
 
 class _Writer:
-    """Spells nodes and constants as Python expressions."""
+    """Spells nodes and constants as Python expressions, in which `%s` stands for each local."""
 
-    def __init__(self, gm: torch.fx.GraphModule, bindings: Bindings) -> None:
+    def __init__(
+        self, gm: torch.fx.GraphModule, bindings: Bindings, targets: Mapping[Node, OpOverload]
+    ) -> None:
         self.gm = gm
+        self._targets = targets
         self.functions: list[str] = []  # lines that define the graphs inside this one
         self.bindings = bindings
-        self.args = bindings.reserve("args")  # what a graph, or a region, is called with
+        self.args = bindings.reserve("args")  # what a graph, a layer or a region is called with
+        self._read: list[str] = []  # the locals of the expression that is being spelled
         self._interned: dict[str, Any] = {}  # equal constants that come as separate objects
         self._names: dict[int, str] = {}
         self._operators: dict[int, str] = {}
 
-    def call(self, node: Node) -> str:
-        """The expression that computes `node`."""
+    def call(self, node: Node) -> tuple[str, list[str]]:
+        """The expression that computes `node`, and the locals in it."""
+        self._read = []
+        return self._call(node), self._read
+
+    def template(self, value: Any) -> tuple[str, list[str]]:
+        """The expression for a value, and the locals in it."""
+        self._read = []
+        return self._spell(value), self._read
+
+    def text(self, value: Any) -> str:
+        """The expression for a value, with its locals."""
+        template, read = self.template(value)
+        return template % tuple(read)
+
+    def _call(self, node: Node) -> str:
         if node.op != "call_function":
             raise InternalError(f"`{node.name}` is a {node.op} in a functional graph", stage="codegen")
         if node.target is operator.getitem:
             source, index = node.args
-            return f"{self.spell(source)}[{self.spell(index)}]"
+            return f"{self._spell(source)}[{self._spell(index)}]"
         if node.target is _COND:
-            pred, if_so, if_not, operands = map(self.spell, node.args)
-            return f"({if_so} if {pred} else {if_not}){operands}"  # a tuple, so it is a call
-        arguments = [self.spell(value) for value in node.args]
-        arguments += [f"{key}={self.spell(value)}" for key, value in node.kwargs.items()]
+            pred, if_so, if_not, operands = node.args
+            branch = f"({self._spell(if_so)} if {self._spell(pred)} else {self._spell(if_not)})"
+            return f"{branch}{self._spell(operands)}"  # a tuple, so it is a call
+        arguments = [self._spell(value) for value in node.args]
+        arguments += [f"{key}={self._spell(value)}" for key, value in node.kwargs.items()]
         return f"{self._target(node)}({', '.join(arguments)})"
 
-    def spell(self, value: Any) -> str:
-        """A node's name, a literal, or the name of a bound object."""
+    def _spell(self, value: Any) -> str:
+        """A place for a node's name, a literal, or the name of a bound object."""
         kind = type(value)
         if kind is Node:
-            return self._attribute(value) if value.op == "get_attr" else value.name
+            if value.op == "get_attr":
+                return self._attribute(value)
+            self._read.append(value.name)
+            return "%s"
+        if kind is str:
+            return repr(value).replace("%", "%%")
         if kind in _LITERALS or (kind is float and math.isfinite(value)):
             return repr(value)
         if isinstance(value, list):
-            return f"[{', '.join(map(self.spell, cast('list[Any]', value)))}]"
+            return f"[{', '.join(map(self._spell, cast('list[Any]', value)))}]"
         if isinstance(value, tuple):
             return self._tuple(cast("tuple[Any, ...]", value))
         if isinstance(value, dict):
             items = cast("dict[Any, Any]", value).items()
-            return f"{{{', '.join(f'{self.spell(key)}: {self.spell(item)}' for key, item in items)}}}"
+            return f"{{{', '.join(f'{self._spell(key)}: {self._spell(item)}' for key, item in items)}}}"
         if kind is slice:
-            return f"slice({self.spell(value.start)}, {self.spell(value.stop)}, {self.spell(value.step)})"
+            return f"slice({self._spell(value.start)}, {self._spell(value.stop)}, {self._spell(value.step)})"
         return self._constant(value)
 
     def _tuple(self, value: tuple[Any, ...]) -> str:
-        items = "".join(f"{self.spell(item)}, " for item in value)
+        items = "".join(f"{self._spell(item)}, " for item in value)
         if hasattr(value, "_fields"):
             return f"{self.bindings.name(type(value), type(value).__name__)}({items})"
         return f"({items.removesuffix(' ') if len(value) == 1 else items.removesuffix(', ')})"
@@ -321,13 +366,13 @@ class _Writer:
 
     def _define(self, gm: torch.fx.GraphModule, path: str) -> str:
         name = self._names[id(gm)] = self.bindings.reserve(path)
-        inner = _Writer(gm, self.bindings)
+        inner = _Writer(gm, self.bindings, self._targets)
         lines = list(_function(name, inner))
         self.functions += [*inner.functions, *lines]
         return name
 
     def _target(self, node: Node) -> str:
-        target: Any = node.target
+        target: Any = self._targets.get(node, node.target)
         if target is _AS_STRIDED_SCATTER:
             return self.bindings.name(as_strided_scatter, as_strided_scatter.__name__)
         if target is _MKLDNN_RNN:
@@ -351,7 +396,7 @@ def as_strided_scatter(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch
     return _AS_STRIDED_SCATTER(tensor.detach(), *args, **kwargs)
 
 
-_LITERALS = frozenset({int, bool, str, type(None), type(Ellipsis)})
+_LITERALS = frozenset({int, bool, type(None), type(Ellipsis)})
 
 
 def _provenance(module: str, source: str) -> str:

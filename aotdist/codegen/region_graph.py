@@ -1,12 +1,17 @@
-"""A region as a graph of its own, and which regions are equal.
+"""Where a graph is cut into layers, a region as a graph of its own, and which regions are equal.
 
-The graph is built anew, without the names and lines of the program, so that it is the same for equal regions.
+A region's graph is built anew, without the names and lines of the program, so that it is the same for equal
+regions. A layer begins where the least is lost that a compiler would fuse: a sum onto the residual stream
+stays with the norm that reads it.
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,6 +19,9 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from aotdist.codegen.fx import attribute_of
+from aotdist.codegen.repeats import equal_parts
+from aotdist.partition.recomputable import is_border
+from aotdist.partition.traits import is_view, storage_root, value_bytes
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.proxies import graph_module
@@ -190,3 +198,45 @@ def _alignment(tensor: torch.Tensor) -> Hashable:
     """What compiled code may know of the address: whether vectors of 16 bytes begin there."""
     start = tensor.storage_offset() * tensor.itemsize
     return expression(start) if isinstance(start, torch.SymInt) else start % 16
+
+
+def where_layers_begin(nodes: Sequence[Node]) -> list[int]:
+    """Positions at which to cut a row of operators into equal parts, and what is around them; in order.
+
+    Args:
+        nodes: `call_function` nodes, in the order in which they run.
+    """
+    computing = [not is_view(node) and node.target is not operator.getitem for node in nodes]
+    return equal_parts(_forms(nodes), _losses(nodes), computing)
+
+
+def _forms(nodes: Sequence[Node]) -> list[Hashable]:
+    """Operators up to names: what each computes, its numbers, metadata of what it reads and makes."""
+    numbers = dict[str, int]()
+
+    @functools.cache
+    def number(node: Node) -> int:
+        """Of what a node is known to make, among all of this graph."""
+        value = tuple(map(metadata, tensors_of(node))) or node.meta.get("val")
+        return numbers.setdefault(repr(value), len(numbers))
+
+    arguments = (map_arg((node.args, node.kwargs), number) for node in nodes)  # type: ignore[arg-type]
+    return [(node.target, repr(given), number(node)) for node, given in zip(nodes, arguments, strict=True)]
+
+
+def _losses(nodes: Sequence[Node]) -> list[int]:
+    """Bytes that a cut in front of each node, or of none, makes go through memory and would be fused without.
+
+    What a library call makes or reads is in memory anyway, and so is what is read on its far side.
+    """
+    at = {node: position for position, node in enumerate(nodes)}
+    borders = [0, *accumulate(map(is_border, nodes))]
+    changes = [0] * (len(nodes) + 1)
+    for reader, position in at.items():
+        read = set() if is_view(reader) else set(map(storage_root, reader.all_input_nodes))
+        for node in read & at.keys():
+            made, size = at[node], value_bytes(node)
+            if borders[made] == borders[position + 1]:
+                changes[made + 1] += size
+                changes[position + 1] -= size
+    return list(accumulate(changes))

@@ -26,8 +26,14 @@ from aotdist.codegen.contract import Backend, CompiledRegion, Emission, Emitted
 from aotdist.codegen.fx import load_graph, print_graph
 from aotdist.codegen.in_place import new_values
 from aotdist.codegen.kernel_batch import kernels_together
-from aotdist.codegen.region_graph import Segment, arguments_of, kind_of, region_graph, tensors_of
-from aotdist.codegen.repeats import where_layers_begin
+from aotdist.codegen.region_graph import (
+    Segment,
+    arguments_of,
+    kind_of,
+    region_graph,
+    tensors_of,
+    where_layers_begin,
+)
 from aotdist.errors import UnsupportedProgram
 from aotdist.partition.traits import is_collective, is_size, is_view, is_wait, storage_root
 from aotdist.program import Graph

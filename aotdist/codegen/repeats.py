@@ -1,25 +1,16 @@
-"""Where a graph repeats itself: the layers of a deep model, found by their operators.
+"""Where a row repeats itself: the layers of a deep model, found by their operators or statements.
 
-A graph is a row of operators, and equal layers are a run that equals what stands one *period* further on.
-Where a layer begins is a choice: where the least is lost that a compiler would fuse. A sum onto the residual
-stream, say, stays with the norm that reads it.
+Equal layers are a run that equals what stands one *period* further on. Where a layer begins is a choice:
+where a cut loses the least.
 """
 
 from __future__ import annotations
 
-import functools
 import operator
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, groupby
-
-from torch.fx import Node
-from torch.fx.node import map_arg
-
-from aotdist.codegen.region_graph import metadata, tensors_of
-from aotdist.partition.recomputable import is_border
-from aotdist.partition.traits import is_view, storage_root, value_bytes
+from itertools import accumulate
 
 SHORTEST = 24
 """Operators of a part at least, views apart. A compiled part costs about 20 us a call beside its kernels, and
@@ -54,20 +45,25 @@ class Run:
         return (self.num_periods - 1) * self.period
 
 
-def where_layers_begin(nodes: Sequence[Node]) -> list[int]:
-    """Positions at which to cut a row of operators into equal parts, and what is around them; in order.
+def equal_parts(
+    forms: Sequence[Hashable], losses: Sequence[int], counting: Sequence[bool] | None = None
+) -> list[int]:
+    """Positions at which to cut a row into equal parts, and what is around them; in order.
 
     Args:
-        nodes: `call_function` nodes, in the order in which they run.
+        forms: of the row, equal where its elements are.
+        losses: of a cut in front of each element, and behind the last.
+        counting: the elements that make a part long enough; all of them by default.
     """
-    forms, losses = _forms(nodes), _losses(nodes)
+    num_counting = [0, *accumulate(counting or [True] * len(forms))]
 
     def cuts(begin: int, end: int) -> Iterator[int]:
         run = longest_run(forms[begin:end])
         if run is None:
             return
         start, stop = begin + run.start, begin + run.stop
-        layers_in_a_part = -(-SHORTEST // max(_num_computing(nodes[start : start + run.period]), 1))
+        in_a_layer = num_counting[start + run.period] - num_counting[start]
+        layers_in_a_part = -(-SHORTEST // max(in_a_layer, 1))
         run = Run(start, stop, run.period * layers_in_a_part)
         if run.num_periods < 2:
             return
@@ -77,11 +73,7 @@ def where_layers_begin(nodes: Sequence[Node]) -> list[int]:
         yield from range(first, last + 1, run.period)
         yield from cuts(last, end)
 
-    return list(dict.fromkeys(cuts(0, len(nodes))))
-
-
-def _num_computing(nodes: Sequence[Node]) -> int:
-    return sum(not is_view(node) and node.target is not operator.getitem for node in nodes)
+    return list(dict.fromkeys(cuts(0, len(forms))))
 
 
 def _best_start(run: Run, losses: Sequence[int]) -> int:
@@ -111,41 +103,7 @@ def _periods(forms: Sequence[Hashable]) -> list[int]:
 
 
 def _longest_of(forms: Sequence[Hashable], period: int) -> Run:
-    longest = Run(0, 0, period)
-    for equal, stretch in groupby(range(len(forms) - period), lambda at: forms[at] == forms[at + period]):
-        places = list(stretch)
-        if equal and len(places) > longest.stop - longest.start - period:
-            longest = Run(places[0], places[-1] + 1 + period, period)
-    return longest
-
-
-def _forms(nodes: Sequence[Node]) -> list[Hashable]:
-    """Operators up to names: what each computes, its numbers, metadata of what it reads and makes."""
-    numbers = dict[str, int]()
-
-    @functools.cache
-    def number(node: Node) -> int:
-        """Of what a node is known to make, among all of this graph."""
-        value = tuple(map(metadata, tensors_of(node))) or node.meta.get("val")
-        return numbers.setdefault(repr(value), len(numbers))
-
-    arguments = (map_arg((node.args, node.kwargs), number) for node in nodes)  # type: ignore[arg-type]
-    return [(node.target, repr(given), number(node)) for node, given in zip(nodes, arguments, strict=True)]
-
-
-def _losses(nodes: Sequence[Node]) -> list[int]:
-    """Bytes that a cut in front of each node, or of none, makes go through memory and would be fused without.
-
-    What a library call makes or reads is in memory anyway, and so is what is read on its far side.
-    """
-    at = {node: position for position, node in enumerate(nodes)}
-    borders = [0, *accumulate(map(is_border, nodes))]
-    changes = [0] * (len(nodes) + 1)
-    for reader, position in at.items():
-        read = set() if is_view(reader) else set(map(storage_root, reader.all_input_nodes))
-        for node in read & at.keys():
-            made, size = at[node], value_bytes(node)
-            if borders[made] == borders[position + 1]:
-                changes[made + 1] += size
-                changes[position + 1] -= size
-    return list(accumulate(changes))
+    equal = bytes(map(operator.eq, forms, forms[period:]))
+    longest = max(equal.split(b"\0"), key=len)
+    start = equal.index(longest)
+    return Run(start, start + len(longest) + period, period)

@@ -16,7 +16,7 @@ from aotdist.passes.collectives import group_name
 from aotdist.program import GRADIENT_ROLES, Graph
 from aotdist.torch_seam.groups import runs_on_gloo
 from aotdist.torch_seam.nodes import spell_number
-from aotdist.torch_seam.operators import HigherOrderOperator
+from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload
 from aotdist.torch_seam.symbols import depends_on_data
 
 # Gathers into a buffer of the graph's own, where gloo gathers.
@@ -126,12 +126,17 @@ def _is_bound_to_strides(node: Node) -> bool:
     return node.target in _BOUND_TO_STRIDES or isinstance(node.target, HigherOrderOperator)
 
 
+def reshapes(backward: Graph) -> dict[Node, OpOverload]:
+    """A `reshape` for each `view` that depends on a tangent."""
+    views = (node for node in _tangents_and_descendants(backward) if node.target in _VIEWS)
+    return dict.fromkeys(views, _ATEN.reshape.default)
+
+
 def with_reshapes(backward: Graph) -> Graph:
     """`backward` with a `reshape` for each `view` that depends on a tangent."""
     loose = backward.copied()
-    for node in _tangents_and_descendants(loose):
-        if node.target in _VIEWS:
-            node.target = _ATEN.reshape.default
+    for node, target in reshapes(loose).items():
+        node.target = target
     return loose
 
 

@@ -121,9 +121,18 @@ def collector_paused() -> Generator[None]:
     Splitting 40,000 nodes takes 0.6 s with it paused, 1.25 s without.
     """
     enabled = gc.isenabled()
+    if enabled:
+        gc.collect(1)  # a few thousand objects at most, before `let_objects_age` makes them old
     gc.disable()
     try:
         yield
     finally:
         if enabled:
             gc.enable()
+
+
+def let_objects_age() -> None:
+    """Count all objects as old, as two collections would, of 0.1 s each after a trace of 64 layers."""
+    if not gc.get_freeze_count():  # else the user's would be unfrozen
+        gc.freeze()
+        gc.unfreeze()

@@ -3,12 +3,13 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import torch
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass as is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.patches import Patch
@@ -21,6 +22,9 @@ It returns the tensor of that class, or None to let PyTorch make it. There is no
 
 _ALIAS, _DETACH = torch.ops.aten.alias.default, torch.ops.aten.detach.default
 _make_subclass, _make_parameter = torch.Tensor._make_subclass, torch.nn.Parameter.__new__
+
+is_wrapper_class = functools.cache(is_traceable_wrapper_subclass_type)
+"""Whether tensors of a class say themselves how they are flattened."""
 
 CACHED_SIZES = frozenset(
     f"_{numbers}_capsule{end}"

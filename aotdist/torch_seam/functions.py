@@ -8,6 +8,8 @@ from contextlib import suppress
 from typing import Any
 
 import torch
+from torch.fx import Node
+from torch.fx.node import map_arg
 
 from aotdist.torch_seam.ambient import autocast_off
 from aotdist.torch_seam.modes import TorchDispatchMode, no_modes, torch_functions_off
@@ -31,14 +33,16 @@ def function_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
     Args:
         op: the operator.
-        args: of the call; tensors may be fake. Which of its operators a function means, types alone decide.
+        args: of a node that calls it. Which of its operators a function means, types alone decide.
         kwargs: likewise.
     """
     if op.namespace != "aten":
         return None
-    key = (op, *map(_kind, args), *((name, _kind(value)) for name, value in kwargs.items()))
+    # By its `id`: PyTorch hashes operators in Python.
+    key = (id(op), *map(_kind, args), *((name, _kind(value)) for name, value in kwargs.items()))
     if key not in _known:
-        args, kwargs = pytree.tree_map(_meta_argument, (list(args), dict(kwargs)))
+        values = map_arg((args, kwargs), lambda node: node.meta.get("val"))
+        args, kwargs = pytree.tree_map(_meta_argument, (list(values[0]), dict(values[1])))
         expected = _first_operator(op._op, args, kwargs)
         named = (getattr(holder, op.overloadpacket.__name__, None) for holder in _HOLDERS)
         same = (
@@ -50,8 +54,8 @@ def function_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def _kind(value: Any) -> Any:
     """The type of an argument, and the types inside of it."""
-    if isinstance(value, torch.Tensor):
-        return torch.Tensor
+    if isinstance(value, Node):
+        value = value.meta.get("val")
     if isinstance(value, (list, tuple)):
         return (type(value), *map(_kind, value))
     return int if isinstance(value, torch.SymInt) else type(value)

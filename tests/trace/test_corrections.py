@@ -193,6 +193,14 @@ EXAMPLES: dict[str, Example] = {
         lambda x: (x.copy_(torch.ones(2)), x.copy_(torch.zeros(2)), x + x[1:].storage_offset())[2],
         lambda: [torch.randn(6, 2)[2:4]],
     ),
+    "margin losses of one sample": Example(
+        lambda x: (
+            F.multi_margin_loss(x, torch.tensor(1), reduction="none")[..., None].sum(0),
+            F.multilabel_margin_loss(x, torch.tensor([0, 1, -1, 2]), reduction="none")[..., None].sum(0),
+        ),
+        lambda: [leaf(4)],
+        training=True,
+    ),
     "sparse matrices": Example(
         lambda values, x: torch.sparse_coo_tensor([[0, 1, 1], [2, 0, 1]], values, (3, 3)) @ x,
         lambda: [torch.randn(3, requires_grad=True), torch.randn(3, 2)],

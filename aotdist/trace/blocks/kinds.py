@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -304,8 +304,12 @@ def _is_comparable(value: Any) -> bool:
     """Whether a recipe, or a part of one, compares by value."""
     if type(value) in _CONSTANTS:
         return True
-    if isinstance(value, (Wrapper, Plain, Constant)):
-        return all(_is_comparable(getattr(value, each.name)) for each in fields(value))
+    if isinstance(value, Plain):
+        return all(type(number) is int for number in (*value.size, *value.stride))
+    if isinstance(value, Wrapper):
+        return all(map(_is_comparable, (value.context, value.size, value.stride, value.attributes)))
+    if isinstance(value, Constant):
+        return _is_comparable(value.value)
     if isinstance(value, (list, tuple)):
         return all(map(_is_comparable, value))
     is_shared = type(value).__module__.startswith("torch.distributed")

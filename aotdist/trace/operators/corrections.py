@@ -239,6 +239,12 @@ CORRECTIONS: tuple[Correction, ...] = (
         "the cache of fakes forgets offsets of what is no view",
     ),
     Correction(
+        "margin losses of one sample",
+        "fake",
+        fakes.MARGINS,
+        "a loss that is not reduced has a dimension",
+    ),
+    Correction(
         "layouts of backwards",
         "fake",
         fakes.LAID_OUT,

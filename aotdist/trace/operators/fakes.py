@@ -14,6 +14,7 @@ those of the kernels.
   leave: these begin at multiples of 16 bytes.
 - What cannot be a view, fakes refuse with a `ValueError`; who then reshapes catches a `RuntimeError`.
 - What writes into a part of a storage keeps its offset; the cache of fakes forgets it.
+- A margin loss of one sample has no dimension if it is not reduced; fakes claim one.
 
 In a trace on the CPU for a GPU each operator is called once more with fakes of a GPU, and the result gets
 their metadata, as a fake of the CPU: a build of PyTorch for CPUs has no autograd for GPUs. Which kernel
@@ -94,6 +95,14 @@ def _with_offset(func: OpOverload, *args: Any, **kwargs: Any) -> torch.Tensor:
         return NotImplemented
     with uncached_fake(args[0]):
         return func(*args, **kwargs)
+
+
+def _margin_loss(func: OpOverload, x: torch.Tensor, target: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    made = func(x, target, *args, **kwargs)
+    loss, *others = made if isinstance(made, tuple) else (made,)
+    if target.dim() == _DIMS_OF_LABELS[func] and loss.dim() == 1:
+        loss = loss.new_empty(())
+    return (loss, *others) if others else loss
 
 
 def norms_laid_out(table: Mapping[OpOverload, Callable[..., Any]]) -> dict[OpOverload, Callable[..., Any]]:
@@ -220,6 +229,13 @@ OFFSETS: Mapping[Any, Callable[..., Any]] = dict.fromkeys(
     ),
     _with_offset,
 )
+
+_DIMS_OF_LABELS: Mapping[Any, int] = {
+    _ATEN.multi_margin_loss.default: 0,
+    _ATEN.multilabel_margin_loss_forward.default: 1,
+}
+"""Dimensions of the labels of one sample."""
+MARGINS: Mapping[Any, Callable[..., Any]] = dict.fromkeys(_DIMS_OF_LABELS, _margin_loss)
 
 _ABOUT_ARGUMENTS = (RuntimeError, IndexError, ValueError, TypeError)
 _MOST_ELEMENTS = 1 << 16
