@@ -194,11 +194,11 @@ EXAMPLES: dict[str, Example] = {
         lambda: [torch.randn(6, 2)[2:4]],
     ),
     "margin losses of one sample": Example(
-        lambda x: (
-            F.multi_margin_loss(x, torch.tensor(1), reduction="none")[..., None].sum(0),
-            F.multilabel_margin_loss(x, torch.tensor([0, 1, -1, 2]), reduction="none")[..., None].sum(0),
+        lambda x, label, labels: (
+            torch.ones((loss := F.multi_margin_loss(x, label, reduction="none")).shape) * loss,
+            torch.ones((loss := F.multilabel_margin_loss(x, labels, reduction="none")).shape) * loss,
         ),
-        lambda: [leaf(4)],
+        lambda: [leaf(4), torch.tensor(1), torch.tensor([0, 1, -1, 2])],
         training=True,
     ),
     "sparse matrices": Example(
