@@ -122,6 +122,51 @@ def test_fsdp_that_reduces_once(world2: World) -> None:
         assert numbers == [3, 3]
 
 
+def summing_over_replicas_once(leaves: bool) -> Written:
+    """Two updates of three micro-batches, the last of which sums; a loop before `leaves` something to add."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model: Any = sharded(small(), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for at, micro in enumerate(x.chunk(6)):
+            model.set_requires_all_reduce(at % 3 == 2)
+            loss = model(micro).square().mean() / 3
+            loss.backward()
+            losses.append(loss.detach())
+            if at % 3 == 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return torch.stack(losses)
+
+    def batch(at: int) -> tuple[torch.Tensor]:
+        seed = 10 * at + torch.distributed.get_rank()
+        return (torch.randn(6, 6, generator=torch.Generator().manual_seed(seed)),)
+
+    def between(at: int) -> None:
+        if leaves:
+            model.set_requires_all_reduce(False)
+            model(*batch(100 + at)).square().mean().backward()
+            model.set_requires_all_reduce(True)
+
+    return Written(step, [model], [optimizer], batch=batch, between=between)
+
+
+def sums_over_replicas(leaves: bool) -> int:
+    """How often a step sums over replicas."""
+    (graphs,) = compiled_beside_eager(lambda: summing_over_replicas_once(leaves)).graphs
+    targets = [str(node.target) for node in graphs["inference"].graph.nodes]
+    return sum("all_reduce" in target for target in targets)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_replicas_that_sum_once(leaves: bool, world2: World) -> None:
+    """`set_requires_all_reduce` in the loop over micro-batches; each update sums each of two units once."""
+    assert world2.run(sums_over_replicas, leaves) == [4, 4]
+
+
 def reducing_at_every_second_call() -> Written:
     """Units are told between calls whether to reduce."""
     model: Any = on_one_axis()
