@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -357,3 +358,26 @@ def by_ddp() -> str:
 def test_ddp_is_refused_by_name(world2: World) -> None:
     for said in world2.run(by_ddp):
         assert "DistributedDataParallel" in said
+
+
+def late_after_the_first_step() -> int:
+    """One rank is busy after its first step (it saves a checkpoint), while the other compiles the second."""
+    model = on_one_axis()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    @aotdist.compile(backend="fx")
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for at in range(3):
+        step(torch.ones(4, 6))
+        if at == 0 and torch.distributed.get_rank() == 1:
+            time.sleep(4)
+    return len(step.graphs)
+
+
+def test_a_rank_that_is_late_after_the_first_step_is_not_lost(world2: World) -> None:
+    """That a function turns out to be a step is no failure to compile it."""
+    assert world2.run(late_after_the_first_step) == [1, 1]
