@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import torch
+from torch import nn
 
 from aotdist.assumptions import trace_call
 from aotdist.capture.captured import UserCall
@@ -18,6 +19,7 @@ from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.codegen.fused_steps import break_up_steps
 from aotdist.codegen.rewritten_blocks import prepared_by_blocks
 from aotdist.convention.stack import Plans
+from aotdist.errors import PassesPrograms
 from aotdist.job import Job
 from aotdist.partition.builder import collector_paused, let_objects_age
 from aotdist.partition.gates import linked
@@ -40,6 +42,7 @@ from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups
 from aotdist.torch_seam.modes import class_functions_off, users_modes_off
 from aotdist.torch_seam.versions import warn_of_untested_torch
+from aotdist.trace.failures import AccumulatesInside
 from aotdist.trace.trace import Traced
 
 
@@ -72,7 +75,9 @@ def compile_call(
     with class_functions_off():
         set_up = frozenset(spot for one in earlier or () for spot in one.compilation.captured.set_up)
         job = Job(call, backend, settings, symbolic, set_up=set_up)
-        return loaded_together(call.name, settings, lambda: _printed(job), earlier, undecided)
+        # A function that turns out to be a step is compiled as one: to peers that is no failure.
+        passing = PassesPrograms if isinstance(call.target, nn.Module) else AccumulatesInside
+        return loaded_together(call.name, settings, lambda: _printed(job), earlier, undecided, passing)
 
 
 @alone
@@ -114,6 +119,7 @@ def loaded_together(
     made: Callable[[], Artifact],
     earlier: Artifacts | None = None,
     undecided: str | None = None,
+    passing: type[BaseException] = PassesPrograms,
 ) -> Artifact:
     """The artifact that `made` returns, once all ranks have made theirs and agree on them.
 
@@ -123,6 +129,7 @@ def loaded_together(
         made: compiles the artifact, or reads it from a file.
         earlier: artifacts for other calls of the same function.
         undecided: see `compile_call`.
+        passing: see `failing_together`.
 
     Raises:
         UnsupportedProgram: a peer's call was refused, and all run calls of this kind eagerly.
@@ -130,7 +137,7 @@ def loaded_together(
         RankLost: another rank failed, or did not come to compare.
     """
     # A trace makes a million small objects and hardly any garbage: collecting it would double the time.
-    with failing_together(label, undecided), collector_paused():
+    with failing_together(label, undecided, passing), collector_paused():
         artifact = made()
     compilation = artifact.compilation
     agree(

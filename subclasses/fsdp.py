@@ -59,7 +59,7 @@ from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from aotdist.subclasses.fsdp_hooks import Capture
 from aotdist.subclasses.fsdp_refusals import (
@@ -89,7 +89,7 @@ class _FsdpRule(ModuleRule):
         """Shards and their gradient hooks, which are put back when the backward is over, or has failed."""
 
     def claims(self, root: nn.Module) -> bool:
-        return any(isinstance(module, FSDPModule) for module in root.modules())
+        return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in root.modules())
 
     def check(self, root: nn.Module) -> None:
         refuse(root)

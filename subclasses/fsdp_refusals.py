@@ -1,4 +1,4 @@
-"""Features of FSDP2 that cannot be captured: refused by name, before anything is changed."""
+"""Features of FSDP2 that cannot be captured, and FSDP1: refused by name, before anything is changed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.fsdp_units import groups, outermost
@@ -24,6 +24,10 @@ def refuse(root: nn.Module) -> None:
     """
     paths = {module: path or "(root)" for path, module in root.named_modules()}
     for module, path in paths.items():
+        if isinstance(module, FullyShardedDataParallel):
+            raise _refusal(
+                path, "is sharded by FSDP1 (`FullyShardedDataParallel`)", "use `fully_shard` (FSDP2)"
+            )
         if not isinstance(module, FSDPModule):
             continue
         for group in fsdp_groups(fsdp_state(module)):

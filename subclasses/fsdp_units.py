@@ -129,6 +129,7 @@ class Reductions:
         self._accumulates: dict[ShardedParam, bool] = {}
         self._switches: dict[Any, tuple[bool, bool]] = {}
         self._whole: dict[ShardedParam, torch.Tensor] = {}
+        self._partial: dict[ShardedParam, torch.Tensor] = {}
 
     def begin(self, params: Iterable[ShardedParam]) -> None:
         """Note which parameters accumulate when the program begins."""
@@ -137,10 +138,13 @@ class Reductions:
             self._switches[group] = group.reduce_grads, group.all_reduce_grads
 
     def check_end(self) -> None:
-        """Refuse a program that switches synchronisation off for the next call."""
+        """Refuse a program that switches synchronisation off, or the all-reduce, for the next call."""
         for param, accumulates in self._accumulates.items():
             if param.accumulates != accumulates or param in self._whole:
-                raise _switched(param, "ends without")
+                raise _switched(param, "ends without synchronisation")
+            if param.group.all_reduce_grads != self._switches[param.group][1] or param in self._partial:
+                when = "begins" if param.group.all_reduce_grads and param not in self._partial else "ends"
+                raise _switched(param, f"{when} without the all-reduce", "set_requires_all_reduce")
 
     def switch_back(self, failure: type[BaseException] | None, *_: Any) -> None:
         """Restore whether units reduce, among shards and among replicas, if the capture failed."""
@@ -151,7 +155,7 @@ class Reductions:
     def accumulates(self, param: ShardedParam) -> bool:
         """Whether the program only adds to accumulators, which exist if it did so at its beginning."""
         if self._accumulates[param] and not param.accumulates:
-            raise _switched(param, "begins without")
+            raise _switched(param, "begins without synchronisation")
         return self._accumulates[param]
 
     def keep_whole(self, param: ShardedParam, grad: torch.Tensor) -> None:
@@ -167,9 +171,19 @@ class Reductions:
         is_first = self._is_first(param, "accumulated")
         return self._whole.pop(param, param.accumulated if is_first else None)
 
+    def add_partial(self, param: ShardedParam, grad: torch.Tensor) -> None:
+        """Add a gradient that replicas have yet to sum to FSDP2's buffer; without one, keep it meanwhile."""
+        self._taken.discard((param, "partial"))
+        if param.partial is not None:
+            param.partial.add_(grad)
+        else:
+            earlier = self._partial.get(param)
+            self._partial[param] = grad if earlier is None else earlier + grad
+
     def take_partial(self, param: ShardedParam) -> torch.Tensor | None:
         """The gradient of `param` that replicas have yet to sum, if any; handed out once."""
-        return param.partial if self._is_first(param, "partial") else None
+        is_first = self._is_first(param, "partial")
+        return self._partial.pop(param, param.partial if is_first else None)
 
     def _is_first(self, param: ShardedParam, what: str) -> bool:
         taken = (param, what) in self._taken
@@ -177,10 +191,11 @@ class Reductions:
         return not taken
 
 
-def _switched(param: ShardedParam, when: str) -> UnsupportedProgram:
+def _switched(
+    param: ShardedParam, when: str, method: str = "set_requires_gradient_sync"
+) -> UnsupportedProgram:
     return UnsupportedProgram(
-        f"`set_requires_gradient_sync` is called in a program that {when} synchronisation of the FSDP unit "
-        f"`{param.unit}`",
+        f"`{method}` is called in a program that {when} of the FSDP unit `{param.unit}`",
         stage="joint",
         fix="let the last backward in the program reduce, or call it before the program runs",
     )

@@ -213,8 +213,7 @@ def reduce(grad: torch.Tensor, param: ShardedParam, capture: Reductions) -> torc
 
     grad = recorded_once((reduce, dtype, reduction, rows, ranks, dim), scattered, grad)
     if param.stays_partial:
-        assert param.partial is not None, "prepare() allocates it"
-        param.partial.add_(grad)
+        capture.add_partial(param, grad)
         return None
     if param.replicas is not None:
         if (partial := capture.take_partial(param)) is not None:

@@ -34,7 +34,7 @@ from aotdist.torch_seam.classes import (
     flatten_protocol,
     is_wrapper_class,
 )
-from aotdist.torch_seam.functional import stands_for_another
+from aotdist.torch_seam.functional import DataDependentOutputException, stands_for_another
 from aotdist.torch_seam.operators import OpOverload
 
 _SPECIALISTS = (
@@ -98,8 +98,21 @@ def _flattened(tensor: torch.Tensor) -> tuple[Mapping[str, Any], Any]:
     """The attributes of a wrapper by name, and its context."""
     if is_sparse(tensor):
         return sparse_parts(tensor)
-    names, context = flatten_protocol(tensor)
-    return {name: getattr(tensor, name) for name in names}, context
+    try:
+        names, context = flatten_protocol(tensor)
+    except DataDependentOutputException as error:
+        raise UnsupportedProgram(
+            f"what is inside of a {type(tensor).__name__} depends on data that the program computes",
+            stage="joint",
+            fix="change it outside of the compiled function, between two calls (torchao's "
+            "`precompute_float8_dynamic_scale_for_fsdp`)",
+        ) from error
+    lost = _LOST.get(type(tensor).__name__)
+    return {name: getattr(tensor, name) for name in names if name != lost}, context
+
+
+_LOST = {"WeightWithDynamicFloat8CastTensor": "_precomputed_scale"}
+"""Parts that a class flattens, and leaves out when it is made again (torchao 0.18); it computes them anew."""
 
 
 def is_of_own_class(tensor: torch.Tensor) -> bool:

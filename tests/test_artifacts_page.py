@@ -29,7 +29,7 @@ def test_ranks(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(RANKS)
     build = (
         "-m",
-        "aotdist.launch.commands.main",
+        "aotdist",
         "build",
         "train.py:make",
         "--world-size",

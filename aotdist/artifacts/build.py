@@ -33,6 +33,7 @@ from aotdist.torch_seam.groups import fake_world
 from aotdist.torch_seam.modules import uncompiled_call
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.patches import intercept_autocast
+from aotdist.trace.failures import AccumulatesInside
 
 T = TypeVar("T")
 
@@ -173,7 +174,7 @@ def refuse_maker(make: Callable[..., Any]) -> None:
         BadSettings: it is such.
     """
     if not callable(make) or isinstance(make, nn.Module):
-        raise _nothing(f"`make` is a {type(make).__name__}, and not what makes it")
+        raise _nothing(f"`make` is a {type(make).__name__}, and not a function that returns what to compile")
     fix = "name a function that makes what to compile, and what to call it with, by itself"
     refuse_arguments(make, fix, stage="store")
 
@@ -203,7 +204,7 @@ def _on_each_rank(
             examples = made if isinstance(made, Generator) else [made]
             calls = [then(*_compiled(example, backend, chosen)) for example in examples]
             if not calls:
-                raise _nothing("nothing is made to be built")
+                raise _nothing("`make` yielded nothing")
             ranks.append(calls)
     return ranks
 
@@ -243,12 +244,32 @@ def _compiled(example: Any, backend: Backend, settings: Settings) -> tuple[Any, 
         module_rules(target)
         run = uncompiled_call(target)
     call = UserCall(target, run, args, kwargs)
+    try:
+        return target, _compilation_for(backend, call, settings)
+    except AccumulatesInside as error:
+        if isinstance(target, nn.Module):
+            raise
+        raise _whole_step(target, error) from None
+
+
+def _compilation_for(backend: Backend, call: UserCall, settings: Settings) -> Compilation:
     if not isinstance(backend, TargetBackend):
-        return target, compilation_of(call, backend, settings)
+        return compilation_of(call, backend, settings)
     with intercept_autocast(_refuse_autocast):
         compilation = compilation_of(call, backend, settings)
     _refuse_on_gpus(compilation)
-    return target, compilation
+    return compilation
+
+
+def _whole_step(target: Any, error: AccumulatesInside) -> UnsupportedProgram:
+    name = getattr(target, "__name__", type(target).__name__)
+    return UnsupportedProgram(
+        f"`{name}` is a whole training step: it calls `backward()`, or lets an optimizer step",
+        where=error.where,
+        stage="store",
+        fix="make the model instead, whose forward and backward are compiled; a step is compiled where it "
+        "runs, by `aotdist.compile`, and shown by its `explain()`",
+    )
 
 
 def called_by(made: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
@@ -263,14 +284,16 @@ def called_by(made: Any) -> tuple[Any, tuple[Any, ...], Mapping[str, Any]]:
         case (target, tuple(args), dict(kwargs)) if callable(target):
             return target, args, cast("dict[str, Any]", kwargs)
         case _:
-            raise _nothing(f"what is to be compiled is made as a {type(made).__name__}")
+            parts = made if isinstance(made, tuple) else (made,)
+            raise _nothing(f"`make` returned {', '.join(type(part).__name__ for part in parts)}")
 
 
 def _nothing(what: str) -> BadSettings:
     return BadSettings(
         what,
         stage="store",
-        fix="return a module or function, a tuple of arguments, and (if there are any) a dictionary",
+        fix="return a module or function, a tuple of arguments, and (if there are any) a dictionary of those "
+        "with a name: `return model, (batch,)`",
     )
 
 

@@ -61,7 +61,3 @@ def _run(arguments: Sequence[str] | None) -> int:
         print(f"aotdist: {error}\n  fix: free some of it, or write elsewhere", file=sys.stderr)
         return _FAILED
     return _DONE if code is None else code
-
-
-if __name__ == "__main__":
-    sys.exit(main())

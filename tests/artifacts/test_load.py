@@ -31,7 +31,7 @@ def test_an_artifact_is_what_eager_is(
 
 
 def test_another_process_runs_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = [sys.executable, "-m", "aotdist.launch.commands.main", "build", "tests.artifacts.programs:mlp"]
+    command = [sys.executable, "-m", "aotdist", "build", "tests.artifacts.programs:mlp"]
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [*command, "-o", tmp_path / "it.aot"], cwd=ROOT, env=environment, capture_output=True, text=True

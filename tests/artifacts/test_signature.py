@@ -144,7 +144,7 @@ def test_an_unknown_target_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("made", [None, (counting,), (3, ()), (len, [])])
 def test_what_is_no_call_is_refused(made: Any, tmp_path: Path) -> None:
-    with pytest.raises(aotdist.BadSettings, match="is made"):
+    with pytest.raises(aotdist.BadSettings, match="`make` returned"):
         aotdist.build(
             lambda: (each for each in made) if hasattr(made, "__next__") else made, tmp_path / "it.aot"
         )

@@ -98,4 +98,4 @@ def test_what_makes_it_needs_no_arguments(file: Path, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize("name", ["makes_nothing", "yields_nothing"])
 def test_what_makes_nothing(name: str, file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", f"{file}:{name}"]) == 2
-    assert "is made as a NoneType" in capsys.readouterr().err
+    assert "`make` returned NoneType" in capsys.readouterr().err

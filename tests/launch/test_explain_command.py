@@ -30,6 +30,21 @@ def plain():
 """
 
 
+STEP = """
+import torch
+
+def step():
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def train(x):
+        model(x).sum().backward()
+        optimizer.step()
+
+    return train, (torch.randn(2, 4),)
+"""
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     file = tmp_path / "explained_model.py"
@@ -54,6 +69,16 @@ def test_a_model_is_explained_for_all_its_ranks(
 def test_without_gradients(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["explain", f"{file}:plain", "--inference"]) == 0
     assert "Linear · inference · fx" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["explain", "build"])
+def test_a_whole_step_is_told_apart_from_a_model(
+    command: str, file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text(STEP)
+    assert main([command, f"{file}:step"]) == 1
+    said = capsys.readouterr().err
+    assert "`train` is a whole training step" in said and "fix: make the model instead" in said
 
 
 @pytest.mark.parametrize(("page", "said"), [("", "is a folder"), ("none/report.html", "does not exist")])
@@ -133,7 +158,7 @@ def test_functions_that_there_are_are_listed(
 def test_output_that_nobody_reads_is_no_error(words: list[str], file: Path) -> None:
     reading, writing = os.pipe()
     os.close(reading)
-    command = [sys.executable, "-m", "aotdist.launch.commands.main", *words]
+    command = [sys.executable, "-m", "aotdist", *words]
     command = [word.format(file=file) for word in command]
     ended = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
     os.close(writing)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.nn.functional import all_gather
 
 import aotdist
 from aotdist.errors import UnsupportedProgram
@@ -89,6 +91,40 @@ def some_to_each(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return x * parts
 
 
+def lists_of_parts(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    part, halves, mine = torch.empty(2), [torch.empty(2), torch.empty(2)], torch.empty(2, 2)
+    others = kept.roll(1).view(2, 2)
+    dist.reduce_scatter(part, list(kept.clone().chunk(2)), op=dist.ReduceOp.MAX)
+    dist.all_to_all(halves, list((x * 2).detach().chunk(2)))
+    dist.scatter(mine, [others, others + 1] if dist.get_rank() == 1 else None, src=1)
+    kept[2:] = part
+    return x * torch.cat(halves) * mine.flatten()
+
+
+class AddedUp(torch.autograd.Function):
+    """As `torch.distributed.nn.functional.all_gather` reduces where NCCL runs."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(x) for _ in range(2)]
+        dist.all_gather(parts, x)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        mine = torch.empty(4)
+        dist.reduce_scatter(mine, list(grad.chunk(2)))
+        return mine
+
+
+def features_of_all_ranks(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """As contrastive losses gather them, with gradients."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # it is deprecated, and what open_clip calls
+        gathered = torch.cat(all_gather(x * kept))
+    return gathered.sin() * AddedUp.apply(x)
+
+
 PROGRAMS = {
     program.__name__: program
     for program in (
@@ -100,6 +136,8 @@ PROGRAMS = {
         from_all_ranks,
         a_part_of_the_sum,
         some_to_each,
+        lists_of_parts,
+        features_of_all_ranks,
     )
 }
 

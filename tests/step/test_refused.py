@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 from torch.optim import lr_scheduler, swa_utils
@@ -284,6 +284,28 @@ def test_fsdp_is_told_inside_not_to_reduce_and_the_last_backward_does_not(mesh: 
             step(batches)
         assert (group.reduce_grads, group.all_reduce_grads) == (begins, begins)
     assert model.weight.grad is grad and torch.equal(model.weight.detach(), before)
+
+
+def test_replicas_are_told_inside_to_sum_at_another_backward_than_the_last(mesh: DeviceMesh) -> None:
+    """The next call would begin with another switch in eager."""
+    replicas = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    model: Any = fully_shard(nn.Linear(4, 3), mesh=replicas)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    @aotdist.compile(backend="fx")
+    def step(last: int) -> None:
+        for number in range(2):
+            model.set_requires_all_reduce(number == last)
+            model(torch.ones(2, 4)).square().mean().backward()
+        optimizer.step()
+
+    step(1)  # as it is written
+    for begins, last, says in ((True, 0, "ends without"), (False, 1, "begins without")):
+        model.set_requires_all_reduce(begins)
+        with pytest.raises(
+            aotdist.UnsupportedProgram, match=f"called in a program that {says} the all-reduce"
+        ):
+            step(last)
 
 
 def loading(mesh: DeviceMesh, assign: bool) -> tuple[Any, Any, Callable[[torch.Tensor], Any]]:

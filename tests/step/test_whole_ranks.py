@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +121,51 @@ def test_fsdp_that_reduces_once(world2: World) -> None:
     ]
     for numbers in world2.run(reductions, policies):
         assert numbers == [3, 3]
+
+
+def summing_over_replicas_once(leaves: bool) -> Written:
+    """Two updates of three micro-batches, the last of which sums; a loop before `leaves` something to add."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    model: Any = sharded(small(), mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        losses = []
+        for at, micro in enumerate(x.chunk(6)):
+            model.set_requires_all_reduce(at % 3 == 2)
+            loss = model(micro).square().mean() / 3
+            loss.backward()
+            losses.append(loss.detach())
+            if at % 3 == 2:
+                nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        return torch.stack(losses)
+
+    def batch(at: int) -> tuple[torch.Tensor]:
+        seed = 10 * at + torch.distributed.get_rank()
+        return (torch.randn(6, 6, generator=torch.Generator().manual_seed(seed)),)
+
+    def between(at: int) -> None:
+        if leaves:
+            model.set_requires_all_reduce(False)
+            model(*batch(100 + at)).square().mean().backward()
+            model.set_requires_all_reduce(True)
+
+    return Written(step, [model], [optimizer], batch=batch, between=between)
+
+
+def sums_over_replicas(leaves: bool) -> int:
+    """How often a step sums over replicas."""
+    (graphs,) = compiled_beside_eager(lambda: summing_over_replicas_once(leaves)).graphs
+    targets = [str(node.target) for node in graphs["inference"].graph.nodes]
+    return sum("all_reduce" in target for target in targets)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_replicas_that_sum_once(leaves: bool, world2: World) -> None:
+    """`set_requires_all_reduce` in the loop over micro-batches; each update sums each of two units once."""
+    assert world2.run(sums_over_replicas, leaves) == [4, 4]
 
 
 def reducing_at_every_second_call() -> Written:
@@ -312,3 +358,26 @@ def by_ddp() -> str:
 def test_ddp_is_refused_by_name(world2: World) -> None:
     for said in world2.run(by_ddp):
         assert "DistributedDataParallel" in said
+
+
+def late_after_the_first_step() -> int:
+    """One rank is busy after its first step (it saves a checkpoint), while the other compiles the second."""
+    model = on_one_axis()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+    @aotdist.compile(backend="fx")
+    def step(x: torch.Tensor) -> None:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    for at in range(3):
+        step(torch.ones(4, 6))
+        if at == 0 and torch.distributed.get_rank() == 1:
+            time.sleep(4)
+    return len(step.graphs)
+
+
+def test_a_rank_that_is_late_after_the_first_step_is_not_lost(world2: World) -> None:
+    """That a function turns out to be a step is no failure to compile it."""
+    assert world2.run(late_after_the_first_step) == [1, 1]

@@ -75,6 +75,7 @@ def wrapped_case(placement: str) -> None:
     if placement == "S0":
         compare(uneven, plain)
     if placement != "P":
+        compare(lambda x: distribute_tensor(x, mesh, placements) * 2, plain)
         compare(lambda x: distribute_tensor(x, mesh, placements, src_data_rank=None) * 2, plain)
 
 
@@ -175,7 +176,7 @@ def refusals_case() -> None:
     mesh = grid()
     refused: dict[str, Callable[[torch.Tensor], Any]] = {
         "exchanges Python objects": lambda x: DTensor.from_local(x, mesh, [R], run_check=True),
-        "`c10d::scatter_`, a collective that writes": lambda x: distribute_tensor(x, mesh, [S0]),
+        "`c10d::reduce_`, a collective that writes": lambda x: dist.reduce(x, dst=0),
     }
     for reason, fn in refused.items():
         with pytest.raises(UnsupportedProgram, match=reason):

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import aotdist
+from aotdist.errors import UnsupportedProgram
+from aotdist.subclasses.protocol import plain_tensors
 from tests.ranks.harness import World
 from tests.subclasses.float8_models import different, needs_torchao
 from tests.subclasses.fsdp_models import line, same_bits, seeded
@@ -76,3 +79,47 @@ def test_training(world2: World, name: str) -> None:
 
 def test_scales_computed_beforehand(world2: World) -> None:
     world2.run(training_case, "FSDP2 gathers in 8 bits", True)
+
+
+def step_case() -> None:
+    """In a whole step; a step that computes the scales by itself is refused, and changes nothing."""
+    from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+    eager, compiled = (gathers_in_8_bits() for _ in range(2))
+
+    def step_that_trains(model: Any, *, scales: bool) -> Any:
+        optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+
+        def step(x: torch.Tensor) -> None:
+            model(x).square().mean().backward()
+            optimizer.step()
+            if scales:
+                precompute_float8_dynamic_scale_for_fsdp(model)
+            optimizer.zero_grad()
+
+        return step
+
+    def batch(at: int) -> torch.Tensor:
+        return torch.randn(16, 32, generator=torch.Generator().manual_seed(10 * at + dist.get_rank()))
+
+    def parts() -> list[torch.Tensor]:
+        return [part for param in compiled.parameters() for part in plain_tensors(param)]
+
+    steps = step_that_trains(eager, scales=False), step_that_trains(compiled, scales=False)
+    ours = aotdist.compile(steps[1], backend="fx")
+    for at in range(4):
+        for model, step in ((eager, steps[0]), (compiled, ours)):
+            step(batch(at))
+            precompute_float8_dynamic_scale_for_fsdp(model)
+        assert not (names := different(eager, compiled)), (at, names)
+    assert len(ours.graphs) == 1
+    by_itself = aotdist.compile(step_that_trains(compiled, scales=True), backend="fx")
+    by_itself(batch(0))  # as it is written
+    before = [part.clone() for part in parts()]
+    with pytest.raises(UnsupportedProgram, match="what is inside of a WeightWithDynamicFloat8CastTensor"):
+        by_itself(batch(0))
+    assert all(map(torch.equal, before, parts()))
+
+
+def test_scales_computed_between_steps(world2: World) -> None:
+    world2.run(step_case)

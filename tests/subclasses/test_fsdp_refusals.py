@@ -10,10 +10,11 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
+import aotdist
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.fsdp import MODULE_RULE
 from tests.ranks.harness import World
@@ -108,6 +109,18 @@ def offload_case() -> None:
 
 def test_cpu_offload(world2: World) -> None:
     world2.run(offload_case)
+
+
+def first_fsdp_case() -> None:
+    model = nn.Sequential(FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu")), nn.ReLU())
+    with pytest.raises(UnsupportedProgram, match=r"`0` is sharded by FSDP1"):
+        aotdist.compile(model, backend="fx")(torch.ones(2, 4))
+    with pytest.raises(UnsupportedProgram, match=r"is sharded by FSDP1"):
+        aotdist.compile(lambda x: model(x).sum(), backend="fx")(torch.ones(2, 4))
+
+
+def test_the_first_fsdp(world2: World) -> None:
+    world2.run(first_fsdp_case)
 
 
 def smaller_mesh_case() -> None:

@@ -526,7 +526,7 @@ WRONG_ARGUMENTS: dict[str, tuple[Callable[[Any], Any], Any, str]] = {
     "build, of a module": (
         lambda make: aotdist.build(make, "linear.aot"),
         nn.Linear(2, 2),
-        "`make` is a Linear, and not what makes it",
+        "`make` is a Linear, and not a function",
     ),
     "build, of a tuple": (lambda make: aotdist.build(make, "linear.aot"), _example(), "`make` is a tuple"),
     "build, ranks as text": (

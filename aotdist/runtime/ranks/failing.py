@@ -26,7 +26,9 @@ _FAREWELL_S = 3.0
 
 
 @contextmanager
-def failing_together(label: str, undecided: str | None = None) -> Generator[None]:
+def failing_together(
+    label: str, undecided: str | None = None, passing: type[BaseException] = PassesPrograms
+) -> Generator[None]:
     """A block that compiles: if it raises, every rank that waits for this one in `agree` raises as well.
 
     The failure holds until this rank compiles again: it may catch the error and try once more. Without
@@ -35,6 +37,7 @@ def failing_together(label: str, undecided: str | None = None) -> Generator[None
     Args:
         label: what is compiled, for messages.
         undecided: its kind, if peers run such calls eagerly where this rank's is refused.
+        passing: an error after which this rank goes on by itself, like `PassesPrograms`.
     """
     board = board_of_this_process()
     if board is None:
@@ -45,7 +48,7 @@ def failing_together(label: str, undecided: str | None = None) -> Generator[None
         board.unsay([refusal_topic(undecided)])
     try:
         yield
-    except PassesPrograms:  # it is compiled again, or runs eagerly: each rank finds that out by itself
+    except (PassesPrograms, passing):  # compiled again, or run eagerly: each rank finds that out by itself
         raise
     except BaseException as error:  # peers wait for an interrupted rank as well
         with contextlib.suppress(StoreGone):  # the error itself matters more

@@ -11,7 +11,13 @@ from typing import Any
 
 import torch
 
-from aotdist.torch_seam.groups import finished_work, group_name_of, group_size_of, name_of_reduction
+from aotdist.torch_seam.groups import (
+    extent_of_group,
+    finished_work,
+    group_name_of,
+    group_size_of,
+    name_of_reduction,
+)
 from aotdist.torch_seam.operators import is_operator
 from aotdist.trace.failures import refusal
 
@@ -32,7 +38,7 @@ def instead(func: Any, args: tuple[Any, ...]) -> Callable[[], Any] | None:
         raise refusal(
             f"the program calls `{func.name()}`, a collective that writes its results into tensors",
             fix="call its functional twin (`torch.distributed._functional_collectives`), or redistribute a "
-            "DTensor; `distribute_tensor` takes `src_data_rank=None`",
+            "DTensor",
         )
     return lambda: functionally(*args)
 
@@ -98,13 +104,44 @@ def all_to_all_single(
     output.copy_(_functional.wait_tensor(received))
 
 
+def _reduce_scatter(
+    outputs: list[torch.Tensor], sources: list[list[torch.Tensor]], group: Any, reduce_op: Any, *_: Any
+) -> Any:
+    for output, parts in zip(outputs, sources, strict=True):
+        if any(part.shape != output.shape for part in parts):
+            raise refusal("`reduce_scatter` is given tensors of several sizes", fix="pad them to one size")
+        _reduce_scatter_tensor(output, torch.stack(parts), group, reduce_op)
+    return outputs, finished_work()
+
+
+def _all_to_all(outputs: list[torch.Tensor], sources: list[torch.Tensor], group: Any, *_: Any) -> Any:
+    splits = [[part.numel() for part in parts] for parts in (outputs, sources)]
+    sent = torch.cat([source.reshape(-1) for source in sources])
+    received = _functional.wait_tensor(_functional.all_to_all_single(sent, *splits, group_name_of(group)))
+    for output, value in zip(outputs, received.split(splits[0]), strict=True):
+        output.copy_(value.view(output.shape))
+    return outputs, finished_work()
+
+
+def _scatter(
+    outputs: list[torch.Tensor], sources: list[list[torch.Tensor]], group: Any, source: int, *_: Any
+) -> Any:
+    """Every rank gets all parts, by a broadcast: there is no functional scatter."""
+    size, rank = extent_of_group(group_name_of(group))
+    for at, output in enumerate(outputs):
+        sent = torch.stack(sources[at]) if rank == source else output.new_empty(size, *output.shape)
+        _write(output, _functional.broadcast(sent, source, group_name_of(group)), rank)
+    return outputs, finished_work()
+
+
 def _gathered(source: torch.Tensor, group: Any) -> torch.Tensor:
     """The sources of all ranks, flattened and concatenated."""
     return _functional.all_gather_into_tensor(source.reshape(-1), group_size_of(group), group_name_of(group))
 
 
-def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
-    tensor.copy_(_functional.wait_tensor(value).view(tensor.shape))
+def _write(tensor: torch.Tensor, value: torch.Tensor, part: int | None = None) -> None:
+    waited = _functional.wait_tensor(value)
+    tensor.copy_((waited if part is None else waited[part]).view(tensor.shape))
 
 
 _FUNCTIONALLY: Mapping[str, Callable[..., Any]] = {
@@ -114,5 +151,8 @@ _FUNCTIONALLY: Mapping[str, Callable[..., Any]] = {
     "c10d::_allgather_base_": _all_gather_into_tensor,
     "c10d::_reduce_scatter_base_": _reduce_scatter_tensor,
     "c10d::alltoall_base_": _all_to_all_single,
+    "c10d::reduce_scatter_": _reduce_scatter,
+    "c10d::alltoall_": _all_to_all,
+    "c10d::scatter_": _scatter,
 }
 """For each operator, what takes its arguments, does the same functionally, and returns what it returns."""
