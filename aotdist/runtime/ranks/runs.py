@@ -57,9 +57,8 @@ from aotdist.runtime.ranks.sequence import (
     digest,
     groups_with_peers,
     parties_of,
-    steps_from_notice,
+    shown_steps,
     steps_of,
-    steps_to_notice,
     view,
     widest,
 )
@@ -241,8 +240,8 @@ class RunCheck:
 
     def _error(self, fault: Fault) -> RankDivergence:
         board, number = self.board, fault.number
-        shown, key = steps_to_notice(view(self.steps, fault.party)), party_key(fault.party)
-        board.say("shown", [key, number, f"`{self.label}` ({self.phase})", shown])
+        own, key = shown_steps(view(self.steps, fault.party)), party_key(fault.party)
+        board.say("shown", [key, number, f"`{self.label}` ({self.phase})", own])
 
         def look(waited: float) -> list[Any] | bool | None:
             notice = board.said("shown", [fault.peer]).get(fault.peer)
@@ -261,8 +260,7 @@ class RunCheck:
             return RankDivergence(what, stage="runtime", fix=_FIX)
         words = {board.rank: f"`{self.label}` ({self.phase})", fault.peer: theirs[0]}
         what += ", ".join(f"{spell([rank])} {words[rank]}" for rank in sorted(words))
-        sides = {board.rank: steps_from_notice(shown), fault.peer: steps_from_notice(theirs[1])}
-        details = describe_difference(dict(sorted(sides.items())))
+        details = describe_difference(dict(sorted({board.rank: own, fault.peer: theirs[1]}.items())))
         return RankDivergence(f"{what}: {details}" if details else what, stage="runtime", fix=_FIX)
 
 
