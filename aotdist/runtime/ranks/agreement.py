@@ -175,7 +175,7 @@ class Meeting:
             rounds = self._held()
         for party, number in rounds.items():
             # All ranks have left the party's table before this one, so its notices can be deleted.
-            board.erase(board.memory.worn.pop(party, ()))
+            board.erase(board.memory.to_erase.pop(party, ()))
             self._keep_for_later(party, number)
         met = f", agreed over {', '.join(map(spell, parties[:4]))}" if parties else ", which asks nobody"
         report(board, f"running `{self.label}`{met}", has_met=bool(parties))
@@ -393,10 +393,10 @@ class Meeting:
     def _keep_for_later(self, party: Party, num_rounds: int) -> None:
         """Note which notices of a table to delete at the party's next meeting, when all have read them."""
         rank, rounds = self.board.rank, range(1, num_rounds + 1)
-        worn = self.board.memory.worn.setdefault(party, [])
-        worn += [*(self._key(party, number, rank) for number in rounds), self._key(party, "steps", rank)]
+        to_erase = self.board.memory.to_erase.setdefault(party, [])
+        to_erase += [*(self._key(party, number, rank) for number in rounds), self._key(party, "steps", rank)]
         if party[0] == rank:
-            worn += [self._key(party, number, "verdict") for number in rounds]
+            to_erase += [self._key(party, number, "verdict") for number in rounds]
 
 
 def _seat(board: Board, party: Party) -> str:

@@ -180,13 +180,13 @@ class RunCheck:
         """Wait for the peers; returns the error to raise if one runs something else, or will not come."""
         doubts_at, said = _FIRST_DOUBT_S, False
 
-        def look(waited: float) -> Literal["alike"] | AotdistError | None:
+        def look(waited: float) -> Literal["go on"] | AotdistError | None:
             nonlocal doubts_at, said
             fault, behind = self._look(0)
             if fault is not None:
                 return self._error(fault)
             if not behind or waited > self.settings.rank_timeout_s:
-                return "alike"
+                return "go on"
             if waited < doubts_at:
                 return None
             doubts_at = waited + min(waited, _LONGEST_DOUBT_S)
@@ -196,7 +196,7 @@ class RunCheck:
             return self._reason(behind, probes=waited > _PROBE_AFTER_S and self._probes(behind))
 
         found = poll(look, first_pause_s=0.0)
-        return None if found == "alike" else found
+        return None if found == "go on" else found
 
     def _look(self, ahead: int) -> tuple[Fault | None, list[int]]:
         """A peer that runs something else, if any, and those that have not come as far."""
