@@ -15,9 +15,9 @@ graphs keep PyTorch's conventions:
 Where the backward writes an input, the input's value is one more tangent, after the others, and its new value
 follows the gradients.
 
-A backward of some results only is compiled by itself, with fewer tangents. Other backwards (from one result
-to another, for hooks and `inputs=`; for tangents of another class than the results) are derived from the
-saved values, and run operator by operator: they never reach the user's partition or compilers.
+Other backwards (from one result to another, for hooks and `inputs=`; for tangents of another class than the
+results) are derived from the saved values, and run operator by operator: they never reach the user's
+partition or compilers.
 
 Where this differs from PyTorch's: only tensors are arguments and results of graphs, and results that are
 inputs or views are made outside of the graphs; a closed-over tensor is one more argument, and gets its

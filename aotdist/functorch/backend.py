@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+import torch
 from torch.fx import GraphModule
 
 from aotdist.codegen.backend import CallableBackend, name_generators
@@ -19,6 +20,7 @@ from aotdist.functorch.partitions import PartitionFn
 from aotdist.passes.run import run_passes
 from aotdist.program import Graph, Slot
 from aotdist.settings import Settings
+from aotdist.sizes import concrete
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +89,15 @@ class FunctorchBackend(Backend):
         return Emitted(lambda args: _picked(call(args), picks), source, chosen)
 
     def _backward(self, graph: Graph, emission: Emission) -> BoxedCall:
-        """A backward of all results or of some, compiled at its first call, as PyTorch does.
+        """The backward, compiled at its first call, as PyTorch does.
 
         If the program communicates it is compiled ahead of time: ranks must not find out in the middle of a
-        step that one of them cannot compile it.
+        step that one of them cannot compile it. A backward with fewer tangents is not compiled, see
+        `_with_zeros`.
         """
         cut = cut_of(graph)
+        if cut.backward is not None:
+            return _with_zeros(*cut.backward, graph)
         position = _positions(graph.ins)
         ins = [slot for slot in (*cut.taken, *cut.order.tangents) if slot in position]
         gm = with_arguments(graph, ins, cut.order.grads, "tangents_{}")
@@ -107,6 +112,7 @@ class FunctorchBackend(Backend):
             args.clear()
             return _picked(compiled()(taken), picks)
 
+        cut.backward = graph, call
         return call
 
     def _compile(self, gm: GraphModule, emission: Emission) -> tuple[BoxedCall, Sequence[Any] | None]:
@@ -126,6 +132,35 @@ def _picks(there: Sequence[Slot], wanted: Sequence[Slot]) -> list[int]:
 
 def _picked(results: Sequence[Any], picks: Sequence[int]) -> list[Any]:
     return [results[pick] for pick in picks]
+
+
+def _with_zeros(whole: Graph, call: BoxedCall, reduced: Graph) -> BoxedCall:
+    """A backward with fewer tangents: the whole backward, called with zeros for the missing ones.
+
+    So the user's compiler is called once. Gradients that depend on missing tangents alone are None, as in
+    eager.
+    """
+    absent = {position for position, node in enumerate(reduced.results()) if node is None}
+    arguments = [(slot, node.meta["val"]) for slot, node in whole.named_placeholders().items()]
+    given = frozenset(reduced.ins)
+
+    def filled(args: list[Any]) -> list[Any]:
+        symbols = {
+            slot.path: value for slot, value in zip(reduced.ins, args, strict=True) if slot.role == "size"
+        }
+        remaining = iter(args)
+        all_of_them = [
+            next(remaining) if slot in given else _zero_like(val, symbols) for slot, val in arguments
+        ]
+        args.clear()
+        return [None if at in absent else grad for at, grad in enumerate(call(all_of_them))]
+
+    return filled
+
+
+def _zero_like(val: torch.Tensor, symbols: Mapping[str, int]) -> torch.Tensor:
+    size, stride = concrete((tuple(val.size()), val.stride()), symbols)
+    return torch.empty_strided(size, stride, dtype=val.dtype, device=val.device).zero_()
 
 
 def make_boxed_func(f: Callable[..., Any]) -> Callable[[list[Any]], Any]:

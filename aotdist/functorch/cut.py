@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule, Node
 
+from aotdist.codegen.contract import BoxedCall
 from aotdist.errors import UnsupportedProgram
 from aotdist.functorch.convention import Order, flat_results
 from aotdist.partition.builder import GraphBuilder
@@ -24,7 +25,7 @@ from aotdist.torch_seam.proxies import graph_module
 from aotdist.torch_seam.symbols import SYMBOLIC
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Cut:
     """How the user's partition has cut a joint graph; it lies in the `meta` of the graph's placeholders.
 
@@ -33,12 +34,14 @@ class Cut:
         saved: saved values, in the order in which the forward returns them.
         taken: saved values, in the order in which the backward takes them: PyTorch's move sizes ahead.
         communicates: whether the graph contains collectives.
+        backward: graph and call of the backward for all tangents, once it exists.
     """
 
     order: Order
     saved: tuple[Slot, ...]
     taken: tuple[Slot, ...]
     communicates: bool
+    backward: tuple[Graph, BoxedCall] | None = None
 
 
 _CUT = "aotdist_cut"
