@@ -6,7 +6,7 @@ Each rewrite says what Inductor does otherwise, and in which release of torch it
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,12 +15,10 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from aotdist.aliasing.memory import may_repeat
-from aotdist.codegen.contract import BoxedCall
 from aotdist.partition.traits import view_base
 from aotdist.program import Graph
 from aotdist.sizes import is_symbolic
 from aotdist.torch_seam.inductor import EAGER_ARGUMENTS, needs_exact_strides
-from aotdist.torch_seam.modes import no_modes
 from aotdist.torch_seam.operators import OpOverload, operator_name, own_operator, schema_of, training_rnn
 from aotdist.trace.operators import functions_of_data
 
@@ -247,38 +245,6 @@ def _copied(graph: Graph, node: Node) -> Node:
         copy = graph.gm.graph.call_function(_CLONE, (node,))
     copy.meta = dict(node.meta)
     return copy
-
-
-# Inputs with the negative bit, whose numbers lie in memory negated: `z.conj().imag` is one.
-#
-# Inductor's kernels ignore the bit. So it compiles for a resolved tensor, and the call resolves the input.
-
-
-def materialise_inputs(gm: GraphModule) -> list[int]:
-    """Let a graph take such inputs resolved; returns their positions.
-
-    Args:
-        gm: a private copy of the graph's module.
-    """
-    positions = list[int]()
-    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        val = node.meta.get("val")
-        if isinstance(val, torch.Tensor) and val.is_neg():
-            with no_modes(), val.fake_mode:  # type: ignore[attr-defined]
-                node.meta["val"] = val.resolve_neg()
-            positions.append(position)
-    return positions
-
-
-def materialising(call: BoxedCall, positions: Collection[int]) -> BoxedCall:
-    """`call` with the inputs at `positions` resolved."""
-
-    def materialised(args: list[Any]) -> Sequence[Any]:
-        for position in positions:
-            args[position] = args[position].resolve_neg()
-        return call(args)
-
-    return materialised
 
 
 # Recurrent layers by oneDNN for a compiler that runs its graphs without grad mode.
