@@ -20,14 +20,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, cast
+from typing import Any, Literal, TypeAlias
 
 from aotdist.artifacts.typed import ERRORS_OF_READING, made
 from aotdist.artifacts.values import Json
 from aotdist.errors import AotdistError, BadArtifact
 from aotdist.files import AS_USUAL, write_whole
+from aotdist.torch_seam.trees import pytree
 
-FORMAT = 17
+FORMAT = 18
 """Increased with every change of what is written; artifacts of other formats have to be built again."""
 
 Kind: TypeAlias = Literal["compiled", "exported"]
@@ -75,9 +76,6 @@ class Manifest:
         return "cpu" if self.target == "cpu" else "cuda"
 
 
-_Path: TypeAlias = Sequence["str | int"]
-
-
 @dataclass(frozen=True, slots=True)
 class Variant:
     """One record for several ranks.
@@ -85,20 +83,22 @@ class Variant:
     Args:
         record: that of the first of them.
         ranks: the ranks.
-        tables: the differences: each a path of keys and positions, and the value of each rank there.
+        tables: the differences: each a position among the leaves of `record` (its numbers and texts, in
+            order), and the value of each rank there.
     """
 
     record: Json
     ranks: Sequence[int]
-    tables: Sequence[tuple[_Path, Sequence[Json]]]
+    tables: Sequence[tuple[int, Sequence[Json]]]
 
     def of(self, rank: int) -> Json:
         """The record of one rank."""
-        position, record = self.ranks.index(rank), self.record
-        if position:  # `record` is the one of the first
-            for path, table in self.tables:
-                record = _changed(record, path, table[position])
-        return record
+        if not self.tables:
+            return self.record
+        leaves, form = pytree.tree_flatten(self.record)
+        for position, table in self.tables:
+            leaves[position] = table[self.ranks.index(rank)]
+        return pytree.tree_unflatten(leaves, form)
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,39 +254,19 @@ def _corrupt(path: Path, what: str) -> BadArtifact:
 def merged(records: Sequence[Json]) -> tuple[Variant, ...]:
     """The fewest variants for these records, one for each rank."""
     ranks_of: dict[str, list[int]] = {}
+    leaves_of: list[list[Json]] = []
     for rank, record in enumerate(records):
-        ranks_of.setdefault(repr(_form(record)), []).append(rank)
+        leaves, form = pytree.tree_flatten(record)
+        leaves_of.append(leaves)
+        ranks_of.setdefault(repr(form), []).append(rank)
     return tuple(
-        Variant(records[ranks[0]], ranks, list(_tables([records[rank] for rank in ranks], ())))
+        Variant(records[ranks[0]], ranks, list(_tables([leaves_of[rank] for rank in ranks])))
         for ranks in ranks_of.values()
     )
 
 
-def _form(json: Json) -> Any:
-    """The form of a record: `json` without its numbers and texts, except those that name a kind."""
-    if isinstance(json, dict):
-        fields = cast("dict[str, Json]", json)
-        return {key: part if key == "is" else _form(part) for key, part in fields.items()}
-    return [_form(part) for part in cast("list[Json]", json)] if isinstance(json, list) else None
-
-
-def _tables(records: Sequence[Json], path: _Path) -> Iterator[tuple[_Path, Sequence[Json]]]:
-    """The differences between records of one form, see `Variant.tables`."""
-    first = records[0]
-    if isinstance(first, dict):
-        for key in cast("dict[str, Json]", first):
-            yield from _tables([record[key] for record in records], (*path, key))
-    elif isinstance(first, list):
-        for position, parts in enumerate(zip(*records, strict=True)):
-            yield from _tables(parts, (*path, position))
-    elif any(type(record) is not type(first) or record != first for record in records):
-        yield path, records
-
-
-def _changed(json: Json, path: _Path, value: Json) -> Json:
-    """A copy of `json` with `value` at a path."""
-    if not path:
-        return value
-    copy, (key, *rest) = json.copy(), path
-    copy[key] = _changed(json[key], rest, value)
-    return copy
+def _tables(leaves_of: Sequence[Sequence[Json]]) -> Iterator[tuple[int, Sequence[Json]]]:
+    """The differences between the leaves of records of one form, see `Variant.tables`."""
+    for position, leaves in enumerate(zip(*leaves_of, strict=True)):
+        if len({(type(leaf), leaf) for leaf in leaves}) > 1:
+            yield position, leaves

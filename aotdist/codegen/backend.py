@@ -120,17 +120,21 @@ class CallableBackend(Backend):
 
     def emit(self, graph: Graph, emission: Emission) -> Emitted:
         """Hand the user's compiler a copy of the graph, which it may change as it likes."""
-        gm = graph.copied().gm
-        hand_over(gm)
-        examples = [node.meta.get("val") for node in graph.placeholders()]
-        compiler = self.compiler_of(emission.kind)
-        with tracing_context(emission.fake_mode):
+        call, _ = self.compiled(graph.copied().gm, emission)
+        return Emitted(call, print_graph(graph).source)
+
+    def compiled(self, gm: GraphModule, emission: Emission) -> tuple[BoxedCall, Sequence[Any] | None]:
+        """What the user's compiler makes of a graph, and the strides of its results if it reports them."""
+        _hand_over(gm)
+        examples = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
+        results: Any = gm.graph.output_node().args[0]
+        compiler, num_results = self._compiler_of(emission.kind), len(results)
+        with tracing_context(emission.fake_mode) as context:
             compiled = compiler(gm, examples)
         what = f"the {emission.kind} graph of `{emission.name}`"
-        return Emitted(boxed(compiled, compiler, what, len(graph.outs)), print_graph(graph).source)
+        return _boxed(compiled, compiler, what, num_results), context.output_strides or None
 
-    def compiler_of(self, kind: Kind) -> Compiler:
-        """Which compiler a graph of this kind goes to."""
+    def _compiler_of(self, kind: Kind) -> Compiler:
         match kind:
             case "forward":
                 return self.compiler
@@ -140,7 +144,7 @@ class CallableBackend(Backend):
                 return self.inference_compiler or self.compiler
 
 
-def hand_over(gm: GraphModule) -> None:
+def _hand_over(gm: GraphModule) -> None:
     """Prepare a graph for a user's compiler, in place.
 
     It then runs without grad mode, also on arguments that require grad, and says where its nodes come from.
@@ -196,7 +200,7 @@ def _detach_written_arguments(gm: GraphModule) -> None:
             node.replace_input_with(written, detached)
 
 
-def boxed(compiled: Callable[..., Any], compiler: Compiler, graph: str, num_results: int) -> BoxedCall:
+def _boxed(compiled: Callable[..., Any], compiler: Compiler, graph: str, num_results: int) -> BoxedCall:
     """What a user's compiler returned as a boxed call; an unboxed one keeps its arguments while it runs.
 
     Args:

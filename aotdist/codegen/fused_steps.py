@@ -23,7 +23,7 @@ from aotdist.codegen.contract import Decompositions
 from aotdist.codegen.decompose import inline
 from aotdist.program import Graph
 from aotdist.torch_seam.modes import no_modes
-from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.operators import OpOverload, own_operator
 
 _ATEN = torch.ops.aten
 _HALVES = (torch.float16, torch.bfloat16)
@@ -67,11 +67,6 @@ def _take_rate(gm: GraphModule, node: Node) -> None:
     node.kwargs = {**node.kwargs, "lr": made}
 
 
-_LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
-_LIBRARY.define("adam_biases(Tensor[] steps, float beta1, float beta2) -> Tensor")
-
-
-@torch.library.impl(_LIBRARY, "adam_biases", "CompositeExplicitAutograd")
 def _adam_biases(steps: Sequence[Tensor], beta1: float, beta2: float) -> Tensor:
     """Bias corrections of the two means of each parameter, in float64 as in fused kernels. Shapes: (P, 2).
 
@@ -85,7 +80,9 @@ def _biases_like(steps: Sequence[Tensor], _beta1: float, _beta2: float) -> Tenso
     return steps[0].new_empty((len(steps), 2), dtype=torch.float64)
 
 
-torch.library.register_fake("aotdist::adam_biases", _biases_like, lib=_LIBRARY)
+_ADAM_BIASES = own_operator(
+    "adam_biases(Tensor[] steps, float beta1, float beta2) -> Tensor", _adam_biases, _biases_like
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +132,7 @@ def _adam(
     grad_scale, found_inf = (options.pop(name, None) for name in ("grad_scale", "found_inf"))
     options["weight_decay"] = options["weight_decay"] or None
     rule, results = _Rule(decoupled, **options), tuple[list[Tensor], ...]([] for _ in range(5))
-    biases = torch.ops.aotdist.adam_biases.default(steps, rule.beta1, rule.beta2)
+    biases = _ADAM_BIASES(steps, rule.beta1, rule.beta2)
     for at, (param, grad) in enumerate(zip(params, grads, strict=True)):
         state = [means[at], squares[at], mosts[at] if rule.amsgrad else None]
         unscaled = grad if grad_scale is None else grad / grad_scale.to(grad.dtype)

@@ -25,8 +25,6 @@ from aotdist.codegen.inductor_rewrites import (
     keep_sizes_symbolic,
     lay_out_what_is_written,
     linear_algebra,
-    materialise_inputs,
-    materialising,
     memory_of,
     restore_own_memory,
     restore_provenance,
@@ -154,7 +152,6 @@ class InductorBackend(Backend):
         gm.graph.output_node().meta["user_visible_output_idxs"] = visible
         if emission.kind == "inference":
             write_back(gm, graph)
-        negated = materialise_inputs(gm)
         _refuse_what_goes_wrong(gm)
         batch = KernelBatch()
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
@@ -184,9 +181,9 @@ class InductorBackend(Backend):
         strides = tuple(context.output_strides) if context.output_strides else None
         source = inductor_source(compiled) or print_graph(graph).source
         call = inductor_entry(compiled)
-        portable = None if negated else lambda: portable_of(call, source, strides)
-        taking = materialising(call, negated) if negated else call
-        return Emitted(taking, source, strides, batch.finish, portable=portable)
+        return Emitted(
+            call, source, strides, batch.finish, portable=lambda: portable_of(call, source, strides)
+        )
 
 
 def _keeps_layouts(gm: torch.fx.GraphModule) -> bool:
@@ -234,13 +231,18 @@ _MAKES_SPARSE = "_sparse_coo_tensor"
 
 
 def _refuse_what_goes_wrong(gm: torch.fx.GraphModule) -> None:
-    """Refuse linear algebra of complex numbers, and what computes with sparse tensors.
+    """Refuse linear algebra of complex numbers, what computes with sparse tensors, and negated inputs.
 
-    The code would take these for dense; they may be results.
+    The code would take sparse tensors for dense ones (they may be results), and inputs with the negative bit
+    (`z.conj().imag`), whose numbers lie in memory negated, for what lies there.
     """
     made = (node for node in gm.graph.nodes if _MAKES_SPARSE in str(node.target))
-    reads_sparse = (user for node in made for user in node.users if user.op != "output")
-    for nodes, of_what in ((reads_sparse, "a sparse tensor"), (linear_algebra(gm), "complex numbers")):
+    negated = filter(_is_negated, gm.graph.find_nodes(op="placeholder"))
+    for nodes, of_what in (
+        ((user for node in made for user in node.users if user.op != "output"), "a sparse tensor"),
+        ((user for node in negated for user in node.users), "numbers that lie in memory negated"),
+        (linear_algebra(gm), "complex numbers"),
+    ):
         for node in nodes:
             raise UnsupportedProgram(
                 f"Inductor does not compile `{node.target}` of {of_what}",
@@ -279,6 +281,11 @@ def _failing_by_name(gm: torch.fx.GraphModule, what: str) -> Generator[None]:
 
 _VISIBLE = frozenset({"output", "grad", "kept"})
 """Roles whose strides the user sees; for the others the compiler may choose."""
+
+
+def _is_negated(node: torch.fx.Node) -> bool:
+    value = node.meta["val"]
+    return isinstance(value, torch.Tensor) and value.is_neg()
 
 
 def _is_meta(value: Any) -> bool:

@@ -6,7 +6,7 @@ Each rewrite says what Inductor does otherwise, and in which release of torch it
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -15,13 +15,11 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from aotdist.aliasing.memory import may_repeat
-from aotdist.codegen.contract import BoxedCall
 from aotdist.partition.traits import view_base
 from aotdist.program import Graph
 from aotdist.sizes import is_symbolic
 from aotdist.torch_seam.inductor import EAGER_ARGUMENTS, needs_exact_strides
-from aotdist.torch_seam.modes import no_modes
-from aotdist.torch_seam.operators import OpOverload, operator_name, schema_of, training_rnn
+from aotdist.torch_seam.operators import OpOverload, operator_name, own_operator, schema_of, training_rnn
 from aotdist.trace.operators import functions_of_data
 
 # Complex numbers, for Inductor: it has no kernels for them, and calls PyTorch's operators (torch 2.13).
@@ -33,17 +31,12 @@ from aotdist.trace.operators import functions_of_data
 # Results of complex linear algebra lie otherwise than it takes for granted, by columns. That is refused.
 
 _ATEN = torch.ops.aten
-_LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
 _LINEAR_ALGEBRA = re.compile(r"linalg|^(cholesky|lu_|svd|qr|ormqr|geqrf|triangular_solve)")
 
 
-def _own(op: OpOverload, of: str = "complex_") -> OpOverload:
+def _own(op: OpOverload, prefix: str = "complex_", tags: Sequence[torch.Tag] = ()) -> OpOverload:
     """A copy of an operator that Inductor knows nothing about, and so calls."""
-    schema = schema_of(op)
-    name = f"{of}{operator_name(op)}"
-    _LIBRARY.define(name + schema[schema.index("(") :])
-    _LIBRARY.impl(name, op, "CompositeExplicitAutograd")
-    return getattr(torch.ops.aotdist, name).default
+    return own_operator(f"{prefix}{operator_name(op)}({schema_of(op).partition('(')[2]}", op, tags=tags)
 
 
 _OWN = {
@@ -85,17 +78,7 @@ def _is_complex(node: Node) -> bool:
 # opaque operator makes that call.
 
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
-_ITS_ARGUMENTS = schema_of(_CONVOLUTION_BACKWARD).partition("(")[2]
-_LIBRARY.define(f"convolution_backward({_ITS_ARGUMENTS}", tags=(torch.Tag.flexible_layout,))
-
-
-def _convolution_backward(*args: Any) -> Any:
-    return _CONVOLUTION_BACKWARD(*args)
-
-
-_LIBRARY.impl("convolution_backward", _convolution_backward, "CompositeExplicitAutograd")
-torch.library.register_fake("aotdist::convolution_backward", _convolution_backward, lib=_LIBRARY)
-_OPAQUE_CONVOLUTION_BACKWARD = torch.ops.aotdist.convolution_backward.default
+_OPAQUE_CONVOLUTION_BACKWARD = _own(_CONVOLUTION_BACKWARD, "", tags=[torch.Tag.flexible_layout])
 
 
 def keep_sizes_symbolic(gm: GraphModule) -> None:
@@ -264,38 +247,6 @@ def _copied(graph: Graph, node: Node) -> Node:
     return copy
 
 
-# Inputs with the negative bit, whose numbers lie in memory negated: `z.conj().imag` is one.
-#
-# Inductor's kernels ignore the bit. So it compiles for a resolved tensor, and the call resolves the input.
-
-
-def materialise_inputs(gm: GraphModule) -> list[int]:
-    """Let a graph take such inputs resolved; returns their positions.
-
-    Args:
-        gm: a private copy of the graph's module.
-    """
-    positions = list[int]()
-    for position, node in enumerate(gm.graph.find_nodes(op="placeholder")):
-        val = node.meta.get("val")
-        if isinstance(val, torch.Tensor) and val.is_neg():
-            with no_modes(), val.fake_mode:  # type: ignore[attr-defined]
-                node.meta["val"] = val.resolve_neg()
-            positions.append(position)
-    return positions
-
-
-def materialising(call: BoxedCall, positions: Collection[int]) -> BoxedCall:
-    """`call` with the inputs at `positions` resolved."""
-
-    def materialised(args: list[Any]) -> Sequence[Any]:
-        for position in positions:
-            args[position] = args[position].resolve_neg()
-        return call(args)
-
-    return materialised
-
-
 # Recurrent layers by oneDNN for a compiler that runs its graphs without grad mode.
 #
 # `mkldnn_rnn_layer` asks grad mode whether it is to keep what its backward needs. A forward of ours runs
@@ -304,14 +255,9 @@ def materialising(call: BoxedCall, positions: Collection[int]) -> BoxedCall:
 _RNN = torch.ops.aten.mkldnn_rnn_layer.default
 _RNN_BACKWARD = torch.ops.aten.mkldnn_rnn_layer_backward.default
 
-_LIBRARY.define(schema_of(_RNN).replace("aten::mkldnn_rnn_layer", "training_rnn"))
-_TRAINING_RNN = torch.ops.aotdist.training_rnn.default
-_LIBRARY.impl("training_rnn", training_rnn, "CPU")
-
-
-@torch.library.impl(_LIBRARY, "training_rnn", "Meta")
-def _shapes(*args: Any) -> tuple[torch.Tensor, ...]:
-    return _RNN(*args)
+_TRAINING_RNN = own_operator(
+    schema_of(_RNN).replace("aten::mkldnn_rnn_layer", "training_rnn"), training_rnn, like=_RNN
+)
 
 
 def keep_for_backward(gm: GraphModule) -> None:

@@ -17,12 +17,9 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from aotdist.torch_seam.ambient import uses_onednn
+from aotdist.torch_seam.operators import own_operator
 from aotdist.torch_seam.symbols import estimate
 
-_LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
-# It gets matrices with the strides that the graph says: else Inductor undoes what `_by_rows` asks for.
-_LIBRARY.define("onednn_mm(Tensor left, Tensor right) -> Tensor", tags=(torch.Tag.needs_fixed_stride_order,))
-_PRODUCT = torch.ops.aotdist.onednn_mm.default
 _LINEAR = torch.ops.mkldnn._linear_pointwise.default
 _MM, _ADDMM, _ADD = torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.add.Tensor
 _CLONE = torch.ops.aten.clone.default
@@ -31,14 +28,21 @@ _LEAST_WORK = 1 << 22
 """Multiplications below which MKL is as fast: a call of oneDNN takes 12 us before it begins."""
 
 
-@torch.library.impl(_LIBRARY, "onednn_mm", "CPU")
 def _multiply(left: Tensor, right: Tensor) -> Tensor:
     return _LINEAR(left, _dense(right).t(), None, "none", [], "")
 
 
-@torch.library.impl(_LIBRARY, "onednn_mm", "Meta")
 def _shape(left: Tensor, right: Tensor) -> Tensor:
     return left.new_empty(left.size(0), right.size(1))
+
+
+# It gets matrices with the strides that the graph says: else Inductor undoes what `_by_rows` asks for.
+_PRODUCT = own_operator(
+    "onednn_mm(Tensor left, Tensor right) -> Tensor",
+    _multiply,
+    _shape,
+    tags=[torch.Tag.needs_fixed_stride_order],
+)
 
 
 def _dense(matrix: Tensor) -> Tensor:

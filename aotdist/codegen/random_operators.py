@@ -27,9 +27,7 @@ from aotdist.torch_seam.inductor import (
     inductor_draws_as_eager,
     inductor_random_decompositions,
 )
-from aotdist.torch_seam.operators import OpOverload, operator_named, schema_of
-
-_LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
+from aotdist.torch_seam.operators import OpOverload, operator_named, own_operator, schema_of
 
 
 def _ordered(op: OpOverload) -> OpOverload:
@@ -43,10 +41,8 @@ def _ordered(op: OpOverload) -> OpOverload:
     arguments = arguments.replace(" from", " low")  # Inductor makes Python parameters of these names
     only_by_name = "" if "*" in arguments else ", *"
     schema = f"{name}({arguments}{only_by_name}, Tensor? after=None) -> {results}"
-    _LIBRARY.define(schema, tags=torch.Tag.nondeterministic_seeded)  # so that what nobody reads is drawn, too
-    _LIBRARY.impl(name, draw, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"aotdist::{name}", draw, lib=_LIBRARY)
-    return getattr(torch.ops.aotdist, name).default
+    # Tagged so that what nobody reads is drawn, too.
+    return own_operator(schema, draw, tags=[torch.Tag.nondeterministic_seeded])
 
 
 _NAMES = """

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from aotdist.codegen.decompose import inline
 from aotdist.freezing.folding import constant_nodes
-from aotdist.passes.editing import emit
 from aotdist.torch_seam.operators import OpOverload, argument_names
 
 _ATEN = torch.ops.aten
@@ -85,45 +86,39 @@ def _with_norm(gm: GraphModule, norm: _Norm, constant: set[Node]) -> Node | None
     args: list[Any] = list(before.args)
     match before.target:
         case _ATEN.convolution.default if args[1] in constant and not args[6]:
-            weight, bias = args[1], args[2]
-            shape = [-1] + [1] * (weight.meta["val"].dim() - 1)
+            folded, (x, weight, bias, *options) = _convolution, args
         case _ATEN.addmm.default if args[2] in constant and not before.kwargs:
-            weight, bias, shape = args[2], args[0], [1, -1]
+            folded, (bias, x, weight), options = _product, args, []
         case _ATEN.mm.default if args[1] in constant:
-            weight, bias, shape = args[1], None, [1, -1]
+            folded, (x, weight), bias, options = _product, args, None, []
         case _:
             return None
     if bias is not None and bias not in constant:
         return None
+    of_norm = norm.weight, norm.bias, norm.mean, norm.var, norm.eps
     with gm.graph.inserting_before(before):
-        scaled, shifted = _scaled(gm.graph, norm, weight, bias, shape)
-        if before.target is _ATEN.convolution.default:
-            target, new = before.target, (args[0], scaled, shifted, *args[3:])
-        else:
-            target, new = _ATEN.addmm.default, (shifted, args[0 if bias is None else 1], scaled)
-        return emit(gm.graph, target, new, like=before)
+        call = gm.graph.call_function(folded, (of_norm, x, weight, bias, *options))
+    call.meta = dict(before.meta)
+    result = inline(gm.graph, call, folded, {})
+    gm.graph.erase_node(call)
+    return result
 
 
-def _scaled(
-    graph: torch.fx.Graph, norm: _Norm, weight: Node, bias: Node | None, shape: list[int]
-) -> tuple[Node, Node]:
+def _convolution(norm: Any, x: Tensor, weight: Tensor, bias: Tensor | None, *options: Any) -> Tensor:
+    shape = [-1] + [1] * (weight.dim() - 1)
+    return _ATEN.convolution.default(x, *_folded(norm, weight, bias, shape), *options)
+
+
+def _product(norm: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    scaled, shifted = _folded(norm, weight, bias, [1, -1])
+    return _ATEN.addmm.default(shifted, x, scaled)
+
+
+def _folded(norm: Any, weight: Tensor, bias: Tensor | None, shape: list[int]) -> tuple[Tensor, Tensor]:
     """Weight and bias with the norm folded in."""
-
-    def call(target: OpOverload, *args: Any, **kwargs: Any) -> Node:
-        return emit(graph, target, args, like=norm.before, kwargs=kwargs)
-
-    def exact(node: Node) -> Node:
-        return call(_ATEN._to_copy.default, node, dtype=torch.float64)
-
-    dtype = weight.meta["val"].dtype
-    scale = call(_ATEN.rsqrt.default, call(_ATEN.add.Tensor, exact(norm.var), norm.eps))
-    if norm.weight is not None:
-        scale = call(_ATEN.mul.Tensor, scale, exact(norm.weight))
-    shift = call(_ATEN.neg.default, exact(norm.mean))
-    if bias is not None:
-        shift = call(_ATEN.add.Tensor, shift, exact(bias))
-    shift = call(_ATEN.mul.Tensor, shift, scale)
-    if norm.bias is not None:
-        shift = call(_ATEN.add.Tensor, shift, exact(norm.bias))
-    scaled = call(_ATEN.mul.Tensor, exact(weight), call(_ATEN.view.default, scale, shape))
-    return tuple(call(_ATEN._to_copy.default, part, dtype=dtype) for part in (scaled, shift))  # type: ignore[return-value]
+    gamma, beta, mean, var, eps = norm
+    scale, shift = torch.rsqrt(var.double() + eps), -mean.double()
+    scale = scale if gamma is None else scale * gamma.double()
+    shift = (shift if bias is None else shift + bias.double()) * scale
+    shift = shift if beta is None else shift + beta.double()
+    return (weight.double() * scale.view(shape)).to(weight.dtype), shift.to(weight.dtype)

@@ -11,7 +11,7 @@ from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import GraphModule, Interpreter, Node
 from torch.fx.node import map_arg
 
 from aotdist.codegen.fx import attribute_of
@@ -149,35 +149,29 @@ class Constants:
         state: Mapping[str, str],
     ) -> None:
         """Compute the constants that have no value yet; intermediates are freed after their last use."""
-        values = self._values
+        values, order = self._values, list(gm.graph.nodes)
         # A view keeps its base in memory anyway: with a value of its own, other views find the base.
         kept = wanted | {root for root in map(storage_root, wanted) if root.op == "call_function"}
         needed = {node for node in wanted if numbers[node] not in values}
-        for node in reversed(list(gm.graph.nodes)):
-            if node in needed:
-                needed.update(n for n in node.all_input_nodes if numbers[n] not in values)
-        num_uses = {node: sum(user in needed for user in node.users) for node in needed}
-        made: dict[Node, Any] = {}
-
-        def value_of(node: Node) -> Any:
-            return values[numbers[node]] if numbers[node] in values else made[node]
-
+        for node in reversed(order):
+            if node in needed and numbers[node] not in values:
+                needed.update(node.all_input_nodes)
+        builder, given, new = GraphBuilder(gm), list[torch.Tensor](), list[Node]()
+        for node in filter(needed.__contains__, order):
+            if numbers[node] in values:
+                builder.placeholder(node)
+                given.append(values[numbers[node]])
+                continue
+            if node.op == "placeholder":
+                builder.placeholder(node)
+                given.append(self._state.value(state[node.name]))
+            else:
+                builder.copy(node)
+            new += [node] if node in kept else []
+        part = builder.finish([builder.env[node] for node in new], (), ()).gm
         with torch.inference_mode(False), torch.no_grad(), autocast_off():
-            for node in gm.graph.nodes:
-                if node not in needed:
-                    continue
-                if node.op == "placeholder":
-                    made[node] = self._state.value(state[node.name])
-                elif node.op == "get_attr":
-                    made[node] = attribute_of(gm, node)
-                else:
-                    args, kwargs = map_arg((node.args, dict(node.kwargs)), value_of)
-                    made[node] = node.target(*args, **kwargs)
-                for source in node.all_input_nodes:
-                    num_uses[source] = num_uses.get(source, 0) - 1
-                    if not num_uses[source] and source not in kept:
-                        del made[source]
-        values.update({numbers[node]: made[node] for node in kept if node in made})
+            computed = Interpreter(part).run(*given)
+        values.update(zip((numbers[node] for node in new), computed, strict=True))
 
 
 def _worth_folding(gm: GraphModule, constant: set[Node]) -> set[Node]:

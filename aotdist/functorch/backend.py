@@ -10,20 +10,17 @@ from typing import Any, cast
 import torch
 from torch.fx import GraphModule
 
-from aotdist.aliasing.overwrite import all_uncounted
-from aotdist.codegen.backend import CallableBackend, boxed, hand_over, name_generators
+from aotdist.codegen.backend import CallableBackend, name_generators
 from aotdist.codegen.contract import Backend, BoxedCall, Decompositions, Emission, Emitted
 from aotdist.codegen.fx import FxBackend, print_graph
-from aotdist.codegen.in_place import copy_back, new_values
 from aotdist.compiled import running_eagerly
-from aotdist.functorch.convention import Order, flat_results, joint_module, named_as_theirs
+from aotdist.functorch.convention import Order, joint_module, named_as_theirs
 from aotdist.functorch.cut import cut_of, is_computed, is_cut, joined, with_arguments
 from aotdist.functorch.partitions import PartitionFn
 from aotdist.passes.run import run_passes
 from aotdist.program import Graph, Slot
 from aotdist.settings import Settings
 from aotdist.sizes import concrete
-from aotdist.torch_seam.inductor import tracing_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +29,11 @@ class FunctorchBackend(Backend):
 
     Args:
         num_params_buffers: how many of the first tensors are parameters and buffers.
-        writes_in_graph: whether forwards copy new values to their inputs instead of returning them.
     """
 
     compilers: CallableBackend
     partition_fn: PartitionFn
     num_params_buffers: int = 0
-    writes_in_graph: bool = False
     settings: Settings = field(default_factory=Settings.from_environment)
     name: str = "functorch"
     any_tangents: bool = False
@@ -73,33 +68,23 @@ class FunctorchBackend(Backend):
             case "inference":
                 order = Order.of(graph)
                 gm = with_arguments(graph, graph.ins, order.values, "arg{}_1", first=0)
-                return self._emit(gm, graph, order, order.values, emission, source)
+                return self._emit(gm, graph, order.values, emission, source)
             case "forward":
                 cut = cut_of(graph)
                 outs = frozenset(graph.outs)
                 slots = (*cut.order.values, *(s for s in cut.saved if not is_computed(s) or s in outs))
                 gm = with_arguments(graph, graph.ins, slots, "primals_{}")
-                return self._emit(gm, graph, cut.order, slots, emission, source)
+                return self._emit(gm, graph, slots, emission, source)
             case "backward":
                 if not is_cut(graph):  # derived from the saved values: the partition never saw it
                     return FxBackend().emit(graph, emission)
                 return Emitted(self._backward(graph, emission), source)
 
     def _emit(
-        self,
-        gm: GraphModule,
-        graph: Graph,
-        order: Order,
-        slots: Sequence[Slot],
-        emission: Emission,
-        source: str,
+        self, gm: GraphModule, graph: Graph, slots: Sequence[Slot], emission: Emission, source: str
     ) -> Emitted:
-        written = _written_in_graph(gm, graph.ins, slots, order) if self.writes_in_graph else {}
-        returned = [slot for slot in slots if slot not in written]
-        picks = _picks([*returned, *written], graph.outs)
+        picks = _picks(slots, graph.outs)
         call, strides = self._compile(gm, emission)
-        call = _returning(call, tuple(written.values())) if written else call
-        strides = None if strides is None else [*strides, *[None] * len(written)]
         chosen = None if strides is None else tuple(strides[pick] for pick in picks)
         return Emitted(lambda args: _picked(call(args), picks), source, chosen)
 
@@ -130,51 +115,9 @@ class FunctorchBackend(Backend):
         cut.backward = graph, call
         return call
 
-    def _compile(self, gm: GraphModule, emission: Emission) -> tuple[BoxedCall, list[Any] | None]:
-        """The user's callable, boxed, and the strides of its results if the compiler reports them."""
-        hand_over(gm)
-        examples = [node.meta.get("val") for node in gm.graph.find_nodes(op="placeholder")]
-        compiler = self.compilers.compiler_of(emission.kind)
-        with running_eagerly(), tracing_context(emission.fake_mode) as context:
-            compiled = compiler(gm, examples)
-        strides = context.output_strides
-        call = boxed(compiled, compiler, f"the {emission.kind} graph", len(flat_results(gm)))
-        return call, list(strides) if strides else None
-
-
-def _written_in_graph(
-    gm: GraphModule, ins: Sequence[Slot], outs: Sequence[Slot], order: Order
-) -> dict[Slot, int]:
-    """Let `gm` copy new values to its arguments instead of returning them, but for those with history.
-
-    Returns:
-        the results that are no longer returned, each with the position of the argument that is written.
-    """
-    arguments, written = gm.graph.find_nodes(op="placeholder"), dict[Slot, int]()
-    with_history = {(tangent.path, tangent.inner) for tangent in order.tangents}
-    for at, argument, new in list(new_values(gm, ins, outs)):
-        if (outs[at].path, outs[at].inner) not in with_history:
-            copy_back(gm, argument, new)
-            written[outs[at]] = arguments.index(argument)
-    kept = (result for slot, result in zip(outs, flat_results(gm), strict=True) if slot not in written)
-    gm.graph.output_node().args = (tuple(kept),)
-    gm.recompile()
-    return written
-
-
-def _returning(call: BoxedCall, positions: Sequence[int]) -> BoxedCall:
-    """`call` with the arguments at `positions`, which it writes, appended to its results.
-
-    Their version counters do not change here: the runtime counts the writes of the program itself.
-    """
-
-    def returning(args: list[Any]) -> list[Any]:
-        written = [args[position] for position in positions]
-        with all_uncounted(written):
-            results = call(args)
-        return [*results, *written]
-
-    return returning
+    def _compile(self, gm: GraphModule, emission: Emission) -> tuple[BoxedCall, Sequence[Any] | None]:
+        with running_eagerly():  # backwards are compiled when they are called
+            return self.compilers.compiled(gm, emission)
 
 
 def _positions(slots: Sequence[Slot]) -> dict[Slot, int]:

@@ -116,8 +116,8 @@ def aot_function(
         partition_fn: cuts the joint graph in two.
         decompositions: operators that the trace must decompose.
         num_params_buffers: how many of the first tensors are parameters and buffers; passed to partitions.
-        keep_inference_input_mutations: graphs of forwards end in a `copy_` for each input that is written
-            without history, instead of returning its new value.
+        keep_inference_input_mutations: ignored: graphs return new values of inputs, which are copied into
+            these behind the graph.
         inference_compiler: compiles programs without a backward; `fw_compiler` if None.
         dynamic: give sizes of the arguments symbols; the graphs take these after all tensors.
         enable_log: ignored; `TORCH_LOGS` sets what is logged.
@@ -131,7 +131,7 @@ def aot_function(
     _refuse(disable_functionalization=(disable_functionalization, _FUNCTIONAL))
     return AotFunction(
         fn,
-        FunctorchBackend(compilers, partition_fn, num_params_buffers, keep_inference_input_mutations),
+        FunctorchBackend(compilers, partition_fn, num_params_buffers),
         dynamic=dynamic,
     )
 
@@ -265,7 +265,7 @@ def aot_module_simplified(
 
     flat_call.__name__ = compile_region_name or type(mod).__name__
     count = _num_distinct(mod)
-    backend = FunctorchBackend(compilers, partition_fn, count, keep_inference_input_mutations)
+    backend = FunctorchBackend(compilers, partition_fn, count)
 
     def open_dims(call: UserCall) -> dict[int, frozenset[int]]:
         return sizes.by_identity(call.args[len(names) :])

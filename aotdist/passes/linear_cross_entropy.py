@@ -26,9 +26,7 @@ from typing import Any
 
 import torch
 
-from aotdist.torch_seam.operators import OpOverload
-
-_LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
+from aotdist.torch_seam.operators import OpOverload, own_operator
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
@@ -120,16 +118,7 @@ def _like_add_product_(summed: torch.Tensor, one: torch.Tensor, other: torch.Ten
     return summed
 
 
-def _define(schema: str, run: Callable[..., Any], like: Callable[..., Any]) -> OpOverload:
-    """Make an operator of a function, and of one that describes its result without data."""
-    name, _, _ = schema.partition("(")
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"aotdist::{name}", like, lib=_LIBRARY)
-    return getattr(torch.ops.aotdist, name).default
-
-
-LINEAR_CROSS_ENTROPY = _define(
+LINEAR_CROSS_ENTROPY = own_operator(
     "linear_cross_entropy(Tensor input, Tensor weight, Tensor labels, int ignore_index,"
     " int num_rows, bool of_input, bool of_weight) -> Tensor[]",
     _linear_cross_entropy,
@@ -146,9 +135,9 @@ Args:
     of_input, of_weight: which gradients are asked for.
 """
 
-_define("product_after(Tensor one, Tensor other, Tensor? done) -> Tensor", _product_after, _product_after)
-_define("wide_product(Tensor one, Tensor other) -> Tensor", _wide_product, _like_wide_product)
-_define(
+own_operator("product_after(Tensor one, Tensor other, Tensor? done) -> Tensor", _product_after)
+own_operator("wide_product(Tensor one, Tensor other) -> Tensor", _wide_product, _like_wide_product)
+own_operator(
     "add_product_(Tensor(a!) summed, Tensor one, Tensor other) -> Tensor(a!)",
     _add_product_,
     _like_add_product_,

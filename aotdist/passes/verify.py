@@ -6,7 +6,6 @@ the user's line that it came from.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Mapping
 
 from torch.fx import Node
@@ -145,19 +144,8 @@ def _error(node: Node, fault: str, invariant: str, after: str) -> InternalError:
 
 
 def _surroundings(node: Node) -> str:
-    before = list(itertools.islice(_follow(node, forwards=False), _NEIGHBOURS))
-    after = list(itertools.islice(_follow(node, forwards=True), _NEIGHBOURS))
-    listed = [*reversed(before), node, *after]
-    return "\n".join(f"  {'->' if n is node else '  '} {_print(n)}" for n in listed)
-
-
-def _follow(node: Node, forwards: bool) -> Iterator[Node]:
-    while True:
-        node = node.next if forwards else node.prev
-        if node.op == "root":
-            return
-        yield node
-
-
-def _print(node: Node) -> str:
-    return node.format_node() or f"{node.op} {node.name}"
+    nodes = list(node.graph.nodes)
+    at = nodes.index(node)
+    listed = nodes[max(at - _NEIGHBOURS, 0) : at + _NEIGHBOURS + 1]
+    shown = ((n, n.format_node() or f"{n.op} {n.name}") for n in listed)
+    return "\n".join(f"  {'->' if n is node else '  '} {text}" for n, text in shown)

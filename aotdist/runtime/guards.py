@@ -30,7 +30,7 @@ from aotdist.runtime.compilation import Compilation, shell
 from aotdist.runtime.printer import Unbacked, variable_names
 from aotdist.sizes import SCOPE, NumberStep, Sizes, is_symbolic
 from aotdist.subclasses.protocol import Constant, Recipe, Wrapper, leaves, plain_tensors, wrapper_rule
-from aotdist.torch_seam.classes import hears_of_functions
+from aotdist.torch_seam.classes import overrides_torch_functions
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.tensors import TensorGuards, storage_id
 from aotdist.trace.numbers.symbols import Count
@@ -128,7 +128,7 @@ class Guards:
 
     def has_classes(self) -> bool:
         """Whether tensors of the call have a `__torch_function__`, which the printed call must not run."""
-        return any(hears_of_functions(type(example)) for example in self.examples)
+        return any(overrides_torch_functions(type(example)) for example in self.examples)
 
     def without_tensors(self) -> Guards:
         """The same with a `shell` for each tensor of the call."""

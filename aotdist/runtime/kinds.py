@@ -1,7 +1,7 @@
 """Which kinds of calls run eagerly because one was refused: `Settings(unsupported="eager")`.
 
 Calls of one kind have the same types, sizes and constants of arguments, ambient modes and training flags.
-Several ranks must decide alike, and their arguments differ, so there only modes and flags count, and the
+Several ranks must decide the same, and their arguments differ, so there only modes and flags count, and the
 first call of a kind decides. If it is refused on some rank, all ranks run such calls eagerly from then on. If
 all agree on what they compiled, a later refusal is an error, as peers may be running the compiled program.
 """

@@ -24,8 +24,8 @@ arguments of operators; if it does not appear, other code has computed with it, 
 from step counts and learning rates is computed first, in Python, and passed to the rest as the elements of
 one tensor. Where an optimizer branches on a number, the branch of the captured call is taken, and each later
 call compares its own numbers (`step/program.py`). Numbers among the arguments, and numbers that the program
-finds elsewhere, are treated alike if they change between calls: a learning rate computed by hand from the
-iteration. Integers that Python computes from integers are symbols, too, and may be sizes.
+finds elsewhere, are handled in one way if they change between calls: a learning rate computed by hand from
+the iteration. Integers that Python computes from integers are symbols, too, and may be sizes.
 
 `train_step` writes such a function for a model, a loss and an optimizer (`step/train_step.py`).
 """

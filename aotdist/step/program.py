@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,8 +16,7 @@ from aotdist.compiling import Compiling
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DataGuard
 from aotdist.step.accumulation import Accumulation
-from aotdist.step.attributes import methods_of, unchanged
-from aotdist.step.held import HeldItem, HeldState
+from aotdist.step.held import HeldItem, HeldState, methods_of
 from aotdist.step.result import StepResult
 from aotdist.step.stepping import MakesState, TracedSteps, steps_ahead
 from aotdist.subclasses.protocol import SparseRows
@@ -181,7 +179,7 @@ class StepProgram:
         with (
             held.put_back(),
             accumulation.running(),
-            self._unchanged(held),
+            held.attributes_unchanged(),
             scalars.followed(),
             formulas_under_modes(),
         ):
@@ -209,19 +207,6 @@ class StepProgram:
         self._asked = None if guard is None else _Choice(guard, numbers.keys)
         self._scalers.update({scaler: _rules_of(scaler) for scaler in steps.scalers()})
         return done
-
-    @contextlib.contextmanager
-    def _unchanged(self, held: HeldState) -> Generator[None]:
-        """Refuse changes of the optimizers' attributes: they would only happen while the step is traced.
-
-        Raises:
-            UnsupportedProgram: an attribute was changed.
-        """
-        with contextlib.ExitStack() as stack:
-            for optimizer in self._optimizers:
-                refusal = functools.partial(_changes_itself, optimizer)
-                stack.enter_context(unchanged(optimizer, refusal, held.all_containers()))
-            yield
 
 
 class _Numbers:
@@ -328,11 +313,3 @@ def _reaching(
 
     del step.__wrapped__
     return step
-
-
-def _changes_itself(optimizer: torch.optim.Optimizer, path: str) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        f"the step of {type(optimizer).__name__} changes its attribute `{path}`",
-        stage="capture",
-        fix="let it keep what changes in `state` or in `param_groups`",
-    )

@@ -161,7 +161,7 @@ def mixes_gradients(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a Python autograd function in the history of `tensors` may treat None and zeros differently.
 
     It may if it has several results; or if list operators follow it, which send None to some functions, and
-    so zeros beyond them. Functions of ours that treat both alike are marked by `passes_gradients_on`.
+    so zeros beyond them. Functions of ours that treat both the same way are marked by `passes_gradients_on`.
     """
     lists = [node for node in nodes_behind(tensors) if node.name().startswith("Foreach")]
     nodes = [node for node in _custom_nodes(tensors) if len(node._input_metadata) > 1]

@@ -31,7 +31,7 @@ def intercept_checks(note: NoteCheck) -> AbstractContextManager[None]:
 
 
 def check_all(error: type[Exception], condition: torch.Tensor, message: str) -> None:
-    """Raise `error` unless all elements of `condition` are true, by way of `intercept_checks`."""
+    """Raise `error` unless all elements of `condition` are true; `intercept_checks` sees the check."""
     torch._check_tensor_all_with(error, condition, lambda: message)
 
 

@@ -34,20 +34,20 @@ CACHED_SIZES = frozenset(
 """Attributes in which PyTorch caches the sizes of a tensor whose class computes them."""
 
 
-def intercept_classes(hear: Remake) -> AbstractContextManager[None]:
-    """In this context and thread, `hear` is called where a tensor is converted to another class.
+def intercept_classes(callback: Remake) -> AbstractContextManager[None]:
+    """In this context and thread, `callback` is called where a tensor is converted to another class.
 
     By `as_subclass`, `_make_subclass`, `nn.Parameter` or the class itself, called with a tensor. None of
     these is a torch function, so no mode sees them.
     """
-    return _CLASSES.applied(hear)
+    return _CLASSES.applied(callback)
 
 
 def _intercepted(
     tensor: torch.Tensor | None, cls: type[torch.Tensor], op: Callable[..., torch.Tensor]
 ) -> Any:
-    hear = _CLASSES.value
-    return None if hear is None else hear(tensor, cls, op)
+    callback = _CLASSES.value
+    return None if callback is None else callback(tensor, cls, op)
 
 
 def _as_subclass(tensor: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
@@ -99,7 +99,7 @@ def flatten_protocol(tensor: Any) -> tuple[list[str], Any]:
     return tensor.__tensor_flatten__()
 
 
-def hears_of_functions(cls: type[torch.Tensor]) -> bool:
+def overrides_torch_functions(cls: type[torch.Tensor]) -> bool:
     """Whether torch functions on tensors of a class call its `__torch_function__`, own or default."""
     return cls is not torch.Tensor and cls.__torch_function__ is not torch._C._disabled_torch_function_impl
 

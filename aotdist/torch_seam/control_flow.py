@@ -18,7 +18,7 @@ from torch.utils.checkpoint import _is_compiling as _checkpoint_is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from aotdist.torch_seam.autograd import Region, is_read_otherwise, next_sequence_nr
-from aotdist.torch_seam.classes import hears_of_functions
+from aotdist.torch_seam.classes import overrides_torch_functions
 from aotdist.torch_seam.patches import Patch, replaced_here
 from aotdist.torch_seam.trees import pytree
 
@@ -204,6 +204,8 @@ def fast_paths_on() -> AbstractContextManager[None]:
     def has_torch_function(asked: Callable[..., bool], values: Sequence[Any]) -> bool:
         if sys._getframe(2).f_code not in _FAST_PATHS:
             return asked(values)
-        return any(hears_of_functions(type(value)) for value in values if isinstance(value, torch.Tensor))
+        return any(
+            overrides_torch_functions(type(value)) for value in values if isinstance(value, torch.Tensor)
+        )
 
     return replaced_here(torch.overrides, "has_torch_function", has_torch_function)

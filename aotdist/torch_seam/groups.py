@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 
 from aotdist.torch_seam.dtensor import forget_shardings
-from aotdist.torch_seam.patches import Patch, replaced_here
+from aotdist.torch_seam.patches import replaced_here
 
 
 def runs_on_gloo(group_name: Any, device: torch.device) -> bool:
@@ -59,33 +59,30 @@ AllToAll: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Sequence[Any], Seque
 """Takes output, input, output splits, input splits, and the name of the group."""
 
 
-def all_to_all_of_symbols(instead: AllToAll) -> AbstractContextManager[None]:
+@contextmanager
+def all_to_all_of_symbols(instead: AllToAll) -> Generator[None]:
     """`dist.all_to_all_single` of symbolic splits calls `instead`: PyTorch's function needs numbers."""
-    return _ALL_TO_ALL.applied(instead)
 
+    def exchange(
+        original: Callable[..., Any],
+        output: torch.Tensor,
+        input: torch.Tensor,  # noqa: A002 (PyTorch's name)
+        output_split_sizes: Sequence[Any] | None = None,
+        input_split_sizes: Sequence[Any] | None = None,
+        group: Any = None,
+        async_op: bool = False,
+    ) -> Any:
+        splits = output_split_sizes, input_split_sizes
+        is_symbolic = any(isinstance(rows, torch.SymInt) for given in splits for rows in given or ())
+        if not is_symbolic or output_split_sizes is None or input_split_sizes is None:
+            return original(output, input, *splits, group, async_op)
+        group = dist.group.WORLD if group is None else group
+        instead(output, input, output_split_sizes, input_split_sizes, group.group_name)
+        return finished_work() if async_op else None
 
-_ALL_TO_ALL = Patch[AllToAll](
-    "all_to_all_of_symbols",
-    lambda: [(owner, "all_to_all_single", _all_to_all_single) for owner in (dist, dist.distributed_c10d)],
-)
-_all_to_all_of_numbers: Any = dist.all_to_all_single
-
-
-def _all_to_all_single(
-    output: torch.Tensor,
-    input: torch.Tensor,  # noqa: A002 (PyTorch's name)
-    output_split_sizes: Sequence[Any] | None = None,
-    input_split_sizes: Sequence[Any] | None = None,
-    group: Any = None,
-    async_op: bool = False,
-) -> Any:
-    instead, splits = _ALL_TO_ALL.value, (output_split_sizes, input_split_sizes)
-    is_symbolic = any(isinstance(rows, torch.SymInt) for given in splits for rows in given or ())
-    if instead is None or not is_symbolic or output_split_sizes is None or input_split_sizes is None:
-        return _all_to_all_of_numbers(output, input, *splits, group, async_op)
-    group = dist.group.WORLD if group is None else group
-    instead(output, input, output_split_sizes, input_split_sizes, group.group_name)
-    return finished_work() if async_op else None
+    name = "all_to_all_single"
+    with replaced_here(dist, name, exchange), replaced_here(dist.distributed_c10d, name, exchange):
+        yield
 
 
 def group_name_of(group: Any) -> str:

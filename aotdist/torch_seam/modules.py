@@ -78,13 +78,13 @@ def recurrent_layers_referring_to(
 
 
 @contextmanager
-def intercept_calls(hear: Callable[[torch.nn.Module], None]) -> Generator[None]:
-    """In this context, and in this thread, `hear` is called with each module before its forward."""
+def intercept_calls(callback: Callable[[torch.nn.Module], None]) -> Generator[None]:
+    """In this context, and in this thread, `callback` is called with each module before its forward."""
     thread = threading.get_ident()
 
     def hook(module: torch.nn.Module, _: Any) -> None:
         if threading.get_ident() == thread:
-            hear(module)
+            callback(module)
 
     with register_module_forward_pre_hook(hook):
         yield

@@ -34,6 +34,30 @@ def cached_by_operator(ask: Callable[[Any], T]) -> Callable[[Any], T]:
     return answer
 
 
+_LIBRARY = torch.library.Library("aotdist", "FRAGMENT")
+
+
+def own_operator(
+    schema: str,
+    run: Callable[..., Any],
+    like: Callable[..., Any] | None = None,
+    tags: Sequence[torch.Tag] = (),
+) -> OpOverload:
+    """Define an operator `aotdist::...`, which compilers know nothing about.
+
+    Args:
+        schema: name, arguments and results: `name(Tensor x) -> Tensor`.
+        run: computes it, on any device, below autograd.
+        like: computes fake results; `run` does if it is None.
+        tags: of the operator.
+    """
+    name = schema.partition("(")[0]
+    _LIBRARY.define(schema, tags=tuple(tags))
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"aotdist::{name}", like or run, lib=_LIBRARY)
+    return getattr(torch.ops.aotdist, name).default
+
+
 def is_operator(func: Any) -> bool:
     """Whether a call is of an operator, not of a higher-order one."""
     return isinstance(func, OpOverload)

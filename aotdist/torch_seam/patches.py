@@ -229,10 +229,10 @@ def formulas_under_modes() -> Generator[None]:
         yield
 
 
-def intercept_autocast(hear: Callable[[], None]) -> AbstractContextManager[None]:
-    """In this context and thread, `hear` is called when an enabled `torch.autocast` is made."""
+def intercept_autocast(callback: Callable[[], None]) -> AbstractContextManager[None]:
+    """In this context and thread, `callback` is called when an enabled `torch.autocast` is made."""
 
-    def heard(
+    def intercepted(
         make: Any,
         self: Any,
         device_type: str,
@@ -241,10 +241,10 @@ def intercept_autocast(hear: Callable[[], None]) -> AbstractContextManager[None]
         cache_enabled: bool | None = None,
     ) -> None:
         if enabled:
-            hear()
+            callback()
         make(self, device_type, dtype, enabled, cache_enabled)
 
-    return replaced_here(torch.autocast, "__init__", heard)
+    return replaced_here(torch.autocast, "__init__", intercepted)
 
 
 def intercept_saved_tensor_hooks(mode: TorchFunctionMode) -> AbstractContextManager[None]:
@@ -263,9 +263,9 @@ def intercept_saved_tensor_hooks(mode: TorchFunctionMode) -> AbstractContextMana
 
 def _within(mode: TorchFunctionMode, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
     @functools.wraps(hook)
-    def heard(value: Any) -> Any:
+    def intercepted(value: Any) -> Any:
         is_on = mode in overrides._get_current_function_mode_stack()
         with nullcontext() if is_on else mode:
             return hook(value)
 
-    return heard
+    return intercepted

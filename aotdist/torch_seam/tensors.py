@@ -102,12 +102,13 @@ def cutlass_word_places(words: torch.Tensor) -> torch.Tensor:
     return _calculate_meta_reordering_scatter_offsets(rows, columns, words.dtype, words.device)
 
 
-def intercept_swaps(hear: Callable[[torch.Tensor, torch.Tensor], None]) -> AbstractContextManager[None]:
-    """Where `torch.utils.swap_tensors` would exchange what two tensors are, in this thread, `hear` is called.
+def intercept_swaps(callback: Callable[[torch.Tensor, torch.Tensor], None]) -> AbstractContextManager[None]:
+    """In this context and thread, `torch.utils.swap_tensors` calls `callback` in place of its last step.
 
-    By then its checks are done, and what the two have of their own as Python objects is exchanged already.
+    The last step exchanges what two tensors are in C++. Checks are done by then, and what the two have of
+    their own as Python objects is exchanged.
     """
-    return replaced_here(torch._C, "_swap_tensor_impl", lambda _, first, second: hear(first, second))
+    return replaced_here(torch._C, "_swap_tensor_impl", lambda _, first, second: callback(first, second))
 
 
 _swap_bodies = torch._C._swap_tensor_impl

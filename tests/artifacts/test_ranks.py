@@ -86,4 +86,4 @@ def test_equal_records_are_one() -> None:
 
 def test_what_differs_is_a_table() -> None:
     (variant,) = merged([{"a": [1, 2]}, {"a": [1, 3]}])
-    assert variant == Variant({"a": [1, 2]}, [0, 1], [(("a", 1), (2, 3))])
+    assert variant == Variant({"a": [1, 2]}, [0, 1], [(1, (2, 3))])

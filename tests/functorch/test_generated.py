@@ -24,12 +24,10 @@ search = settings(
 )
 
 
-def compare(program: Program, partition_fn: Any, *, writes_in_graph: bool = False, **options: Any) -> None:
+def compare(program: Program, partition_fn: Any, **options: Any) -> None:
     assume(program.runs_in_eager(nullcontext))
     # What `nop` returns takes any strides; a copy of a tangent would be summed in another order.
-    backend = ours.FunctorchBackend(
-        CallableBackend(ours.nop), partition_fn, writes_in_graph=writes_in_graph, any_tangents=True
-    )
+    backend = ours.FunctorchBackend(CallableBackend(ours.nop), partition_fn, any_tangents=True)
     try:
         same_as_eager(program.scenes, seed=1, backend=backend, **options)
     except UnsupportedProgram as refusal:
@@ -47,13 +45,6 @@ def draws(program: Program) -> bool:
 @given(program=programs())
 def test_our_partitions(program: Program, partition: Any, options: dict[str, Any]):
     compare(program, partition, **options)
-
-
-@pytest.mark.parametrize("partition", [ours.default_partition, ours.min_cut_rematerialization_partition])
-@search
-@given(program=programs())
-def test_writes_in_the_graph(program: Program, partition: Any):
-    compare(program, partition, writes_in_graph=True, **AS_IT_IS)
 
 
 @pytest.mark.parametrize("partition", [theirs.default_partition, theirs.min_cut_rematerialization_partition])

@@ -40,10 +40,10 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (55_355, 42_000),
-    "lines of its core": (31_282, 23_500),
+    "lines of aotdist/": (55_030, 42_000),
+    "lines of its core": (31_270, 23_500),
     "classes of its core": (276, 200),
-    "files of aotdist/": (272, 235),
+    "files of aotdist/": (271, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),
     "most fields of a class": (14, 14),

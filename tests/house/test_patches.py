@@ -173,12 +173,6 @@ def checkpoint_again(x: torch.Tensor) -> torch.Tensor:
     return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False)
 
 
-def exchanges() -> Any:
-    x = torch.ones(1)
-    names = torch.distributed, torch.distributed.distributed_c10d
-    return [failure_of(lambda module=module: module.all_to_all_single(x, x, [1], [1])) for module in names]
-
-
 def seeds() -> Any:
     torch.manual_seed(3)
     return torch.initial_seed(), torch.rand(2), torch.get_rng_state().sum()
@@ -216,7 +210,6 @@ LOOKS: dict[str, Callable[[], Any]] = {
     "said_to_compile": torch.compiler.is_compiling,
     "calls_to_be_traced": traced_calls,
     "recomputes": recomputed,
-    "all_to_all_of_symbols": exchanges,
     "default_generator": seeds,
     "numbers_of_data_followed": numbers,
     "functions_of_numbers": numbers,

@@ -17,9 +17,8 @@ from aotdist.runtime.ranks.sequence import (
     describe_difference,
     digest,
     parties_of,
-    steps_from_notice,
+    shown_steps,
     steps_of,
-    steps_to_notice,
     view,
     widest,
 )
@@ -101,7 +100,7 @@ def test_ranks_may_send_unequal_parts_of_an_all_to_all():
 
 def shown(*found: Sequenced):
     """Steps as they come back from the board, which keeps JSON."""
-    return steps_from_notice(json.loads(json.dumps(steps_to_notice(steps_of(found, GROUPS)))))
+    return json.loads(json.dumps(shown_steps(steps_of(found, GROUPS))))
 
 
 def test_a_difference_names_both_sides():

@@ -34,7 +34,7 @@ from aotdist.subclasses.protocol import (
     tangent_recipe,
 )
 from aotdist.torch_seam.autograd import history_of
-from aotdist.torch_seam.classes import hears_of_functions
+from aotdist.torch_seam.classes import overrides_torch_functions
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
@@ -274,7 +274,7 @@ def backward_through(
         makers = [tangent_of_other_kind if id(t) in others else tangent_for for t in outputs]
         tangents = [make(t, seed) for seed, (make, t) in enumerate(zip(makers, outputs, strict=True))]
         # As the usual `__torch_function__` has it; classes that differ would not agree on who is to be asked.
-        heard = any(hears_of_functions(type(output)) for output in outputs)
+        heard = any(overrides_torch_functions(type(output)) for output in outputs)
         with class_functions_off() if heard else nullcontext():
             torch.autograd.backward(list(outputs), tangents, **options)
 

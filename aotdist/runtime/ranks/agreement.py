@@ -55,9 +55,8 @@ from aotdist.runtime.ranks.sequence import (
     groups_with_peers,
     parties_of,
     runs_alike,
-    steps_from_notice,
+    shown_steps,
     steps_of,
-    steps_to_notice,
     view,
     widest,
 )
@@ -176,7 +175,7 @@ class Meeting:
             rounds = self._held()
         for party, number in rounds.items():
             # All ranks have left the party's table before this one, so its notices can be deleted.
-            board.erase(board.memory.worn.pop(party, ()))
+            board.erase(board.memory.to_erase.pop(party, ()))
             self._keep_for_later(party, number)
         met = f", agreed over {', '.join(map(spell, parties[:4]))}" if parties else ", which asks nobody"
         report(board, f"running `{self.label}`{met}", has_met=bool(parties))
@@ -367,8 +366,8 @@ class Meeting:
         differing = {party: verdict for party, verdict in final.items() if isinstance(verdict, Differ)}
         for party, verdict in differing.items():
             if board.rank in verdict.witnesses():
-                shown = steps_to_notice(view(self.steps, tuple(verdict.party)))
-                board.post(self._key(party, "steps", board.rank), shown)
+                own = shown_steps(view(self.steps, tuple(verdict.party)))
+                board.post(self._key(party, "steps", board.rank), own)
         for party, verdict in differing.items():
             return self._divergence(party, verdict)
         refusals = [verdict for verdict in final.values() if isinstance(verdict, Refused)]
@@ -380,11 +379,10 @@ class Meeting:
     def _divergence(self, party: Party, verdict: Differ) -> RankDivergence:
         board, witnesses = self.board, verdict.witnesses()
         keys = [self._key(party, "steps", rank) for rank in witnesses]
-        shown = poll(lambda waited: board.has(keys) or (False if waited > _SHOW_TIMEOUT_S else None))
+        have_shown = poll(lambda waited: board.has(keys) or (False if waited > _SHOW_TIMEOUT_S else None))
         details = "a rank left before it showed its collectives"
-        if shown:
-            sides = [steps_from_notice(notice) for notice in board.read_all(keys)]
-            details = describe_difference(dict(zip(witnesses, sides, strict=True)))
+        if have_shown:
+            details = describe_difference(dict(zip(witnesses, board.read_all(keys), strict=True)))
         return RankDivergence(
             f"{verdict.summary(self.label)}: {details}",
             stage="runtime",
@@ -395,10 +393,10 @@ class Meeting:
     def _keep_for_later(self, party: Party, num_rounds: int) -> None:
         """Note which notices of a table to delete at the party's next meeting, when all have read them."""
         rank, rounds = self.board.rank, range(1, num_rounds + 1)
-        worn = self.board.memory.worn.setdefault(party, [])
-        worn += [*(self._key(party, number, rank) for number in rounds), self._key(party, "steps", rank)]
+        to_erase = self.board.memory.to_erase.setdefault(party, [])
+        to_erase += [*(self._key(party, number, rank) for number in rounds), self._key(party, "steps", rank)]
         if party[0] == rank:
-            worn += [self._key(party, number, "verdict") for number in rounds]
+            to_erase += [self._key(party, number, "verdict") for number in rounds]
 
 
 def _seat(board: Board, party: Party) -> str:

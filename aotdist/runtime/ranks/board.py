@@ -47,7 +47,7 @@ class Memory:
         failures: number of compilations and agreements of this rank that failed.
         troubles: topics of errors that this rank has posted; it deletes them when it compiles again.
         failures_at: for each party, `failures` at this rank's last meeting with it.
-        worn: for each party, keys that this rank wrote and that nobody reads after the next agreement.
+        to_erase: for each party, keys that this rank wrote and that nobody reads after the next agreement.
         runs: for each party, by its key, the last runs.
         gave_up_at: for each party, by its key, the run at which this rank last raised an error.
         forwards: number of runs of forwards that communicate.
@@ -58,7 +58,7 @@ class Memory:
     failures: int = 0
     troubles: set[str] = field(default_factory=set[str])
     failures_at: Counter[Party] = field(default_factory=Counter[Party])
-    worn: dict[Party, list[str]] = field(default_factory=dict[Party, list[str]])
+    to_erase: dict[Party, list[str]] = field(default_factory=dict[Party, list[str]])
     runs: dict[str, Run] = field(default_factory=dict[str, Run])
     gave_up_at: dict[str, int] = field(default_factory=dict[str, int])
     forwards: int = 0

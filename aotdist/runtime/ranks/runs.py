@@ -57,9 +57,8 @@ from aotdist.runtime.ranks.sequence import (
     digest,
     groups_with_peers,
     parties_of,
-    steps_from_notice,
+    shown_steps,
     steps_of,
-    steps_to_notice,
     view,
     widest,
 )
@@ -181,13 +180,13 @@ class RunCheck:
         """Wait for the peers; returns the error to raise if one runs something else, or will not come."""
         doubts_at, said = _FIRST_DOUBT_S, False
 
-        def look(waited: float) -> Literal["alike"] | AotdistError | None:
+        def look(waited: float) -> Literal["go on"] | AotdistError | None:
             nonlocal doubts_at, said
             fault, behind = self._look(0)
             if fault is not None:
                 return self._error(fault)
             if not behind or waited > self.settings.rank_timeout_s:
-                return "alike"
+                return "go on"
             if waited < doubts_at:
                 return None
             doubts_at = waited + min(waited, _LONGEST_DOUBT_S)
@@ -197,7 +196,7 @@ class RunCheck:
             return self._reason(behind, probes=waited > _PROBE_AFTER_S and self._probes(behind))
 
         found = poll(look, first_pause_s=0.0)
-        return None if found == "alike" else found
+        return None if found == "go on" else found
 
     def _look(self, ahead: int) -> tuple[Fault | None, list[int]]:
         """A peer that runs something else, if any, and those that have not come as far."""
@@ -241,8 +240,8 @@ class RunCheck:
 
     def _error(self, fault: Fault) -> RankDivergence:
         board, number = self.board, fault.number
-        shown, key = steps_to_notice(view(self.steps, fault.party)), party_key(fault.party)
-        board.say("shown", [key, number, f"`{self.label}` ({self.phase})", shown])
+        own, key = shown_steps(view(self.steps, fault.party)), party_key(fault.party)
+        board.say("shown", [key, number, f"`{self.label}` ({self.phase})", own])
 
         def look(waited: float) -> list[Any] | bool | None:
             notice = board.said("shown", [fault.peer]).get(fault.peer)
@@ -261,8 +260,7 @@ class RunCheck:
             return RankDivergence(what, stage="runtime", fix=_FIX)
         words = {board.rank: f"`{self.label}` ({self.phase})", fault.peer: theirs[0]}
         what += ", ".join(f"{spell([rank])} {words[rank]}" for rank in sorted(words))
-        sides = {board.rank: steps_from_notice(shown), fault.peer: steps_from_notice(theirs[1])}
-        details = describe_difference(dict(sorted(sides.items())))
+        details = describe_difference(dict(sorted({board.rank: own, fault.peer: theirs[1]}.items())))
         return RankDivergence(f"{what}: {details}" if details else what, stage="runtime", fix=_FIX)
 
 

@@ -13,7 +13,7 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from aotdist.passes.collectives import Collective
 from aotdist.runtime.ranks.board import Party, party_key, spell
@@ -72,9 +72,8 @@ class Step:
     found: Sequenced
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """A step of another rank, as a witness posts it.
+class Shown(NamedTuple):
+    """A step as a witness posts it: JSON makes a list of it.
 
     Args:
         kind: of the step.
@@ -154,25 +153,25 @@ def digest(steps: Iterable[Step]) -> str:
     return hashlib.sha256("\n".join(step.key for step in steps).encode()).hexdigest()[:32]
 
 
-def steps_to_notice(steps: Iterable[Step]) -> list[Any]:
+def shown_steps(steps: Iterable[Step]) -> list[Shown]:
     """Steps as a witness posts them."""
     return [
-        [step.found.kind, step.key, step.found.text, ""]
+        Shown(step.found.kind, step.key, step.found.text, "")
         if isinstance(step.found, Shared)
-        else ["collective", step.key, _text(step.found, step.group), _place(step.found)]
+        else Shown("collective", step.key, _text(step.found, step.group), _place(step.found))
         for step in steps
     ]
 
 
-def steps_from_notice(notice: Iterable[Any]) -> tuple[Shown, ...]:
-    """The steps that a witness posted."""
-    return tuple(Shown(*fields) for fields in notice)
+def describe_difference(sides: Mapping[int, Sequence[Sequence[Any]]]) -> str:
+    """The first step that differs between two ranks, on both of them; state first. Empty if there is none.
 
-
-def describe_difference(sides: Mapping[int, Sequence[Shown]]) -> str:
-    """The first step that differs between two ranks, on both of them; state first. Empty if there is none."""
+    Args:
+        sides: the `shown_steps` of each of the two.
+    """
+    by_rank = {rank: [Shown(*step) for step in steps] for rank, steps in sides.items()}
     by_kind = [
-        (words, {rank: [step for step in steps if step.kind == kind] for rank, steps in sides.items()})
+        (words, {rank: [step for step in steps if step.kind == kind] for rank, steps in by_rank.items()})
         for kind, words in _WORDS.items()
     ]
     differing = [each for each in by_kind if _differ(*each[1].values())]
