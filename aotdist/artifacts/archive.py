@@ -27,7 +27,7 @@ from aotdist.artifacts.values import Json
 from aotdist.errors import AotdistError, BadArtifact
 from aotdist.files import AS_USUAL, write_whole
 
-FORMAT = 17
+FORMAT = 18
 """Increased with every change of what is written; artifacts of other formats have to be built again."""
 
 Kind: TypeAlias = Literal["compiled", "exported"]
