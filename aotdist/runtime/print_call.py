@@ -117,7 +117,7 @@ def print_call(
         _print_epilogue(printer, plans.epilogue, primals, hooks.gates, do)
         if fit.leave_objects is not None:
             printer.line(f"{printer.bind('leave_objects', fit.leave_objects)}()")
-        print_return(printer, returned, plans.epilogue.outputs, fit.variables, bind)
+        print_return(printer, returned, plans.epilogue.outputs, bind)
 
 
 def _print_epilogue(

@@ -207,7 +207,6 @@ def print_return(
     printer: Printer,
     returned: Returned,
     outputs: Row[OutIdx, OutputFact],
-    variables: Sequence[str],
     bind: Callable[[str, Any], str],
 ) -> None:
     """Print the user's result, and the program's effects in Python.
@@ -216,7 +215,6 @@ def print_return(
         printer: where to print.
         returned: how the result is put together, and the effects.
         outputs: what the outputs are.
-        variables: the variables of the inputs.
         bind: names the root object of a place.
     """
     names = [_name_of_output(idx, fact) for idx, fact in outputs.enumerate()]
@@ -235,9 +233,6 @@ def print_return(
         printer.line(f"result = {result}")
         result = "result"
     _print_changes(printer, returned.log, bind, leaf)
-    first_replaced = returned.first_checked() - len(returned.replaced)
-    for (idx, path), name in zip(returned.replaced, names[first_replaced:], strict=False):
-        printer.line(f"{variables[idx]}{path} = {name}  # is replaced")
     printer.line(f"return {result}")
 
 
