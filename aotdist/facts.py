@@ -301,34 +301,22 @@ class Choice:
     Args:
         outs: these results.
         grads: the inputs that get a gradient from them, with its recipe.
-        writes: the inputs that their backward writes, see `BackwardFacts`.
         kept: recipes of what user code in that backward keeps.
     """
 
     outs: tuple[NodeOutIdx, ...]
     grads: Mapping[PrimalIdx, Recipe]
-    writes: Mapping[PrimalIdx, int] = field(default_factory=dict)
     kept: tuple[Recipe, ...] = ()
 
-    def slots(self, ins: Row[PrimalIdx, Slot], recipes: Row[PrimalIdx, Recipe]) -> list[Slot]:
-        """The names of the results when only these outputs are differentiated.
-
-        Args:
-            ins: names of the inputs.
-            recipes: their recipes.
-        """
+    def slots(self, ins: Row[PrimalIdx, Slot]) -> list[Slot]:
+        """The names of the results when only these outputs are differentiated; `ins` names the inputs."""
         suffix = f" from {','.join(map(str, self.outs))}"
         grads = [
             Slot("grad", ins[idx].path + suffix, inner)
             for idx, recipe in self.grads.items()
             for inner, _ in leaves(recipe)
         ]
-        writes = [
-            Slot("backward_write", ins[idx].path + suffix, inner)
-            for idx in self.writes
-            for inner, _ in leaves(recipes[idx])
-        ]
-        return grads + writes + kept_slots(self.kept, suffix)
+        return grads + kept_slots(self.kept, suffix)
 
 
 def kept_slots(recipes: Sequence[Recipe], suffix: str = "") -> list[Slot]:
@@ -370,6 +358,8 @@ class BackwardFacts:
     Args:
         grads: for each input, the recipe of its gradient, or None if it gets none.
         writes: inputs that it writes, and by how much their version counters increase.
+        writers: for each autograd node that writes an input, the results that follow from it: the node runs
+            if one of these gets a gradient. An empty set if it is not known which node writes.
         waypoints: the waypoints, in the order in which the program made them.
         levels: for each node output, one more than the position of the last waypoint that its gradient
             flows through; 0 if there is none. Empty if there are no waypoints.
@@ -384,6 +374,7 @@ class BackwardFacts:
 
     grads: Row[PrimalIdx, Recipe | None]
     writes: Mapping[PrimalIdx, int] = field(default_factory=dict)
+    writers: frozenset[frozenset[NodeOutIdx]] = frozenset()
     waypoints: tuple[ObservedGrad, ...] = ()
     levels: Row[NodeOutIdx, int] = field(default_factory=Row[NodeOutIdx, int])
     once: bool = False

@@ -40,7 +40,6 @@ from aotdist.torch_seam.autograd import creation_meta, nodes_behind, set_creatio
 from aotdist.torch_seam.functional import (
     FunctionalTensor,
     data_writes,
-    functional_value,
     given_attributes,
     made_again,
     part_of,
@@ -72,8 +71,7 @@ class StandIn:
             gradients for it, are those of the other inputs.
         spans: the spans that its plain tensors lie in, together with others.
         base: which stand-in it is a view of, if it is made as one.
-        first_counters: version counters of `tensor` and of what lies inside of it, before the program ran.
-        first_values: the values of its plain tensors then.
+        first_version: version counter of `tensor` before the program ran.
     """
 
     slot: Slot
@@ -85,8 +83,7 @@ class StandIn:
     derived: bool = False
     spans: frozenset[PrimalIdx] = frozenset()
     base: PrimalIdx | None = None
-    first_counters: tuple[int, ...] = (0,)
-    first_values: tuple[torch.Tensor, ...] = ()
+    first_version: int = 0
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -103,7 +100,7 @@ class StandIn:
 
     def bumps(self) -> int:
         """How many writes autograd counted, of this tensor and of views of it."""
-        return 1 if self.tensor.is_inference() else version_of(self.tensor) - self.first_counters[0]
+        return 1 if self.tensor.is_inference() else version_of(self.tensor) - self.first_version
 
     def writes(self) -> tuple[int, ...]:
         """How often each plain tensor was written, also through tensors that share its memory."""
@@ -112,22 +109,6 @@ class StandIn:
     def counts(self) -> tuple[tuple[int, ...], int]:
         """`writes` and `bumps`."""
         return self.writes(), self.bumps()
-
-    def values(self) -> tuple[torch.Tensor, ...]:
-        """What each plain tensor holds."""
-        return tuple(map(functional_value, self.plains))
-
-    def counters(self) -> tuple[int, ...]:
-        """The version counters, of `tensor` and of what lies inside of it."""
-        return tuple(map(version_of, self._counted()))
-
-    def count_again_from(self, counters: Sequence[int]) -> None:
-        """Set the version counters."""
-        pairs = [(t, n) for t, n in zip(self._counted(), counters, strict=True) if not t.is_inference()]
-        set_versions(tuple(tensor for tensor, _ in pairs), tuple(number for _, number in pairs))
-
-    def _counted(self) -> list[torch.Tensor]:
-        return [self.tensor, *(inner for _, inner in self.opened.inside)]
 
 
 class Inputs:
@@ -308,7 +289,7 @@ def _counted_from_here(stand_in: StandIn) -> StandIn:
     tensor, example = stand_in.tensor, stand_in.example
     if not (example.is_inference() or tensor.is_inference()):
         set_versions((tensor,), (version_of(example),))
-    return replace(stand_in, first_counters=stand_in.counters(), first_values=stand_in.values())
+    return replace(stand_in, first_version=version_of(tensor))
 
 
 def _shape_of(tensor: torch.Tensor) -> list[tuple[int, int]]:
