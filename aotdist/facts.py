@@ -223,7 +223,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class MetadataWrite:
-    """Sizes, strides, storage or history are changed in place: `op(target, *args, **kwargs)`.
+    """Sizes, strides, memory or history are changed in place: `op(target, *args, **kwargs)`.
 
     Args:
         target: an input, a tensor that the region returns, or (without steps) an output.
@@ -232,7 +232,6 @@ class MetadataWrite:
         kwargs: its keyword arguments as pairs; they hold no tensors.
         grad: whether grad mode was on.
         number: position among all metadata writes of the program; negative if it comes after all others.
-        data: the tensor's new data, if it was given a larger storage.
     """
 
     target: Place
@@ -241,7 +240,6 @@ class MetadataWrite:
     kwargs: tuple[tuple[str, Any], ...]
     grad: bool
     number: int
-    data: NodeOutIdx | None = None
 
 
 Action: TypeAlias = OutIdx | Keep | MetadataWrite
@@ -303,34 +301,22 @@ class Choice:
     Args:
         outs: these results.
         grads: the inputs that get a gradient from them, with its recipe.
-        writes: the inputs that their backward writes, see `BackwardFacts`.
         kept: recipes of what user code in that backward keeps.
     """
 
     outs: tuple[NodeOutIdx, ...]
     grads: Mapping[PrimalIdx, Recipe]
-    writes: Mapping[PrimalIdx, int] = field(default_factory=dict)
     kept: tuple[Recipe, ...] = ()
 
-    def slots(self, ins: Row[PrimalIdx, Slot], recipes: Row[PrimalIdx, Recipe]) -> list[Slot]:
-        """The names of the results when only these outputs are differentiated.
-
-        Args:
-            ins: names of the inputs.
-            recipes: their recipes.
-        """
+    def slots(self, ins: Row[PrimalIdx, Slot]) -> list[Slot]:
+        """The names of the results when only these outputs are differentiated; `ins` names the inputs."""
         suffix = f" from {','.join(map(str, self.outs))}"
         grads = [
             Slot("grad", ins[idx].path + suffix, inner)
             for idx, recipe in self.grads.items()
             for inner, _ in leaves(recipe)
         ]
-        writes = [
-            Slot("backward_write", ins[idx].path + suffix, inner)
-            for idx in self.writes
-            for inner, _ in leaves(recipes[idx])
-        ]
-        return grads + writes + kept_slots(self.kept, suffix)
+        return grads + kept_slots(self.kept, suffix)
 
 
 def kept_slots(recipes: Sequence[Recipe], suffix: str = "") -> list[Slot]:
@@ -372,6 +358,8 @@ class BackwardFacts:
     Args:
         grads: for each input, the recipe of its gradient, or None if it gets none.
         writes: inputs that it writes, and by how much their version counters increase.
+        writers: for each autograd node that writes an input, the results that follow from it: the node runs
+            if one of these gets a gradient. An empty set if it is not known which node writes.
         waypoints: the waypoints, in the order in which the program made them.
         levels: for each node output, one more than the position of the last waypoint that its gradient
             flows through; 0 if there is none. Empty if there are no waypoints.
@@ -386,6 +374,7 @@ class BackwardFacts:
 
     grads: Row[PrimalIdx, Recipe | None]
     writes: Mapping[PrimalIdx, int] = field(default_factory=dict)
+    writers: frozenset[frozenset[NodeOutIdx]] = frozenset()
     waypoints: tuple[ObservedGrad, ...] = ()
     levels: Row[NodeOutIdx, int] = field(default_factory=Row[NodeOutIdx, int])
     once: bool = False
@@ -411,8 +400,6 @@ class Facts:
             region, so that inputs are saved with the final version, and when they are repeated outside; in
             between, they are set back by this number.
         switched_on: inputs on which the program calls `requires_grad_`.
-        storages: plain tensors inside inputs, by position, on whose storage offset and bytes the program
-            depends.
         related: whether some inputs are functions of others, so that results depend on more than the graph
             shows.
         asked: attributes of inputs that the program reads from autograd (`is_leaf`), with their values; of
@@ -430,17 +417,14 @@ class Facts:
     backward: BackwardFacts
     rewinds: tuple[tuple[PrimalIdx, int], ...] = ()
     switched_on: tuple[PrimalIdx, ...] = ()
-    storages: tuple[tuple[PrimalIdx, int], ...] = ()
     related: bool = False
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...] = ()
     data_guards: tuple[DataGuard, ...] = ()
     numbers: tuple[tuple[str, NodeOutIdx | NumberStep], ...] = ()
 
     def written(self) -> Set[PrimalIdx]:
-        """Inputs whose data is written, in forward or backward, or that get a larger storage."""
+        """Inputs whose data is written, in forward or backward."""
         forward = {idx for idx, fact in self.inputs.enumerate() if isinstance(fact, DataWritten)}
-        grown = [write.target for write in self.metadata_writes() if write.data is not None]
-        forward |= {target.input for target in grown if isinstance(target, IsInput)}
         return forward | self.backward.writes.keys()
 
     def reshaped(self) -> Set[PrimalIdx]:

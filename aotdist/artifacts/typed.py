@@ -284,7 +284,6 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
     ),
     Wrapper: ((_NAMES, lambda it: _are_names(it.attributes)),),
     Shown: ((_NAMES, lambda it: _are_names(it.attributes)),),
-    Returned: ((_PATH, lambda it: all(is_attribute_path(path) for _, path in it.replaced)),),
     Check: (("an error that is none of Python's", lambda it: _is_exception(it.error)),),
     Print: (("something to call", lambda it: it.call is None and it.file is None),),
     PackedLaunch: ((_NAMES, lambda it: is_name(it.name)),),

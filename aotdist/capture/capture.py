@@ -39,7 +39,7 @@ from aotdist.capture.prints import Prints
 from aotdist.capture.results import (
     hand_over_attributes,
     inside_wrappers,
-    replaced_inside,
+    refuse_replaced,
     with_attributes,
 )
 from aotdist.capture.source import ABSENT, Argument, Source
@@ -240,7 +240,7 @@ class _Trace:
             # Traced numbers of a step are symbols that are read off tensors.
             constants = [(place, Tree.of(value).map(_as_symbol).value()) for place, value in constants]
             in_backward.forward_left([*assigned, *constants, *((place, ABSENT) for place in gone)])
-            replaced = replaced_inside(self.inputs, inside)
+            refuse_replaced(self.inputs, inside)
             assigned += given.assigned(made)
             deleted, printed = [*given.deleted(), *gone], prints.noted()
         except BaseException as error:
@@ -254,10 +254,8 @@ class _Trace:
             detached = functools.partial(_without_history, inputs=self.inputs)
             trees = [(place, tree.map(detached)) for place, tree in trees]
         effects = [*(Assign(place, Tree.of(value)) for place, value in constants), *map(Delete, deleted)]
-        log = _log(outs, trees, [*replaced.values(), *checks.outs], printed, effects)
-        return outs, Returned(
-            spec, log, tuple(replaced), checks=tuple(checks.made), counted=tuple(given.counted)
-        )
+        log = _log(outs, trees, checks.outs, printed, effects)
+        return outs, Returned(spec, log, checks=tuple(checks.made), counted=tuple(given.counted))
 
 
 def _log(

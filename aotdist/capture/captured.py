@@ -80,17 +80,14 @@ class Returned:
     Args:
         spec: pytree structure of the returned value; its leaves are the first outputs.
         log: what the program does in Python; the tensors that it assigns are the next outputs.
-        replaced: attributes of wrappers that are assigned the next outputs: position of the wrapper among the
-            program's inputs, and path.
         shown: classes and attributes of outputs; the values of the attributes are the last outputs.
-        checks: errors to raise if one of the outputs between `replaced` and `shown` is false.
+        checks: errors to raise if one of the next outputs is false.
         shares: whether an object that the program makes is in several places.
         counted: paths of numbers among the arguments that the program changes to others of their type.
     """
 
     spec: pytree.TreeSpec
     log: EffectLog
-    replaced: tuple[tuple[int, str], ...] = ()
     shown: tuple[Shown, ...] = ()
     checks: tuple[Check, ...] = ()
     shares: bool = False
@@ -117,12 +114,11 @@ class Returned:
 
     def first_checked(self) -> int:
         """Position of the first output that is checked."""
-        num_assigned = sum(spec.num_leaves for _, spec in self.assigned())
-        return self.spec.num_leaves + num_assigned + len(self.replaced)
+        return self.spec.num_leaves + sum(spec.num_leaves for _, spec in self.assigned())
 
     def assigned_paths(self) -> list[str]:
-        """The names of what is assigned; of a wrapper, that of the attribute."""
-        return [*(source.path for source, _ in self.assigned()), *(path[1:] for _, path in self.replaced)]
+        """The names of what is assigned."""
+        return [source.path for source, _ in self.assigned()]
 
     @classmethod
     def of(cls, facts: Facts) -> Returned:

@@ -1,4 +1,4 @@
-"""Classes and attributes of the tensors that a program returns, and tensors replaced inside of wrappers."""
+"""Classes and attributes of the tensors that a program returns; tensors inside of wrappers stay."""
 
 from __future__ import annotations
 
@@ -118,36 +118,20 @@ def inside_wrappers(inputs: Sequence[torch.Tensor]) -> dict[tuple[int, str], tor
     return {(idx, path): inner for idx, tensor in enumerate(inputs) for path, inner in inner_tensors(tensor)}
 
 
-def replaced_inside(
-    inputs: Sequence[torch.Tensor], inside: Mapping[tuple[int, str], torch.Tensor]
-) -> dict[tuple[int, str], torch.Tensor]:
-    """The tensors that the program has assigned inside of wrappers (`weight.scale = new`).
-
-    The old ones are restored, as writes to them have to reach the caller's tensors, which are replaced last.
+def refuse_replaced(inputs: Sequence[torch.Tensor], inside: Mapping[tuple[int, str], torch.Tensor]) -> None:
+    """Refuse a program that assigns a tensor inside of a wrapper among its inputs (`weight.scale = new`).
 
     Args:
         inputs: the inputs of the program.
         inside: the tensors inside of them before it ran.
 
     Raises:
-        UnsupportedProgram: something that is no tensor replaces one.
+        UnsupportedProgram: one of these was replaced.
     """
-    found: dict[tuple[int, str], torch.Tensor] = {}
     for (idx, path), before in inside.items():
-        if any(idx == other and path.startswith(f"{outer}.") for other, outer in found):
-            continue  # the wrapper around it was replaced
-        now = operator.attrgetter(path[1:])(inputs[idx])
-        if now is before:
-            continue
-        if not isinstance(now, torch.Tensor):
+        if operator.attrgetter(path[1:])(inputs[idx]) is not before:
             raise UnsupportedProgram(
-                f"the tensor `{path[1:]}` of a {type(inputs[idx]).__name__} is replaced by a "
-                f"{type(now).__name__}",
+                f"the tensor `{path[1:]}` inside of a {type(inputs[idx]).__name__} is replaced by another",
                 stage="capture",
-                fix="replace it by a tensor, or outside of the compiled function",
+                fix=f"write it in place (`x{path}.copy_(new)`), or replace it outside of what is compiled",
             )
-        found[idx, path] = now
-    for idx, path in found:
-        around, _, name = path[1:].rpartition(".")
-        setattr(operator.attrgetter(around)(inputs[idx]) if around else inputs[idx], name, inside[idx, path])
-    return found

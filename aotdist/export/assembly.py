@@ -233,8 +233,6 @@ class Assembly:
                 raise unsupported(f"`{source.path}` is assigned a container of tensors", "return the tensors")
             found[source.path] = OutIdx(position)
             position += 1
-        for _, path in returned.replaced:
-            raise unsupported(f"the attribute `{path[1:]}` of a wrapper is replaced", "return the tensor")
         return found
 
     def _distinct(self, nodes: dict[Input, Node]) -> dict[Input, Node]:

@@ -26,10 +26,9 @@ The backward of some results
 A backward is linear, so that of some results is the recorded one without the other tangents
 (`partition/other_backwards.py`): what depends on these alone is not computed. Three things do not follow from
 that, and with one of them the backward is traced for each choice of results (`BackwardFacts.choices`): user
-functions that can tell None from zeros, gradients of other kinds, and what user code in the backward writes
-or keeps. The trace notes in which autograd node each write happens; where every result leads to all of these,
-nothing more is traced. Before each of these traces the stand-ins are set back to what they held at the end of
-the forward (`trace/forward_snapshot.py`).
+functions that can tell None from zeros, gradients of other kinds, and what user code in the backward keeps.
+Where it writes, nothing more is traced: the trace notes in which autograd node each write happens, and a
+backward that does not reach all of these is refused (`BackwardFacts.writers`).
 
 Most programs with several results return a loss beside logits, and are differentiated from the loss alone. So
 where one result is a scalar and the others are not, the backward that is compiled with the forward, shown,

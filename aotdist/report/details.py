@@ -275,7 +275,6 @@ def _output_names(returned: Returned, count: int) -> list[str]:
     for source, spec in returned.assigned():
         leaves = spec.num_leaves
         names += [source.path] if leaves == 1 else [f"{source.path}[{leaf}]" for leaf in range(leaves)]
-    names += [path[1:] for _, path in returned.replaced]
     return [*names, *(f"out[{position}]" for position in range(len(names), count))]
 
 

@@ -6,7 +6,7 @@ The printed node runs the backward of all results itself, and leaves every other
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias, TypeVar
 
@@ -19,7 +19,6 @@ from aotdist.convention.mutation import write_plain
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import short_tracebacks
 from aotdist.partition.gates import Gate
-from aotdist.program import PrimalIdx
 from aotdist.runtime.backwards import Arrived, Backwards, Compiled
 from aotdist.runtime.derive import BackwardRequest
 from aotdist.runtime.double_backward import failing_later, laid_out_with_history
@@ -140,6 +139,7 @@ class Backward:
         """
         pairs = zip(self.plan.differentiable(), tangents, strict=True)
         arrived = {idx: tangent for idx, tangent in pairs if tangent is not None}
+        self._refuse_other_writes(arrived)
         changes = self._changes(arrived)
         grads: Sequence[torch.Tensor | None] = ()
         kept: Sequence[torch.Tensor | None] = ()
@@ -150,6 +150,17 @@ class Backward:
         changes.replay(list(kept), getattr(ctx, "symbols", {}))
         # Where the backward is a program itself, saved values are its last inputs, and get no gradient.
         return (*grads, *[None] * (len(self.plan.grads) - len(grads)))
+
+    def _refuse_other_writes(self, arrived: Arrived) -> None:
+        """Refuse a backward of some results that does not write all that the backward of all writes."""
+        writes = self.plan.backward_writes
+        if len(arrived) < len(self.plan.tangents) and any(map(arrived.keys().isdisjoint, writes.writers)):
+            raise UnsupportedProgram(
+                "the backward (a hook, an autograd function, a checkpoint) writes tensors, and others where "
+                f"only {len(arrived)} of the {len(self.plan.tangents)} results get a gradient",
+                stage="runtime",
+                fix="let all results take part in one backward; or return only those that are differentiated",
+            )
 
     def _changes(self, arrived: Arrived) -> EffectLog:
         """What this backward changes in Python.
@@ -174,14 +185,13 @@ class Backward:
         """The gradients without a history, and what user code keeps."""
         plan = specialize_sizes(ctx, self.plan)
         request = self._request(ctx, plan, arrived)
-        ordinary = not (request.watched or request.kinds)
         compiled, args, rebuilder = self._prepared(ctx, plan, request, arrived)
         if plan.saved.frees:
             let_go(ctx)
         with class_functions_off():  # wrappers may come for plain tensors
             results = iter(compiled.call(args))
         grads = rebuilder.in_order(specialize_sizes(ctx, compiled.returned), results)
-        self._write(ctx, results, plan.variants.of_results.get(request.results) if ordinary else None)
+        self._write(ctx, results)
         if self.after is not None:
             self.after()
         kept = changes.kept if compiled.kept is None else compiled.kept
@@ -224,36 +234,22 @@ class Backward:
         """The saved values; what a later backward of other results needs is kept for it."""
         if not self.plan.saved.frees:
             return ()
-        writes = (
-            bool(self.plan.backward_writes.plains) and tuple(arrived) not in self.plan.variants.of_results
-        )
-        if len(arrived) == len(self.plan.tangents) or writes:
+        if len(arrived) == len(self.plan.tangents) or self.plan.backward_writes.plains:
             return list(ctx.saved_tensors)
         saved = saved_for(ctx, self.plan, arrived, compiled.reads)
         keep_for_others(ctx, self.plan, arrived, saved)
         return saved
 
-    def _write(
-        self, ctx: Any, results: Iterator[torch.Tensor | None], counts: Mapping[PrimalIdx, int] | None
-    ) -> None:
-        """Copy the new values of inputs that the backward writes.
-
-        Args:
-            ctx: the node's context.
-            results: the graph's results from the first new value on.
-            counts: number of writes by input, if the backward of these results was traced separately; None
-                for the writes of the backward of all results.
-        """
+    def _write(self, ctx: Any, results: Iterator[torch.Tensor | None]) -> None:
+        """Copy the new values of inputs that the backward writes: the graph's next `results`."""
         writes = self.plan.backward_writes
-        counts = writes.counts if counts is None else counts
-        values = [next(results) if idx in counts else None for idx in writes.inputs]
-        for position, (value, bumps) in enumerate(zip(values, writes.bumps(counts), strict=True)):
+        values = [next(results) for _ in writes.inputs]
+        for position, (value, bumps) in enumerate(zip(values, writes.bumps(), strict=True)):
             if value is not None:
                 write_plain(ctx.written[position], value, bumps)
         if any(value is not None for value in values):
             for position, idx in enumerate(writes.wrappers):
-                if idx in counts:
-                    bump(ctx.bumped[position], counts[idx])
+                bump(ctx.bumped[position], writes.counts[idx])
 
     def pieces(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
         """The pieces of a gate, given the node's context and the gradients that have arrived so far."""

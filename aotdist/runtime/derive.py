@@ -167,7 +167,7 @@ def _in_one_go(joint: Joint, request: BackwardRequest) -> Derived:
     returned = joint.facts.backward.grads
     if choice is None:
         return Derived(_without_others(joint, graphs.whole, request), returned, {})
-    slots = choice.slots(joint.ins, joint.facts.recipes)
+    slots = choice.slots(joint.ins)
     some = _recorded(joint, linked(graphs.cut), slots) if joint.is_cut_by_backend else None
     some = returning(graphs.by_choice, slots) if some is None else some
     returned = Row[PrimalIdx, "Recipe | None"](map(choice.grads.get, returned.indices()))
@@ -225,7 +225,7 @@ def _no_trace(joint: Joint, what: str) -> UnsupportedProgram:
 
 def without_choices(backward: Graph, facts: Facts, ins: Row[PrimalIdx, Slot]) -> Graph:
     """`backward` without the results of choices that were traced separately; `ins` names the inputs."""
-    of_choices = {slot for choice in facts.backward.choices for slot in choice.slots(ins, facts.recipes)}
+    of_choices = {slot for choice in facts.backward.choices for slot in choice.slots(ins)}
     if not of_choices:
         return backward
     return returning(backward, [slot for slot in backward.outs if slot not in of_choices])

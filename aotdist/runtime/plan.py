@@ -70,7 +70,8 @@ class BackwardWrites:
     Args:
         plains: the plain inputs; in the graph's results, their new values follow the gradients.
         inputs: for each of `plains`, the input that it lies in.
-        counts: by how much the version counter of each input increases in a backward of all results.
+        counts: by how much the version counter of each input increases.
+        writers: see `BackwardFacts.writers`.
         wrappers: the wrappers among these inputs: their own counters increase, not those inside.
         read: arguments of the backward graph, after the tangents, that are the current values of these
             inputs: for each, its position in `plains`.
@@ -80,13 +81,14 @@ class BackwardWrites:
     plains: tuple[PlainIdx, ...]
     inputs: tuple[PrimalIdx, ...]
     counts: Mapping[PrimalIdx, int]
+    writers: frozenset[frozenset[NodeOutIdx]]
     wrappers: tuple[PrimalIdx, ...]
     read: Mapping[Slot, int]
     once: bool
 
-    def bumps(self, counts: Mapping[PrimalIdx, int]) -> list[int]:
-        """By how much the counter of each plain input itself increases, given `counts` of the inputs."""
-        return [0 if idx in self.wrappers else counts.get(idx, 0) for idx in self.inputs]
+    def bumps(self) -> list[int]:
+        """By how much the counter of each plain input itself increases."""
+        return [0 if idx in self.wrappers else self.counts[idx] for idx in self.inputs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +96,12 @@ class Variants:
     """Which requests have a backward that is not a part of the backward of all results.
 
     Args:
-        of_results: the choices of outputs whose backward was traced separately, with their `counts`.
+        of_results: the choices of outputs whose backward was traced separately.
         of_kinds: whether tangents of other kinds than the results have a backward of their own.
         of_layouts: see `BackwardFacts.adds_layouts`.
     """
 
-    of_results: Mapping[tuple[NodeOutIdx, ...], Mapping[PrimalIdx, int]]
+    of_results: frozenset[tuple[NodeOutIdx, ...]]
     of_kinds: bool
     of_layouts: bool
 
@@ -210,7 +212,7 @@ def node_plan(
         grads=backward.grads,
         shares=_shares(backward.grads, whole),
         variants=Variants(
-            {choice.outs: choice.writes for choice in backward.choices},
+            frozenset(choice.outs for choice in backward.choices),
             of_kinds=has_other_kinds,
             of_layouts=backward.adds_layouts,
         ),
@@ -262,6 +264,7 @@ def _backward_writes(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> B
         plains=tuple(plain for _, plain, _ in written),
         inputs=tuple(idx for idx, _, _ in written),
         counts=backward.writes,
+        writers=backward.writers,
         wrappers=tuple(idx for idx in backward.writes if isinstance(facts.recipes[idx], Wrapper)),
         read={slot: names.index(slot) for slot in split.backward.ins if slot.role == "buffer"},
         once=backward.once,

@@ -300,7 +300,7 @@ def _print_gradients(
     grads = [recipe for recipe in plan.grads if recipe is not None]
     count = sum(1 for recipe in grads for _ in leaves(recipe))
     writes = plan.backward_writes
-    for offset, bumps in enumerate(writes.bumps(writes.counts)):
+    for offset, bumps in enumerate(writes.bumps()):
         printer.line(_write(printer, f"ctx.written[{offset}]", f"results[{count + offset}]", bumps))
     for offset, idx in enumerate(writes.wrappers):
         printer.line(printer.call(bump, f"ctx.bumped[{offset}]", writes.counts[idx]))

@@ -135,10 +135,9 @@ def action_printer(
 
 def _print_rewrite(printer: Printer, change: MetadataWrite, at: Callable[[Place], str]) -> None:
     args = [at(arg) if isinstance(arg, Place) else print_literal(printer, arg) for arg in change.args]
-    data = [] if change.data is None else [f"values[{change.data}]"]
     op = printer.bind(str(getattr(change.op, "__name__", change.op)), change)
     op = printer.call(concrete, op, "symbols") if is_symbolic(change.kwargs) else op
-    printer.line(printer.call(rewrite, at(change.target), op, sequence(args), *data))
+    printer.line(printer.call(rewrite, at(change.target), op, sequence(args)))
 
 
 def _at(printer: Printer, place: Place, primals: Sequence[str], modes: Ambient, made: dict[int, str]) -> str:
@@ -208,7 +207,6 @@ def print_return(
     printer: Printer,
     returned: Returned,
     outputs: Row[OutIdx, OutputFact],
-    variables: Sequence[str],
     bind: Callable[[str, Any], str],
 ) -> None:
     """Print the user's result, and the program's effects in Python.
@@ -217,7 +215,6 @@ def print_return(
         printer: where to print.
         returned: how the result is put together, and the effects.
         outputs: what the outputs are.
-        variables: the variables of the inputs.
         bind: names the root object of a place.
     """
     names = [_name_of_output(idx, fact) for idx, fact in outputs.enumerate()]
@@ -236,9 +233,6 @@ def print_return(
         printer.line(f"result = {result}")
         result = "result"
     _print_changes(printer, returned.log, bind, leaf)
-    first_replaced = returned.first_checked() - len(returned.replaced)
-    for (idx, path), name in zip(returned.replaced, names[first_replaced:], strict=False):
-        printer.line(f"{variables[idx]}{path} = {name}  # is replaced")
     printer.line(f"return {result}")
 
 

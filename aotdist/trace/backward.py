@@ -3,8 +3,7 @@
 A backward is linear, so the backward of some results is a part of that of all
 (`partition/other_backwards.py`). There are exceptions: a user's function with several results may treat None
 and zeros differently; where wrappers are added to plain tensors, a sum is of another class than a summand;
-and user code may write or keep tensors. With one of these, the backward is traced for every choice of
-results.
+and user code may keep tensors. With one of these, the backward is traced for every choice of results.
 """
 
 from __future__ import annotations
@@ -300,12 +299,7 @@ def kept_results(recorder: Recorder, kept: Sequence[torch.Tensor]) -> list[Resul
     return list(zip(kept_slots([recipe_of(tensor) for tensor in kept]), values, strict=True))
 
 
-def choice_results(
-    recorder: Recorder, slots: Sequence[Slot], computed: Computed, written: Sequence[Result]
-) -> list[Result]:
+def choice_results(recorder: Recorder, slots: Sequence[Slot], computed: Computed) -> list[Result]:
     """What the backward of a choice of results computes, by the names that `Choice.slots` has for it."""
-    grads, kept = (
-        [recorder.value(plain) for tensor in tensors for plain in plain_tensors(tensor)]
-        for tensors in (computed.grads.values(), computed.kept)
-    )
-    return list(zip(slots, [*grads, *(node for _, node in written), *kept], strict=True))
+    plains = (plain for tensor in computed.tensors() for plain in plain_tensors(tensor))
+    return list(zip(slots, map(recorder.value, plains), strict=True))

@@ -33,7 +33,6 @@ from aotdist.torch_seam.operators import OpOverload
 from aotdist.trace.backward import (
     Backward,
     Chosen,
-    Computed,
     End,
     Result,
     choice_results,
@@ -46,7 +45,7 @@ from aotdist.trace.context import TraceContext
 from aotdist.trace.data_writes import backward_writes, counts_of_results
 from aotdist.trace.failures import refusal, unsupported
 from aotdist.trace.forward_effects import ForwardEffects
-from aotdist.trace.forward_snapshot import ForwardEnd, is_read_again
+from aotdist.trace.forward_snapshot import is_read_again, nodes_of_inputs, read_late
 from aotdist.trace.metadata import refuse
 from aotdist.trace.observed_grads import HeldTensor, ObservedGrads
 from aotdist.trace.outputs import NodeOutputs
@@ -90,7 +89,7 @@ class BackwardTrace:
         self._behind = _results_behind_nodes(self._ends)
         self._freed = frozenset(behind for node, behind in self._behind.items() if saves_tensors(node))
         cuts, row = context.options.cuts and not forward.is_rewritten, self._inputs.row()
-        self._forward_end = ForwardEnd.of(self._recorder, row) if cuts else None
+        self._forward_end = nodes_of_inputs(self._recorder, row) if cuts else None
         can_hold = cuts and is_linear(self._ends)
         held = held_tensors(forward.outs, forward.outputs, forward.writes) if can_hold else []
         self._waypoints = ObservedGrads(held, self._ends)
@@ -126,13 +125,13 @@ class BackwardTrace:
         written += kept_results(recorder, whole.kept)
         _refuse_replaced_inputs(recorder, self._inputs, self._in_python.replaced)
         once = is_read_again(self._written_of_nobody(writers), grads + written)
-        cannot_repeat = once or bool(writes and self._forward_end is None)
-        choices = [] if cannot_repeat else self._to_trace_alone(whole, writes, writers)
-        runs, chosen, of_choices = self._trace_alone(choices, writes)
-        if self._in_python.whole and self._may_run_later and not (runs or writes):
+        keeps = whole.kept and context.options.cuts and self._may_run_later
+        choices = self._backward.some() if keeps else self._nonlinear
+        chosen, of_choices = self._trace_alone([] if once or writes else choices)
+        if self._in_python.whole and self._may_run_later and not (chosen or writes):
             self._find_changes_of_some()
         if self._forward_end is not None:
-            self._forward_end.read_late(recorder, self._inputs.row(), writes)
+            read_late(recorder, self._inputs.row(), writes, self._forward_end)
         _refuse_changes(self._inputs, context.log.changes[num_changes:])
         facts = BackwardFacts(
             grads=Row(
@@ -140,6 +139,7 @@ class BackwardTrace:
                 for idx in self._inputs.row().indices()
             ),
             writes=writes,
+            writers=self._writers(writes, writers),
             waypoints=self._waypoints.facts(),
             levels=self._waypoints.levels(len(forward.node_outs)),
             once=once,
@@ -167,61 +167,29 @@ class BackwardTrace:
         storages = set(map(memory_of, held))
         return [node for node, storage in writers.of_forward.items() if storage not in storages]
 
-    def _to_trace_alone(
-        self, whole: Computed, writes: Collection[PrimalIdx], writers: Writers
-    ) -> Sequence[Chosen]:
-        """The choices of results whose backward is not a part of the whole one.
-
-        Args:
-            whole: what the whole backward computes.
-            writes: the inputs that it writes.
-            writers: the nodes that write.
-        """
-        keeps = whole.kept and self._context.options.cuts and self._may_run_later
-        if keeps or (writes and not self._are_written_for_all_results(writes, writers)):
-            return self._backward.some()
-        return self._nonlinear
-
-    def _are_written_for_all_results(self, writes: Collection[PrimalIdx], writers: Writers) -> bool:
-        """Whether the backward writes the same, from whichever of the results it starts."""
+    def _writers(self, writes: Collection[PrimalIdx], writers: Writers) -> frozenset[frozenset[NodeOutIdx]]:
+        """See `BackwardFacts.writers`; for a backward whose parts are not backwards, nothing is known."""
+        if not writes:
+            return frozenset()
         row = self._inputs.row()
         memory = {functional_storage_id(plain) for idx in writes for plain in row[idx].plains}
-        numbers = {number for storage, number in writers.nodes if storage in memory}
-        all_ends = len(self._ends)
-        return numbers <= {
-            sequence_nr(node) for node, behind in self._behind.items() if len(behind) == all_ends
+        behind: dict[int | None, frozenset[NodeOutIdx]] = {
+            sequence_nr(node): results for node, results in self._behind.items()
         }
+        numbers = {number for storage, number in writers.nodes if storage in memory}
+        found = {behind.get(number, frozenset()) for number in numbers}
+        return frozenset(found | ({frozenset()} if self._nonlinear else set()))
 
-    def _trace_alone(
-        self, choices: Sequence[Chosen], writes: Collection[PrimalIdx]
-    ) -> tuple[dict[Chosen, Computed], tuple[Choice, ...], list[Result]]:
-        """Run the backward of each choice of results: what each computes, its facts, and graph results.
-
-        If the whole backward writes inputs, each starts from what the inputs held when the forward ended.
-        """
-        runs: dict[Chosen, Computed] = {}
+    def _trace_alone(self, choices: Sequence[Chosen]) -> tuple[tuple[Choice, ...], list[Result]]:
+        """Run the backward of each choice of results: their facts, and graph results."""
         found: list[Choice] = []
         results: list[Result] = []
-        recorder, inputs = self._recorder, self._inputs
         for chosen in choices:
-            if writes and self._forward_end is not None:
-                self._forward_end.restore(inputs.row())
-            counters = [one.counts() for one in inputs.row()]
-            runs[chosen] = some = self._backward.run(chosen, retain_graph=True)
-            row, metadata = inputs.row(), self._forward.metadata
-            some_writes, written = backward_writes(recorder, row, counters, metadata)
-            for idx in some_writes:
-                if idx not in writes:
-                    raise refusal(
-                        f"the backward (a hook, an autograd function) writes `{row[idx].slot}` only where a "
-                        "gradient is None",
-                        "write it whichever gradients are None",
-                    )
-            grads, kept = some.recipes()
-            found.append(Choice(chosen, grads, some_writes, kept))
-            slots = found[-1].slots(row.map(lambda one: one.slot), row.map(lambda one: one.recipe))
-            results += choice_results(recorder, slots, some, written)
-        return runs, tuple(found), results
+            some = self._backward.run(chosen, retain_graph=True)
+            found.append(Choice(chosen, *some.recipes()))
+            slots = found[-1].slots(self._inputs.row().map(lambda one: one.slot))
+            results += choice_results(self._recorder, slots, some)
+        return tuple(found), results
 
     def _find_changes_of_some(self) -> None:
         """Run the backward of each choice of results only to see what it changes in Python."""

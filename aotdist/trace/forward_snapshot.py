@@ -5,70 +5,47 @@ With `retain_graph=True` a backward runs twice, and the second run reads what th
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 
-import torch
 from torch.fx import Node
 
 from aotdist.program import PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import Recipe, leaves
-from aotdist.torch_seam.functional import functional_value, is_functional_base, replace_functional_value
 from aotdist.torch_seam.operators import OpOverload, makes_views
 from aotdist.trace.recorder import Recorder
 from aotdist.trace.stand_ins import StandIn
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardEnd:
-    """What each input holds once the forward is over.
+def nodes_of_inputs(recorder: Recorder, row: Row[PrimalIdx, StandIn]) -> dict[PrimalIdx, list[Node]]:
+    """The nodes of what each input holds now; none for inputs that have no memory of their own."""
+    return {
+        idx: [] if one.derived or one.spans else [recorder.value(plain) for plain in one.plains]
+        for idx, one in row.enumerate()
+    }
+
+
+def read_late(
+    recorder: Recorder,
+    row: Row[PrimalIdx, StandIn],
+    writes: Collection[PrimalIdx],
+    forward_end: Mapping[PrimalIdx, list[Node]],
+) -> None:
+    """Let the backward read what it writes from new arguments of the graph (role `buffer`).
 
     Args:
-        nodes: for each input that has memory of its own, the nodes of its plain tensors.
-        values: for each input, the values of its plain tensors.
-        counters: for each input, its version counters.
+        recorder: recorded it.
+        row: the inputs.
+        writes: those that it writes.
+        forward_end: `nodes_of_inputs` when the forward was over; inputs that came later are missing.
     """
-
-    nodes: dict[PrimalIdx, list[Node]]
-    values: list[Sequence[torch.Tensor]]
-    counters: list[Sequence[int]]
-
-    @classmethod
-    def of(cls, recorder: Recorder, row: Row[PrimalIdx, StandIn]) -> ForwardEnd:
-        """The values and version counters of the inputs now."""
-        own = [(idx, one) for idx, one in row.enumerate() if not (one.derived or one.spans)]
-        return cls(
-            {idx: [recorder.value(plain) for plain in one.plains] for idx, one in own},
-            [one.values() for one in row],
-            [one.counters() for one in row],
-        )
-
-    def restore(self, row: Row[PrimalIdx, StandIn]) -> None:
-        """Give the stand-ins these values and version counters; those that came later, their first ones.
-
-        Then the backward can be traced again: to autograd, no saved tensor has been written.
-        """
-        later = list(row)[len(self.values) :]
-        values = [*self.values, *(one.first_values for one in later)]
-        counters = [*self.counters, *(one.first_counters for one in later)]
-        for stand_in, held, counts in zip(row, values, counters, strict=True):
-            for plain, value in zip(stand_in.plains, held, strict=True):
-                if is_functional_base(plain) and functional_value(plain) is not value:
-                    replace_functional_value(plain, value)
-            stand_in.count_again_from(counts)
-
-    def read_late(
-        self, recorder: Recorder, row: Row[PrimalIdx, StandIn], writes: Collection[PrimalIdx]
-    ) -> None:
-        """Let the backward read what it writes from new arguments of the graph (role `buffer`)."""
-        for idx in writes:
-            stand_in = row[idx]
-            before = self.nodes.get(idx, [])
-            if idx >= len(self.values):  # the backward is the first to meet it
-                names = (Slot("primal", stand_in.slot.path, inner) for inner, _ in leaves(stand_in.recipe))
-                before = [recorder.placeholder(name) for name in names]
-            if before:
-                _read_late(recorder, stand_in.slot.path, stand_in.recipe, before)
+    for idx in writes:
+        stand_in = row[idx]
+        before = forward_end.get(idx)
+        if before is None:
+            names = (Slot("primal", stand_in.slot.path, inner) for inner, _ in leaves(stand_in.recipe))
+            before = [recorder.placeholder(name) for name in names]
+        if before:
+            _read_late(recorder, stand_in.slot.path, stand_in.recipe, before)
 
 
 def is_read_again(written: Collection[Node], results: Sequence[tuple[Slot, Node | None]]) -> bool:

@@ -15,7 +15,6 @@ from aotdist.aliasing.metadata import Change
 from aotdist.aliasing.overwrite import version_of
 from aotdist.aliasing.view_log import ViewLog, look_inside
 from aotdist.aliasing.views import share_memory
-from aotdist.capture.captured import Returned
 from aotdist.facts import (
     Action,
     Fresh,
@@ -36,7 +35,7 @@ from aotdist.facts import (
     data_of,
 )
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
-from aotdist.subclasses.protocol import is_wrapper, plain_tensors, wrapper_rule
+from aotdist.subclasses.protocol import is_wrapper, wrapper_rule
 from aotdist.torch_seam.autograd import creation_meta, is_leaf_with_grad, released_history
 from aotdist.torch_seam.jagged import is_ragged
 from aotdist.trace.failures import unsupported
@@ -177,16 +176,13 @@ class NodeOutputs:
             self._source(number, change.serial, arg) if isinstance(arg, torch.Tensor) else arg
             for arg in change.args
         )
-        data = None
-        if change.grown is not None:
-            data = self.add(Slot("output", f"grown[{number}]"), change.grown, history=False)
         # What begins to require grad does so before the call, and is reshaped as if it did not yet.
         idx = self._inputs.index_of(change.tensor)
         begins = idx is not None and is_switched_on(self._inputs.row()[idx])
-        return MetadataWrite(target, change.op, args, change.kwargs, change.grad and not begins, number, data)
+        return MetadataWrite(target, change.op, args, change.kwargs, change.grad and not begins, number)
 
     def _source(self, number: int, now: int, tensor: torch.Tensor) -> Place:
-        """Where to find, outside, a tensor whose storage another tensor takes over."""
+        """Where to find, outside, a tensor that is assigned to the `.data` of another."""
         root = self._log.root(tensor, ())
         steps, changes = root.all_steps(), self._log.changes_of(root.base)
         place = self._place(number, root.base, steps)
@@ -301,30 +297,11 @@ class NodeOutputs:
             )
 
     def _refuse_view_of_replaced(self, slot: Slot, out: torch.Tensor, base: torch.Tensor) -> None:
-        """Refuse a view of a wrapper inside of which a tensor was replaced.
-
-        The view shows the replacement; outside, what is replaced in an input is replaced last, and nothing is
-        replaced in views.
-        """
+        """Refuse a view of a wrapper with a replaced tensor in it: the view is made again, with the first."""
         if any(map(self._log.views.holds_others, (out, *self._log.views.bases(out)))):
             raise unsupported(
                 f"`{slot.path}` is a view of a {type(base).__name__}, and a tensor inside of it was replaced",
                 f"replace it in a clone, and return that as `{slot.path}`",
-            )
-        idx = self._inputs.index_of(base)
-        if idx is None or not is_wrapper(out):
-            return
-        stand_in = self._inputs.row()[idx]
-        at_first = stand_in.opened.plains()
-        others = [plain for plain in plain_tensors(out) if not _shown_by(at_first, plain)]
-        # What was replaced again is not among the results.
-        replaces = any(isinstance(other, Returned) and other.replaced for other in self._outs)
-        results = [other for other in self._outs if isinstance(other, torch.Tensor) and other is not out]
-        if others and (replaces or any(_shown_by(results, plain) for plain in others)):
-            raise unsupported(
-                f"`{slot.path}` is a view of `{stand_in.slot}`, taken after a tensor inside of it was "
-                "replaced",
-                f"take the view before, or clone `{slot.path}`",
             )
 
     def _view(
@@ -356,7 +333,3 @@ def _refuse_ragged_size(position: OutIdx, out: Any) -> None:
             "equals itself alone and is of this call",
             "return, or keep, the jagged tensor: it has the size",
         )
-
-
-def _shown_by(tensors: Sequence[torch.Tensor], plain: torch.Tensor) -> bool:
-    return any(share_memory(tensor, plain) for tensor in tensors)

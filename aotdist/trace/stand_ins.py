@@ -40,7 +40,6 @@ from aotdist.torch_seam.autograd import creation_meta, nodes_behind, set_creatio
 from aotdist.torch_seam.functional import (
     FunctionalTensor,
     data_writes,
-    functional_value,
     given_attributes,
     made_again,
     part_of,
@@ -72,8 +71,7 @@ class StandIn:
             gradients for it, are those of the other inputs.
         spans: the spans that its plain tensors lie in, together with others.
         base: which stand-in it is a view of, if it is made as one.
-        first_counters: version counters of `tensor` and of what lies inside of it, before the program ran.
-        first_values: the values of its plain tensors then.
+        first_version: version counter of `tensor` before the program ran.
     """
 
     slot: Slot
@@ -85,8 +83,7 @@ class StandIn:
     derived: bool = False
     spans: frozenset[PrimalIdx] = frozenset()
     base: PrimalIdx | None = None
-    first_counters: tuple[int, ...] = (0,)
-    first_values: tuple[torch.Tensor, ...] = ()
+    first_version: int = 0
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -103,7 +100,7 @@ class StandIn:
 
     def bumps(self) -> int:
         """How many writes autograd counted, of this tensor and of views of it."""
-        return 1 if self.tensor.is_inference() else version_of(self.tensor) - self.first_counters[0]
+        return 1 if self.tensor.is_inference() else version_of(self.tensor) - self.first_version
 
     def writes(self) -> tuple[int, ...]:
         """How often each plain tensor was written, also through tensors that share its memory."""
@@ -112,22 +109,6 @@ class StandIn:
     def counts(self) -> tuple[tuple[int, ...], int]:
         """`writes` and `bumps`."""
         return self.writes(), self.bumps()
-
-    def values(self) -> tuple[torch.Tensor, ...]:
-        """What each plain tensor holds."""
-        return tuple(map(functional_value, self.plains))
-
-    def counters(self) -> tuple[int, ...]:
-        """The version counters, of `tensor` and of what lies inside of it."""
-        return tuple(map(version_of, self._counted()))
-
-    def count_again_from(self, counters: Sequence[int]) -> None:
-        """Set the version counters."""
-        pairs = [(t, n) for t, n in zip(self._counted(), counters, strict=True) if not t.is_inference()]
-        set_versions(tuple(tensor for tensor, _ in pairs), tuple(number for _, number in pairs))
-
-    def _counted(self) -> list[torch.Tensor]:
-        return [self.tensor, *(inner for _, inner in self.opened.inside)]
 
 
 class Inputs:
@@ -157,7 +138,9 @@ class Inputs:
         _refuse_layout(example, slot)
         at = PrimalIdx(len(self._stand_ins))
         stand_in = _counted_from_here(self._made(at, slot, example))
-        self._note_storages(at, stand_in)
+        if is_real(example) and not self._bases.is_span(at):
+            for plain in stand_in.plains:
+                self._recorder.strided.note_input(plain)
         self._by_tensor[id(stand_in.tensor)] = at
         self._by_example[id(example)] = stand_in.tensor
         self._stand_ins.append(stand_in)
@@ -184,15 +167,6 @@ class Inputs:
         stand_in = self._of_its_own(slot, example, recipe, functionals, fakes)
         spans = frozenset(span for (primal, _), (span, _) in self._aliases.items() if primal == at)
         return replace(stand_in, derived=is_span, spans=spans)
-
-    def _note_storages(self, at: PrimalIdx, stand_in: StandIn) -> None:
-        """Note which storages are larger than the input in them, and which are an input's."""
-        is_own = is_real(stand_in.example) and not self._bases.is_span(at)
-        for plain, real in zip(stand_in.plains, plain_tensors(stand_in.example), strict=True):
-            if not is_symbolic(tuple(real.shape)) and real.untyped_storage().nbytes() > real.nbytes:
-                self._recorder.lies_in_more(plain)
-            if is_own:
-                self._recorder.strided.note_input(plain)
 
     def _fake(self, leaf: Plain, plain: torch.Tensor) -> torch.Tensor:
         if is_symbolic(leaf):
@@ -315,7 +289,7 @@ def _counted_from_here(stand_in: StandIn) -> StandIn:
     tensor, example = stand_in.tensor, stand_in.example
     if not (example.is_inference() or tensor.is_inference()):
         set_versions((tensor,), (version_of(example),))
-    return replace(stand_in, first_counters=stand_in.counters(), first_values=stand_in.values())
+    return replace(stand_in, first_version=version_of(tensor))
 
 
 def _shape_of(tensor: torch.Tensor) -> list[tuple[int, int]]:

@@ -153,7 +153,6 @@ INSIDE: dict[str, Callable[[Any], Any]] = {
     "behind autograd's back": lambda x: (x.detach().mul_(2), x.a)[1],
     "written itself": lambda x: x.a.mul_(2),
     "written itself, and not returned": lambda x: (x.a.mul_(2), x.b[0].zero_(), x * 2)[2],
-    "written and replaced": lambda x: (x.mul_(2), y := x.a, setattr(x, "a", x.a + 1), y)[3],
 }
 
 
