@@ -3,8 +3,8 @@
 A compiler takes `(graph_module, fake_arguments)` and returns a callable, which takes its arguments as one
 list if it has a true attribute `_boxed_call`. A backward is compiled when it runs for the first time, or
 ahead of time if the program communicates. A partition takes `(joint_module, (primals, tangents),
-num_fwd_outputs=...)` and returns the forward and the backward module; PyTorch's partitions are accepted, and
-ours cut only joint graphs that aotdist has recorded. All graphs keep PyTorch's conventions:
+num_fwd_outputs=...)` and returns the forward and the backward module; PyTorch's partitions are accepted. All
+graphs keep PyTorch's conventions:
 
 - joint: `primals_1, ..., tangents_1, ...` -> new values of written inputs, results, a gradient, or None, for
   each primal;

@@ -29,7 +29,7 @@ def default_partition(
     """Keep eager's schedule and save what eager saves.
 
     Args:
-        joint_module: a joint graph that `aotdist` recorded.
+        joint_module: a joint graph, ours or PyTorch's.
         num_fwd_outputs: how many of its results are the forward's.
         static_lifetime_input_indices: ignored.
         static_lifetime_input_nodes: ignored.
@@ -48,7 +48,7 @@ def min_cut_rematerialization_partition(
     """Save the fewest bytes, and recompute cheap operations in the backward.
 
     Args:
-        joint_module: a joint graph that `aotdist` recorded.
+        joint_module: a joint graph, ours or PyTorch's.
         compiler: whose operations are cheap; only `inductor` is known.
         num_fwd_outputs: how many of its results are the forward's.
         static_lifetime_input_indices: ignored.
@@ -85,27 +85,18 @@ def _partition_module(gm: GraphModule, num_values: int, policy: Policy) -> tuple
 
 
 def _as_joint(gm: GraphModule, num_values: int) -> tuple[Graph, dict[int, Any]]:
-    """Convert a joint graph of PyTorch's convention to ours; also returns results that are constants.
-
-    Raises:
-        UnsupportedProgram: PyTorch has recorded it: its backward may need what its forward overwrites.
-    """
-    calls = [node for node in gm.graph.nodes if node.op == "call_function"]
-    if calls and not any("phase" in node.meta for node in calls):
-        raise UnsupportedProgram(
-            "the joint graph is not one that aotdist has recorded",
-            stage="partition",
-            fix="record it by `aotdist.aot_function`, or cut it with PyTorch's own partition",
-        )
+    """Convert a joint graph of PyTorch's convention to ours; also returns results that are constants."""
     builder = GraphBuilder(gm)
+    overwritten = _overwritten(gm)
     ins: list[Slot] = []
     for node in gm.graph.nodes:
         if node.op == "placeholder":
             ins.append(Slot(_argument_role(node), node.name))
-            builder.placeholder(node)
+            builder.placeholder(node).meta["overwritten"] = node in overwritten
         elif node.op != "output":
-            is_late = node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
-            builder.copy(node).meta.setdefault("phase", "backward" if is_late else "forward")
+            builder.copy(node)
+        if node.op != "output":
+            builder.env[node].meta.setdefault("phase", "backward" if _is_tagged_late(node) else "forward")
     flat = flat_results(gm)
     results = [builder.env[value] if isinstance(value, Node) else None for value in flat]
     outs = [Slot("output" if k < num_values else "grad", f"out[{k}]") for k in range(len(flat))]
@@ -113,7 +104,45 @@ def _as_joint(gm: GraphModule, num_values: int) -> tuple[Graph, dict[int, Any]]:
     return builder.finish(results, ins, outs), constants
 
 
+def _overwritten(gm: GraphModule) -> set[Node]:
+    """The arguments that the forward overwrites, so that the backward cannot read their old values.
+
+    The forward either returns the new value, which PyTorch's description of the result says, or calls
+    `copy_`.
+
+    Raises:
+        UnsupportedProgram: the backward writes one of them too, and would be given its old value.
+    """
+    found = {node for node in gm.graph.find_nodes(op="placeholder") if node.meta.get("overwritten")}
+    described = {node.meta.get("desc"): node for node in gm.graph.find_nodes(op="placeholder")}
+    for desc in gm.graph.output_node().meta.get("desc") or ():
+        written = getattr(desc, "mutated_input", None)
+        found |= {described[written]} if written is not None and written in described else set()
+    copies = gm.graph.find_nodes(op="call_function", target=torch.ops.aten.copy_.default)
+    found |= {copy.args[0] for copy in copies if not _is_tagged_late(copy)}
+    for copy in copies:
+        if copy.args[0] in found and _is_tagged_late(copy):
+            raise UnsupportedProgram(
+                f"the joint graph writes `{copy.args[0]}` in the forward and in the backward",
+                stage="partition",
+                fix="trace it with `aotdist.aot_function`, whose graphs return new values",
+            )
+    return found
+
+
+def _is_tagged_late(node: Node) -> bool:
+    return node.meta.get("partitioner_tag") in ("is_backward", "must_be_in_backward")
+
+
 def _argument_role(node: Node) -> Literal["primal", "size", "tangent"]:
     if "tangents" in str(node.target):
         return "tangent"
-    return "size" if isinstance(node.meta.get("val"), torch.SymInt) else "primal"
+    if isinstance(node.meta.get("val"), torch.SymInt):
+        return "size"
+    if "seed" in str(node.target):
+        raise UnsupportedProgram(
+            f"the joint graph takes `{node.name}`, the state of a random generator",
+            stage="partition",
+            fix="trace it without functionalized random operators",
+        )
+    return "primal"

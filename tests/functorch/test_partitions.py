@@ -16,6 +16,7 @@ from aotdist.api import compiled_call
 from aotdist.errors import BadSettings, UnsupportedProgram
 from tests.functorch.programs import (
     PROGRAMS,
+    AddsUpGradients,
     Compilers,
     Program,
     assert_same,
@@ -50,6 +51,14 @@ def test_a_partition_changes_no_number(partition, program: Program):
     compiled = ours.aot_function(program.fn, **compilers.all(), partition_fn=_recording(partition, calls))
     assert_same(run(program, compiled), run(program, program.fn))
     assert len(calls) == len(compilers.graphs.get("forward", []))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.parametrize("partition", [ours.default_partition, ours.min_cut_rematerialization_partition])
+@each_program
+def test_our_partitions_serve_their_function(program: Program, partition):
+    compiled = theirs.aot_function(program.fn, **Compilers().all(), partition_fn=partition)
+    assert_same(run(program, compiled), run(program, program.fn), none_may_be_zero=True)
 
 
 def test_a_partition_is_given_what_theirs_is():
@@ -342,10 +351,11 @@ def _writes_what_it_read(x, y):
 
 
 @pytest.mark.parametrize("fn", [_reads_what_it_wrote, _writes_what_it_read])
+@pytest.mark.parametrize("library", [ours, theirs], ids=["ours", "theirs"])
 @pytest.mark.parametrize("policy", ["default_partition", "min_cut_rematerialization_partition"])
-def test_an_input_that_the_forward_writes_is_not_saved(fn, policy: str):
+def test_an_input_that_the_forward_writes_is_not_saved(fn, library, policy: str):
     seen = []
-    for call in (fn, ours.aot_function(fn, ours.nop, partition_fn=getattr(ours, policy))):
+    for call in (fn, library.aot_function(fn, library.nop, partition_fn=getattr(ours, policy))):
         torch.manual_seed(0)
         x, y = leaf(3), data(3)
         call(x, y).sum().backward()
@@ -354,9 +364,14 @@ def test_an_input_that_the_forward_writes_is_not_saved(fn, policy: str):
 
 
 @pytest.mark.parametrize("partition", [ours.default_partition, ours.min_cut_rematerialization_partition])
-def test_a_joint_graph_of_theirs_is_refused(partition):
-    with pytest.raises(UnsupportedProgram, match="not one that aotdist has recorded"):
-        theirs.aot_function(torch.sin, theirs.nop, partition_fn=partition)(leaf(3))
+def test_what_both_write_in_a_joint_graph_of_theirs_is_refused(partition):
+    def program(x, total):
+        total.add_(1)
+        return AddsUpGradients.apply(x, total)
+
+    options = {"partition_fn": partition, "keep_inference_input_mutations": True}
+    with pytest.raises(UnsupportedProgram, match="writes `primals_2` in the forward and in the backward"):
+        theirs.aot_function(program, theirs.nop, **options)(leaf(3), data(3))
 
 
 @each_partition
