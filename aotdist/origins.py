@@ -94,6 +94,8 @@ _OURS = os.path.dirname(program.__file__) + os.sep
 # The trainer that ships with aotdist counts as the user's code; the other commands do not.
 _EXAMPLES = os.path.join(_OURS, "launch") + os.sep
 _COMMANDS = os.path.join(_EXAMPLES, "commands") + os.sep
+_PYTHONS = os.path.join(sysconfig.get_path("stdlib"), "")
+_INSTALLED = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
 _LIBRARIES = ("torch.nn.", "torch.optim.swa_utils", "transformers.")
 """Modules that may branch on data, as the user cannot change them."""
 _SYMBOLS = (
@@ -115,11 +117,17 @@ def is_user_file(filename: str) -> bool:
     return not filename.startswith(_OURS)
 
 
+def _says_where(filename: str) -> bool:
+    """Whether a line of `filename` tells the user where something happens: Python's own library's do not."""
+    is_of_python = filename.startswith(_PYTHONS) and not filename.startswith(_INSTALLED)
+    return is_user_file(filename) and not is_of_python
+
+
 class Origins:
     """Finds the line of the user's program that is running, in about a microsecond for each frame."""
 
     def __init__(self) -> None:
-        self._user_file: dict[str, bool] = {}
+        self._says_where: dict[str, bool] = {}
         self._lines: dict[tuple[str, int], str] = {}
 
     def current(self) -> str:
@@ -132,10 +140,10 @@ class Origins:
         frame: FrameType | None = inspect.currentframe()
         while frame is not None:
             filename = frame.f_code.co_filename
-            is_users = self._user_file.get(filename)
-            if is_users is None:
-                is_users = self._user_file[filename] = is_user_file(filename)
-            if is_users:
+            says_where = self._says_where.get(filename)
+            if says_where is None:
+                says_where = self._says_where[filename] = _says_where(filename)
+            if says_where:
                 return self._line(filename, frame.f_lineno)
             frame = frame.f_back
         return ""
@@ -161,7 +169,7 @@ def raised_at(traceback: TracebackType | None) -> str | None:
     users, modules = None, None
     while traceback is not None:
         filename = traceback.tb_frame.f_code.co_filename
-        if is_user_file(filename):
+        if _says_where(filename):
             users = describe_line(filename, traceback.tb_lineno)
         elif filename.startswith(_TORCH_MODULES):
             modules = describe_line(filename, traceback.tb_lineno)
@@ -204,7 +212,7 @@ def code_behind(depth: int) -> CodeType | None:
 def line_of_stack(stack: str) -> str:
     """The innermost line of the user's in a stack trace, or else of `torch.nn`; empty if there is neither."""
     frames = [(filename, int(number)) for filename, number in _FRAME.findall(stack)]
-    users = [frame for frame in frames if is_user_file(frame[0])]
+    users = [frame for frame in frames if _says_where(frame[0])]
     lines = users or [frame for frame in frames if frame[0].startswith(_TORCH_MODULES)]
     return describe_line(*lines[-1]) if lines else ""
 
@@ -220,8 +228,6 @@ _CALLING = (
     os.path.join(_TORCH_MODULES, "parallel") + os.sep,
 )
 """Files of `torch.nn` that only call modules."""
-_PYTHONS = os.path.join(sysconfig.get_path("stdlib"), "")
-_INSTALLED = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
 
 
 def note_kernels(error: BaseException) -> None:
@@ -281,8 +287,7 @@ def _only(traceback: TracebackType | None, is_shown: Callable[[str], bool]) -> T
 def _is_shown(filename: str) -> bool:
     if filename.startswith(_TORCH_MODULES):
         return not filename.startswith(_CALLING)
-    is_of_python = filename.startswith(_PYTHONS) and not filename.startswith(_INSTALLED)
-    return is_user_file(filename) and not is_of_python
+    return _says_where(filename)
 
 
 def _is_printed(filename: str) -> bool:

@@ -52,12 +52,18 @@ def no_python_random(own: Iterable[tuple[str, Any]]) -> Generator[None]:
     names |= {id(generator): f"the generator of {name}" for name, _, generator in _SHARED}
     reached = {id(generator): generator for _, generator in own}
     before = [(one, _pickled_state(one)) for one in reached.values()]
+
+    def refuse_known(original: Callable[..., Any], generator: random.Random, *args: Any) -> Any:
+        return _refuse(names[id(generator)]) if id(generator) in names else original(generator, *args)
+
     with ExitStack() as stack:
+        for name in ("random", "getrandbits"):  # which all others call; a generator made inside may draw
+            stack.enter_context(replaced_here(random.Random, name, refuse_known))
         for _, module, generator in _SHARED:
             if id(generator) not in reached:
                 refuse = functools.partial(_refuse, names[id(generator)])
-                for owner, name in _functions_of(module, generator):
-                    stack.enter_context(replaced_here(owner, name, refuse))
+                for name in _functions_of(module, generator):
+                    stack.enter_context(replaced_here(module, name, refuse))
         for name in ("random", "getrandbits"):  # they leave no state by which draws could be noticed
             refuse = functools.partial(_refuse, "the system's generator")
             stack.enter_context(replaced_here(random.SystemRandom, name, refuse))
@@ -83,13 +89,11 @@ def _drawn_from(name: str, where: str | None = None) -> UnsupportedProgram:
     )
 
 
-def _functions_of(module: Any, generator: Any) -> Iterator[tuple[Any, str]]:
-    """Owners and names of the functions that draw from the generator of a module."""
-    if isinstance(generator, random.Random):
-        yield from ((generator, name) for name in ("random", "getrandbits"))  # which all others call
+def _functions_of(module: Any, generator: Any) -> Iterator[str]:
+    """Names of the functions of a module that draw from its generator."""
     for name, function in list(vars(module).items()):
         if getattr(function, "__self__", None) is generator and function.__name__ not in _OF_STATES:
-            yield module, name
+            yield name
 
 
 _OF_STATES = ("getstate", "setstate", "get_state", "set_state")

@@ -37,6 +37,30 @@ def test_the_line_that_draws_is_named() -> None:
         aotdist.compile(lambda x: x * float(np.random.rand()), backend="fx")(torch.ones(2))
 
 
+OF_ONES_OWN: dict[str, Callable[[random.Random], float]] = {
+    "random": lambda own: own.random(),
+    "uniform": lambda own: own.uniform(0, 1),
+    "randint": lambda own: own.randint(0, 3),
+    "choice": lambda own: own.choice([1, 2]),
+    "gauss": lambda own: own.gauss(0, 1),
+}
+
+
+@pytest.mark.parametrize("kind", OF_ONES_OWN)
+def test_the_line_that_draws_from_a_generator_of_ones_own_is_named(kind: str) -> None:
+    own, draw = random.Random(0), OF_ONES_OWN[kind]
+    with pytest.raises(UnsupportedProgram, match=rf"from `own`.*\n  at .*test_python_random.*own\.{kind}\("):
+        aotdist.compile(lambda x: x * draw(own), backend="fx")(torch.ones(2))
+    assert draw(own) == draw(random.Random(0))
+
+
+def test_a_generator_made_inside_draws_the_same_at_every_call() -> None:
+    compiled = aotdist.compile(lambda x: x * random.Random(3).uniform(1, 2), backend="fx")
+    assert (
+        compiled(torch.ones(1)) == compiled(torch.ones(1)) == torch.ones(1) * random.Random(3).uniform(1, 2)
+    )
+
+
 class Drawing(torch.nn.Module):
     def __init__(self, generator: Any) -> None:
         super().__init__()

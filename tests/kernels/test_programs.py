@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from aotdist.kernels import columns, launching, splitting
+from aotdist.kernels import columns, launching, printing, splitting
 from tests.kernels.reference import assert_same
 
 Step = Callable[[list[torch.Tensor]], torch.Tensor]
@@ -176,6 +176,7 @@ def test_in_single(program: Program, sizes: list[int], transposed: bool, grad: b
 
 
 @Given
+@example(Program([("softmax", lambda pool: pool[0].softmax(-1))], [2]), [3, 8], False, False)
 def test_in_small_pieces(program: Program, sizes: list[int], transposed: bool, grad: bool) -> None:
     """What large tensors meet: rows in parts, rows that no block holds, sums in two stages."""
     with pytest.MonkeyPatch.context() as patch:
@@ -185,6 +186,7 @@ def test_in_small_pieces(program: Program, sizes: list[int], transposed: bool, g
         patch.setattr(launching, "MAX_PERSISTENT", 4)
         patch.setattr(launching, "MAX_PERSISTENT_COLUMN", 2)
         patch.setattr(launching, "_LOOPED_BLOCK", 4)
+        patch.setattr(printing, "SIDE_BY_SIDE", 2)  # exponentials of a thread: no more than a loop's block
         assert_same(program, *tensors(sizes, torch.float64, transposed=transposed, grad=grad))
 
 
