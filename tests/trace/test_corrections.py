@@ -141,6 +141,21 @@ EXAMPLES: dict[str, Example] = {
         lambda: [torch.randn(1, 2, 4, 5), torch.randn(1, 2, 7, 9)],
         DYNAMIC,
     ),
+    "averages over all pixels": Example(
+        lambda x, y, z: (
+            F.adaptive_avg_pool2d(x * 2, 1).mul_(3),
+            F.adaptive_avg_pool2d(x[:, :, :1], (None, 1)),
+            F.adaptive_avg_pool1d(y.mT, 1),
+            F.adaptive_avg_pool3d(z, 1),
+            F.adaptive_avg_pool3d(x, 1),
+        ),
+        lambda: [
+            torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last).requires_grad_(),
+            leaf(2, 5, 3),
+            torch.randn(2, 3, 4, 5, 2).to(memory_format=torch.channels_last_3d).requires_grad_(),
+        ],
+        training=True,
+    ),
     "products of 16 bits in place": Example(
         lambda x, y: torch._foreach_mul_([x, y], 1 / 3),
         lambda: [torch.randn(5, 7).bfloat16(), torch.randn(9).half()],

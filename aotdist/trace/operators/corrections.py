@@ -116,6 +116,12 @@ CORRECTIONS: tuple[Correction, ...] = (
         "sizes that are symbols are asked for their numbers, in C++",
     ),
     Correction(
+        "averages over all pixels",
+        "function",
+        operators.AVERAGES,
+        "they become channels-last by `as_strided_`, which is refused",
+    ),
+    Correction(
         "packed sequences",
         "function",
         padded_batches.SEQUENCES,

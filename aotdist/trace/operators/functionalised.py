@@ -7,6 +7,7 @@
 - *Writes with symbolic sizes* are run on meta tensors first, to find wrong shapes, and many fail there:
   `clamp_`, and all that promote 16-bit floats. They are done by the functional twin.
 - *Products in place* of 16 bits and a number round that first, on a CPU, and functional ones do not.
+- *Averages over all pixels* become channels-last by `as_strided_`. Here they are averages by rows.
 - *Random masks* are drawn in the order of memory, which a functional operator does not keep.
 - *Lists of tensors* are written one after the other, so each may show what was written before.
 
@@ -15,11 +16,12 @@ Each correction is called with the functionalisation mode on, as `instead(operat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from aotdist.aliasing.memory import by_stride
 from aotdist.sizes import is_symbolic
@@ -35,6 +37,7 @@ from aotdist.torch_seam.operators import (
     cached_by_operator,
     functional_twin,
     schema_of,
+    suggest_memory_format,
     with_defaults,
     writes_arguments,
     written_arguments,
@@ -220,6 +223,28 @@ DRAWS: Mapping[Any, Callable[..., Any]] = {
     _ATEN.bernoulli_.Tensor: _draw,
 }
 """What is called for random masks."""
+
+
+def _averaged(func: Callable[..., Any], input: Tensor, output_size: Any) -> Tensor:
+    """The average of each channel where the input is channels-last: in eager, so is this."""
+    num_dims, channels_last = _POOLED[func]
+    each: Sequence[Any] = (output_size,) * num_dims if isinstance(output_size, int) else output_size
+    made = [size if to is None else to for size, to in zip(input.shape[-num_dims:], each, strict=False)]
+    images = input.unsqueeze(-2) if num_dims == 1 else input
+    if made != [1] * num_dims or suggest_memory_format(images) is not channels_last:
+        return NotImplemented
+    average = images.movedim(1, -1).mean(tuple(range(1, images.dim() - 1)), keepdim=True)
+    laid_out = average.movedim(-1, 1).clone()  # which is no view in eager
+    return laid_out.squeeze(-2) if num_dims == 1 else laid_out
+
+
+_POOLED = {
+    functional.adaptive_avg_pool1d: (1, torch.channels_last),
+    functional.adaptive_avg_pool2d: (2, torch.channels_last),
+    functional.adaptive_avg_pool3d: (3, torch.channels_last_3d),
+}
+AVERAGES: Mapping[Any, Callable[..., Any]] = dict.fromkeys(_POOLED, _averaged)
+"""What is called for averages of windows, which may be of all pixels."""
 
 
 def _polygamma(_func: OpOverload, tensor: Tensor, order: int) -> Tensor:
