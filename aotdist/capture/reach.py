@@ -319,10 +319,10 @@ class _Walk:
         items = items_of(value)
         if is_constant(items):
             self.reached.constants.append((source.applied(items_of, source.path), items))
-        elif all(is_constant(key) or isinstance(key, torch.Tensor) for key in keys):
+        elif all(is_constant(key) or isinstance(key, (torch.Tensor, nn.Module)) for key in keys):
             if is_constant(keys):
                 self.reached.constants.append((source.applied(keys_of, f"the keys of {source.path}"), keys))
-            else:  # keys that are tensors, as in an optimizer's state: items are read by them, and counted
+            else:  # tensors, modules, as in the state of an optimizer: items are read by them, and counted
                 number = source.applied(len, f"the number of items of {source.path}")
                 self.reached.constants.append((number, len(value)))
             cls = keeper_of(value)

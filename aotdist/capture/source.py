@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
+from torch import nn
 
 from aotdist.torch_seam.own_attributes import own, shared
 
@@ -165,9 +166,10 @@ class Source:
         return Source(path or f"{self.path}[{key!r}]", self.root, (*self.steps, Item(key, cls)))
 
     def item_at(self, position: int, key: Any, cls: type[Any] | None = None) -> Source:
-        """As `item`; in the path, a key that is a tensor is represented by its position among the keys."""
-        is_tensor = isinstance(key, torch.Tensor)
-        return self.item(key, f"{self.path}[<{type(key).__name__} {position}>]" if is_tensor else None, cls)
+        """As `item`; in the path, a key that is a tensor or a module is its position among the keys."""
+        is_object = isinstance(key, (torch.Tensor, nn.Module))
+        path = f"{self.path}[<{type(key).__name__} {position}>]" if is_object else None
+        return self.item(key, path, cls)
 
     def whole_list(self) -> Source:
         """All items of the list at `self`."""

@@ -12,13 +12,13 @@ from torch import nn
 
 from aotdist.compiled import AsWritten, StepOfFunction
 from aotdist.compiling import Compiling
+from aotdist.origins import intercept_calls
 from aotdist.runtime.artifact import Artifacts
 from aotdist.step.held import HeldState, held_by, hyperparameters
 from aotdist.step.program import StepInputs, StepProgram
 from aotdist.step.result import Varies
 from aotdist.step.stepping import MakesState, ReadsAhead
 from aotdist.torch_seam.dynamo import compiled_as_written
-from aotdist.torch_seam.modules import intercept_calls
 from aotdist.torch_seam.optimizers import intercept_steps, optimizer_hooks
 
 _VARYING = frozenset({"lr"})

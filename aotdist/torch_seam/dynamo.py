@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._higher_order_ops.utils import _hop_compile_tls
 from torch.fx.experimental._backward_state import BackwardState
 
 from aotdist.torch_seam.inductor import TracingContext
@@ -101,7 +102,8 @@ def _frames_off(set_callback: Callable[[Any], Any]) -> Generator[None]:
 def compiled_as_written() -> AbstractContextManager[None]:
     """What `torch.compile` made of functions and modules runs as it was written, in this context and thread.
 
-    To whatever it made, the stance (`torch.compiler.set_stance`) is "force_eager" in this thread.
+    To whatever it made, the stance (`torch.compiler.set_stance`) is "force_eager" in this thread. Operators
+    that take functions (`torch.cond`) compile these as ever: autograd sees what they close over only then.
     """
     return _AS_WRITTEN.applied(True)
 
@@ -113,7 +115,8 @@ def _stance_in_force() -> list[Place]:
 
 
 def _stance(stance: Any) -> str:
-    return "force_eager" if _AS_WRITTEN.value else vars(stance)["stance"]
+    in_eager = _AS_WRITTEN.value and not getattr(_hop_compile_tls, "in_hop_compile", False)
+    return "force_eager" if in_eager else vars(stance)["stance"]
 
 
 def _set_stance(stance: Any, value: str) -> None:

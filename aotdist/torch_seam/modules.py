@@ -3,14 +3,12 @@
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 from weakref import ref
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.utils import parametrize
 
 PARAMETRIZATIONS: Mapping[str, Any] = vars(parametrize)
@@ -75,16 +73,3 @@ def recurrent_layers_referring_to(
     finally:
         for layer, references in known.items():
             layer._flat_weight_refs = references
-
-
-@contextmanager
-def intercept_calls(callback: Callable[[torch.nn.Module], None]) -> Generator[None]:
-    """In this context, and in this thread, `callback` is called with each module before its forward."""
-    thread = threading.get_ident()
-
-    def hook(module: torch.nn.Module, _: Any) -> None:
-        if threading.get_ident() == thread:
-            callback(module)
-
-    with register_module_forward_pre_hook(hook):
-        yield

@@ -292,3 +292,24 @@ def test_what_is_computed_once_for_several_calls() -> None:
             seen += [tensor.detach().clone() for tensor in (*outs, *grads, *model.buffers())]
         found.append(seen)
     assert all(map(torch.equal, *found)) and len(found[0]) == len(found[1])
+
+
+def test_what_is_kept_by_modules() -> None:
+    """As preconditioners keep their factors: a number or a tensor per layer, in a dictionary."""
+
+    class Scaled(nn.Sequential):
+        def forward(self, x):
+            for layer in self:
+                x = layer(x) * self.scales[layer]
+                self.calls[layer] += 1
+            return x
+
+    ours = Scaled(nn.Linear(2, 2), nn.Linear(2, 2))
+    ours.calls = dict.fromkeys(ours, 0)
+    eager, x = copy.copy(ours), torch.randn(3, 2)
+    ours.calls = dict(eager.calls)
+    aotdist.compile(ours, backend="fx")
+    for step in range(1, 4):
+        ours.scales = eager.scales = {ours[0]: torch.full((2,), step), ours[1]: 1 / step}
+        assert torch.equal(ours(x), eager(x))
+        assert ours.calls == eager.calls == dict.fromkeys(ours, step)

@@ -134,3 +134,21 @@ def test_the_first_update_compiles_nothing_either() -> None:
     optimizer = Compiled(trained(model), backend=refuse, fullgraph=True)
     step = aotdist.train_step(model, loss_of, optimizer, backend="fx")
     assert all(step(batch(at)).isfinite() for at in range(2))
+
+
+def test_functions_that_operators_take_are_compiled_for_autograd() -> None:
+    """What branches close over has a gradient at the first call, which runs as written, too."""
+    layer, scale, x = nn.Linear(4, 4), nn.Parameter(torch.randn(4)), torch.randn(3, 4)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        y = torch.cond(x.sum() > 0, lambda x: layer(x) * scale, lambda x: layer(x) + scale, (x,))
+        layer.zero_grad()
+        scale.grad = None
+        y.square().sum().backward()
+        return layer.weight.grad.clone(), scale.grad.clone()  # type: ignore[union-attr]
+
+    expected, compiled = step(), aotdist.compile(step, backend="fx")
+    for _ in range(2):
+        for grad, of_eager in zip(compiled(), expected, strict=True):
+            torch.testing.assert_close(grad, of_eager)
+    assert len(compiled.graphs) == 1
