@@ -223,7 +223,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class MetadataWrite:
-    """Sizes, strides, memory or history are changed in place: `op(target, *args, **kwargs)`.
+    """Sizes, strides, storage or history are changed in place: `op(target, *args, **kwargs)`.
 
     Args:
         target: an input, a tensor that the region returns, or (without steps) an output.
@@ -232,6 +232,7 @@ class MetadataWrite:
         kwargs: its keyword arguments as pairs; they hold no tensors.
         grad: whether grad mode was on.
         number: position among all metadata writes of the program; negative if it comes after all others.
+        data: the tensor's new data, if it was given a larger storage.
     """
 
     target: Place
@@ -240,6 +241,7 @@ class MetadataWrite:
     kwargs: tuple[tuple[str, Any], ...]
     grad: bool
     number: int
+    data: NodeOutIdx | None = None
 
 
 Action: TypeAlias = OutIdx | Keep | MetadataWrite
@@ -400,6 +402,8 @@ class Facts:
             region, so that inputs are saved with the final version, and when they are repeated outside; in
             between, they are set back by this number.
         switched_on: inputs on which the program calls `requires_grad_`.
+        storages: plain tensors inside inputs, by position, on whose storage offset and bytes the program
+            depends.
         related: whether some inputs are functions of others, so that results depend on more than the graph
             shows.
         asked: attributes of inputs that the program reads from autograd (`is_leaf`), with their values; of
@@ -417,14 +421,17 @@ class Facts:
     backward: BackwardFacts
     rewinds: tuple[tuple[PrimalIdx, int], ...] = ()
     switched_on: tuple[PrimalIdx, ...] = ()
+    storages: tuple[tuple[PrimalIdx, int], ...] = ()
     related: bool = False
     asked: tuple[tuple[PrimalIdx, str, bool | int], ...] = ()
     data_guards: tuple[DataGuard, ...] = ()
     numbers: tuple[tuple[str, NodeOutIdx | NumberStep], ...] = ()
 
     def written(self) -> Set[PrimalIdx]:
-        """Inputs whose data is written, in forward or backward."""
+        """Inputs whose data is written, in forward or backward, or that get a larger storage."""
         forward = {idx for idx, fact in self.inputs.enumerate() if isinstance(fact, DataWritten)}
+        grown = [write.target for write in self.metadata_writes() if write.data is not None]
+        forward |= {target.input for target in grown if isinstance(target, IsInput)}
         return forward | self.backward.writes.keys()
 
     def reshaped(self) -> Set[PrimalIdx]:

@@ -52,7 +52,7 @@ def transpose_in_place(x):
     return x * 2
 
 
-def other_memory(x, y):
+def another_storage(x, y):
     before = x.data
     row = x[0]
     x.data = y
@@ -172,10 +172,10 @@ SECTIONS = (
         lambda: (torch.ones(2, 3),),
     ),
     Section(
-        "Other memory",
-        "`.data =` is replayed, too, among the outputs, in program order: a view shows what its base was "
-        "when the view was made.",
-        other_memory,
+        "Other storage",
+        "`set_`, `.data =` and `resize_` are replayed, too, among the outputs, in program "
+        "order: a view shows what its base was when the view was made.",
+        another_storage,
         lambda: (torch.ones(2, 2), torch.ones(2, 2)),
     ),
     Section(

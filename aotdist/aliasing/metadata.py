@@ -1,7 +1,7 @@
 """In-place changes of a tensor's metadata in a traced program.
 
-They change sizes and strides (`t_`), the memory (`.data =`), or the autograd history (`detach_`,
-`requires_grad_`).
+They change sizes and strides (`t_`, `resize_`), the storage (`set_`, `.data =`), or the autograd history
+(`detach_`, `requires_grad_`).
 """
 
 from __future__ import annotations
@@ -46,12 +46,13 @@ class Change:
         serial: its position in the order of the program's views and changes.
         size: the sizes of the tensor before.
         op: the operator, or a function that does the same to a real tensor.
-        args: its other positional arguments; for `.data =`, the tensor that is assigned.
+        args: its other positional arguments; tensors among them are sources of a storage.
         kwargs: its keyword arguments as pairs.
         grad: whether grad mode was on.
         bumps: by how much the version counter increases.
         former: a second tensor with the memory and the sizes of before; None where the operator has an
             inverse.
+        grown: a second tensor with the memory of after, if that has grown.
     """
 
     tensor: torch.Tensor
@@ -63,6 +64,7 @@ class Change:
     grad: bool = True
     bumps: int = 0
     former: torch.Tensor | None = None
+    grown: torch.Tensor | None = None
 
     def moves(self) -> bool:
         """Whether the tensor may have other memory now."""
@@ -179,7 +181,7 @@ def another_name(tensor: torch.Tensor) -> torch.Tensor:
     """A second tensor of the same memory, with the same history; to autograd it is no view."""
 
     def second() -> torch.Tensor:
-        # Not the wrapper's own `detach`, which may fail after it was reshaped.
+        # Not the wrapper's own `detach`, which may fail after it was resized.
         names = [torch.ops.aten.detach.default(plain) for plain in plain_tensors(tensor)]
         return rebuild(recipe_of(tensor), names)
 

@@ -18,13 +18,17 @@ from aotdist.aliasing.views import (
     ViewEntry,
     Views,
     detached_since,
-    moved_since,
+    outgrown,
     reshaped_since,
+    share_memory,
+    view_refusal,
 )
 from aotdist.facts import Around, Inside, ViewStep
 from aotdist.subclasses.protocol import around_one, is_wrapper, plain_tensors
 from aotdist.torch_seam.autograd import history_of
 from aotdist.torch_seam.functional import memory_of
+
+_RESIZE = torch.ops.aten.resize_.default
 
 
 class ViewLog:
@@ -33,6 +37,7 @@ class ViewLog:
     def __init__(self) -> None:
         self.views = Views()
         self.changes: list[Change] = []
+        self._outgrown: dict[int, torch.Tensor] = {}
         self._moved: dict[int, torch.Tensor] = {}
         self._parted: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Views whose log entries were changed by `rebase_views_of`, each with its base to autograd."""
@@ -56,8 +61,8 @@ class ViewLog:
             if parted is not None and (parted.requires_grad or id(parted) in known):
                 raise reshaped_since()
             found = found.passing(entry.base if through_node else None)
-            if id(entry.base) in self._moved:
-                raise moved_since()
+            if id(found.base) in self._outgrown or id(entry.base) in self._moved:
+                raise outgrown()
             found = replace(found, base=entry.base, steps=(*entry.steps, *found.steps))
             entry = None if id(found.base) in known else self.views.get(found.base)
         return found
@@ -100,9 +105,10 @@ class ViewLog:
         kwargs: Mapping[str, Any],
         *,
         bumps: int,
-        former: torch.Tensor | None = None,
+        former: torch.Tensor | None,
     ) -> Change:
         """Note a call of `op(tensor, *args, **kwargs)`; the other arguments are those of `Change`."""
+        grown = another_name(tensor) if op is _RESIZE and tensor.numel() > size.numel() else None
         change = Change(
             tensor=tensor,
             serial=self.views.next_serial(),
@@ -113,10 +119,20 @@ class ViewLog:
             grad=torch.is_grad_enabled(),
             bumps=bumps,
             former=former,
+            grown=grown,
         )
         self.changes.append(change)
         if change.moves() and tensor in self.views:
             self._moved[id(tensor)] = tensor
+        stays = grown is not None and former is not None and share_memory(former, tensor)
+        if grown is not None and size.numel() and tensor in self.views and not stays:
+            raise view_refusal(
+                "a tensor is resized in place, and grows, while another shares its memory",
+                "clone it first, or make a tensor of the size that you need",
+            )
+        if grown is not None and not stays:
+            views = (entry.view for entry in self.views)
+            self._outgrown |= {id(view): view for view in views if self.views.is_view_of(view, tensor)}
         return change
 
     def _name(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -139,9 +155,11 @@ class ViewLog:
                 base = view._base
                 # Autograd slices the base's gradient by the strides of both: the base has new ones by now.
                 if base is not None and lies_elsewhere(base, self._changes_since_made(view, base)):
-                    raise moved_since()
+                    raise outgrown()
         for value in values:
             for tensor in value if isinstance(value, (list, tuple)) else [value]:
+                if id(tensor) in self._outgrown:
+                    raise outgrown()
                 if tensor in self.views:
                     self._refuse_lost_history(tensor)
 
@@ -153,7 +171,7 @@ class ViewLog:
         if any(change.op is torch.Tensor.detach_ for change in changes):
             raise detached_since()
         if lies_elsewhere(base, changes):
-            raise moved_since()
+            raise outgrown()
 
     def _changes_since_made(self, view: torch.Tensor, base: torch.Tensor) -> list[Change]:
         return [change for change in self.changes_of(base) if change.serial > self.views.made(view)]

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
-from aotdist.aliasing.metadata import INVERSES, Change, make_again
+from aotdist.aliasing.metadata import INVERSES, Change, another_name, make_again
 from aotdist.aliasing.overwrite import all_uncounted, bump, rewind, written_uncounted
 from aotdist.aliasing.view_log import ViewLog, is_recorded
 from aotdist.aliasing.views import Opened, ViewEntry, lies_in, refuse_overlapping_write, view_refusal
-from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DETACH, ViewStep, data_of
 from aotdist.subclasses.protocol import is_wrapper
 from aotdist.torch_seam.functional import FunctionalTensor
@@ -44,8 +43,13 @@ _LIKE_ANOTHER = {
 }
 """Operators that make the same views from a size; those with a tensor arrive here in inference mode only."""
 _DETACH_ = torch.ops.aten.detach_.default
-_RESIZE_AS = torch.ops.aten.resize_as_.default
-_RESIZES = frozenset({torch.ops.aten.resize_.default, _RESIZE_AS})
+_SET = torch.ops.aten.set_.source_Tensor
+_FROM_STORAGES = frozenset(
+    {torch.ops.aten.set_.source_Storage, torch.ops.aten.set_.source_Storage_storage_offset}
+)
+_SETS = frozenset({_SET, torch.ops.aten.set_.default})
+_RESIZE = torch.ops.aten.resize_.default
+_RESIZES = frozenset({_RESIZE, torch.ops.aten.resize_as_.default})
 _AS_STRIDED_ = torch.ops.aten.as_strided_.default
 _VIEW_AS_DTYPE = torch.ops.aten.view.dtype
 _LIFT = torch.ops.aten.lift_fresh.default
@@ -141,17 +145,28 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
 
     def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Log an operator like `view.t_()`: it adds a step to the view's chain, not to those of its views."""
+        op: Any = func
+        if func is _AS_STRIDED_:
+            raise view_refusal(
+                "`as_strided_` lets a tensor show other elements in place",
+                "let it be another tensor: `x = x.as_strided(size, stride)`",
+            )
+        if func in _FROM_STORAGES:
+            raise view_refusal(
+                "a tensor is set to a storage, which has no memory while it is captured",
+                "set it to a tensor: `x.set_(y)`",
+            )
         changed, *rest = args
-        if func in _RESIZES and changed.size() == (
-            rest[0].size() if func is _RESIZE_AS else torch.Size(rest[0])
-        ):
-            return changed
-        if func not in INVERSES:
-            raise _moves(func)
-        size = changed.size()
+        size, stride = changed.size(), changed.stride()
+        former = None if func in INVERSES else another_name_from_below(changed)
         result = func(*args, **kwargs)
-        change = self.log.note_change(changed, size, func, rest, kwargs, bumps=1)
-        self._make_views_again(changed)
+        if func in _RESIZES:
+            if changed.size() == size and changed.stride() == stride:
+                return result
+            op, rest, kwargs = _RESIZE, [tuple(changed.size())], _format_of(changed)
+        change = self.log.note_change(changed, size, op, rest, kwargs, bumps=1, former=former)
+        if not change.moves():
+            self._make_views_again(changed)
         twin = out_of_place(func)
         entry = self.log.views.get(changed)
         if entry is not None:
@@ -210,17 +225,22 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         return base
 
 
-def _moves(func: OpOverload) -> UnsupportedProgram:
-    """An error for an operator that gives a tensor another size, or other memory, in place."""
-    if func is _AS_STRIDED_:
-        return view_refusal(
-            "`as_strided_` lets a tensor show other elements in place",
-            "let it be another tensor: `x = x.as_strided(size, stride)`",
-        )
-    return view_refusal(
-        f"`{func}` gives a tensor another size, or other memory, in place",
-        "make another tensor (`x = x[:2].clone()`), or assign `x.data = y`",
-    )
+def another_name_from_below(tensor: torch.Tensor) -> torch.Tensor:
+    """`another_name`, called below autograd."""
+    with enable_reentrant_dispatch():
+        return another_name(tensor)
+
+
+def _format_of(tensor: torch.Tensor) -> Mapping[str, Any]:
+    for memory_format in (torch.channels_last, torch.channels_last_3d):
+        dims = 4 if memory_format is torch.channels_last else 5
+        if (
+            tensor.dim() == dims
+            and not tensor.is_contiguous()
+            and tensor.is_contiguous(memory_format=memory_format)
+        ):
+            return {"memory_format": memory_format}
+    return {}
 
 
 def _as_what_is_viewed(func: OpOverload, args: Sequence[Any]) -> AbstractContextManager[Any]:

@@ -297,11 +297,11 @@ def reshaped_since(how: str = "", where: str | None = None) -> UnsupportedProgra
     )
 
 
-def moved_since() -> UnsupportedProgram:
+def outgrown() -> UnsupportedProgram:
     """An error for a view whose base has other memory since."""
     return view_refusal(
-        "a view is used whose base was given other memory (`.data =`) after it was made",
-        "make the view afterwards, or assign `.data` before the compiled function",
+        "a view is used whose base grew in place, or was given another storage, after it was made",
+        "make the view afterwards, or resize the tensor before the compiled function",
     )
 
 

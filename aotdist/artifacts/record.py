@@ -18,7 +18,7 @@ import torch
 from aotdist.artifacts.graphs import Graphs, without_folder
 from aotdist.artifacts.kinds import Shape
 from aotdist.artifacts.live import NOTHING_LIVE, Live
-from aotdist.artifacts.signature import check_same, signature_of, steady_path
+from aotdist.artifacts.signature import check_same, signature_of, steady_path, storages_of
 from aotdist.artifacts.typed import damaged, only_ours, require
 from aotdist.artifacts.values import Json, Values
 from aotdist.capture.capture import capture
@@ -80,6 +80,7 @@ def written(
     return {
         "name": captured.name,
         "signature": signature_of(target, captured, compilation.deduped, traced.program, values),
+        "storages": storages_of(traced.facts.storages, traced.program),
         "closed_over": _closed_over(compilation),
         "settings": values.written(compilation.settings, "the settings"),
         "bases": values.written(compilation.bases, "the plan of what shares memory"),
@@ -194,6 +195,8 @@ def read(
         facts: Facts = require(values.read(json["facts"]), Facts, "what the trace showed")
         if len(facts.inputs) != len(program.ins):
             raise damaged(f"the facts are of {len(facts.inputs)} inputs, and there are {len(program.ins)}")
+        places = require(json["storages"], dict[str, str], "where tensors lie")
+        check_same(captured.name, places, storages_of(facts.storages, program))
         reading = _Reading(captured, deduped, bases, program, facts, settings, values)
         compilation = reading.compilation(json)
     return replace(compilation, seconds={"load": time.perf_counter() - started})

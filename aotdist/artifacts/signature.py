@@ -21,7 +21,8 @@ from aotdist.capture.modules import ModuleGuard
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.errors import SignatureMismatch
 from aotdist.program import PrimalIdx, Program
-from aotdist.subclasses.protocol import Wrapper, recipe_of
+from aotdist.runtime.guards import place_in_storage
+from aotdist.subclasses.protocol import Wrapper, plain_tensors, recipe_of
 
 Signature: TypeAlias = Mapping[str, str]
 """The description of each part of a call, by the part's name."""
@@ -99,6 +100,16 @@ def _described(tensor: torch.Tensor, values: Values) -> str:
     if isinstance(recipe, Wrapper):
         text += f", {json.dumps(values.written(recipe, type(tensor).__name__))}"
     return text
+
+
+def storages_of(storages: tuple[tuple[PrimalIdx, int], ...], program: Program[PrimalIdx]) -> Signature:
+    """Storage offset and bytes of the plain tensors for which the program depends on them."""
+    return {
+        f"storage of `{program.ins[idx].path}`": str(
+            place_in_storage(plain_tensors(program.examples[idx])[leaf])
+        )
+        for idx, leaf in storages
+    }
 
 
 def _with_group_names(flags: Any, values: Values) -> Any:

@@ -17,9 +17,9 @@ The steps, from the outside in:
 3. `epilogue`: outputs that alias something are rebuilt outside of the compiled region, by view replay. Views
    of an input that were made before a write to it are rebuilt before the region, so that autograd rebuilds
    their history.
-4. `metadata`: `t_`, `.data =`, `detach_`, `requires_grad_` are replayed on the user's tensor, in program
-   order together with the views of step 3; the region gets the tensor as it was. A tensor that begins to
-   require grad in the program does so there, and all its views are made of that one tensor.
+4. `metadata`: `t_`, `resize_`, `set_`, `.data =`, `detach_`, `requires_grad_` are replayed on the user's
+   tensor, in program order together with the views of step 3; the region gets the tensor as it was. A tensor
+   that begins to require grad in the program does so there, and all its views are made of that one tensor.
 5. `mutation`: a write that takes part in the backward is done to the user's tensor outside of the autograd
    node, by an autograd function of its own: the overwritten value gets no gradient from it, where `copy_`
    would add zeros (and -0.0 + 0.0 is 0.0). If the tensor is a view, its base's gradient is assembled as

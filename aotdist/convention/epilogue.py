@@ -33,6 +33,7 @@ from aotdist.facts import (
     ViewOfOutput,
 )
 from aotdist.program import Call, OutIdx, PrimalIdx, Row
+from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import history_of, set_creation_meta
 
 
@@ -145,7 +146,8 @@ class Outputs:
         match action:
             case MetadataWrite():
                 args = [self._at(arg) if isinstance(arg, Place) else arg for arg in action.args]
-                rewrite(self._at(action.target), action, args)
+                data = None if action.data is None else self.values[action.data]
+                rewrite(self._at(action.target), action, args, data)
             case Keep(number=number, place=place):
                 self._kept[number] = self._at(place)
             case _:
@@ -176,17 +178,23 @@ class Outputs:
                 assert_never(place)
 
 
-def rewrite(tensor: torch.Tensor, write: MetadataWrite, args: Sequence[Any]) -> None:
+def rewrite(
+    tensor: torch.Tensor, write: MetadataWrite, args: Sequence[Any], data: torch.Tensor | None = None
+) -> None:
     """Repeat one write of metadata on `tensor`, with `args` in the place of the write's own.
 
     Args:
         tensor: the caller's.
         write: the write.
         args: its arguments, tensors of the trace replaced by those of the call.
+        data: what the tensor's plain tensors are to hold afterwards; None to leave them as they are.
     """
     history_of(tensor)  # autograd rebuilds the history of a view whose base was written when it is read
     with torch.set_grad_enabled(write.grad):
         write.op(tensor, *args, **dict(write.kwargs))
+    if data is not None:
+        for plain, value in zip(plain_tensors(tensor), plain_tensors(data), strict=True):
+            plain.data.copy_(value)
 
 
 def plan_epilogue(facts: Facts) -> EpiloguePlan:

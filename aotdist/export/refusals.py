@@ -106,7 +106,8 @@ def refuse_metadata_writes(traced: Traced) -> None:
         raise unsupported(what, "return the changed tensor instead")
     if not all(view_made_by(write) or write.op in _OF_HISTORY for write in facts.metadata_writes()):
         raise unsupported(
-            "a tensor that the program makes is given other memory (`.data =`)",
+            "a tensor that the program makes is resized in place after it was viewed, or given another "
+            "storage",
             "make another tensor instead, or clone the view",
         )
 

@@ -101,6 +101,7 @@ class Guards:
         facts: what the trace showed of them.
         numbers: those that differ from call to call.
         written: inputs that the program writes.
+        storages: plain tensors beneath inputs, with the storage offset and storage bytes that they must have.
         environment: guards on everything besides the tensors.
         leave_objects: puts objects that the program stores in Python in their places; the artifact then fits
             this one call only.
@@ -117,6 +118,7 @@ class Guards:
     facts: Facts
     numbers: Numbers
     written: tuple[PrimalIdx, ...]
+    storages: tuple[tuple[PrimalIdx, int, tuple[int, int]], ...]
     environment: EnvironmentGuards
     leave_objects: Callable[[], None] | None
 
@@ -203,6 +205,10 @@ def fit_of(compilation: Compilation) -> Guards:
         facts=facts,
         numbers=numbers,
         written=tuple(sorted(written)),
+        storages=tuple(
+            (idx, leaf, place_in_storage(plain_tensors(traced.program.examples[idx])[leaf]))
+            for idx, leaf in facts.storages
+        ),
         environment=EnvironmentGuards(
             ambient=captured.ambient,
             holds=tuple(holds),
@@ -292,6 +298,11 @@ def _numbers(example: torch.Tensor, recipe: Recipe) -> tuple[Sequence[Any], Sequ
 
 def _without_symbols(numbers: Sequence[Any]) -> list[int | None]:
     return [None if isinstance(number, SYMBOLIC) else number for number in numbers]
+
+
+def place_in_storage(tensor: torch.Tensor) -> tuple[int, int]:
+    """The storage offset of a tensor (in elements), and the size of its storage (in bytes)."""
+    return int(tensor.storage_offset()), tensor.untyped_storage().nbytes()
 
 
 def no_overlap(written: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:

@@ -26,7 +26,7 @@ from aotdist.convention.stack import Plans
 from aotdist.facts import Action
 from aotdist.program import NodeOutIdx, PrimalIdx, Row
 from aotdist.runtime.gate import Gates
-from aotdist.runtime.guards import MISS, Guards, are_outside, no_overlap, tensor_check
+from aotdist.runtime.guards import MISS, Guards, are_outside, no_overlap, place_in_storage, tensor_check
 from aotdist.runtime.hooks import shield, with_silenced_hooks
 from aotdist.runtime.print_node import print_classes_off, print_plains
 from aotdist.runtime.print_outputs import action_printer, print_return, print_steps, print_write
@@ -334,6 +334,7 @@ def _conditions(
             conditions.append(f"{fit.variables[idx]} is {fit.variables[fit.dedupe.kept[primal]]}")
     conditions += _tensor_conditions(printer, fit)
     conditions += _conditions_of_autograd(fit)
+    conditions += _storage_conditions(printer, fit)
     if fit.written:
         conditions += _overlap_conditions(printer, fit)
     if with_history := fit.with_history():
@@ -356,6 +357,13 @@ def _conditions_on_data(printer: Printer, fit: Guards) -> Iterator[str]:
         plains = [print_plains(fit.facts.recipes[idx], names[idx])[leaf] for idx, leaf in guard.of]
         given = [*plains, *(print_size(printer, size) for size in guard.sizes)]
         yield f"{printer.bind('answer_is_same', guard.is_same)}({', '.join(given)})"
+
+
+def _storage_conditions(printer: Printer, fit: Guards) -> Iterator[str]:
+    names = fit.primal_variables()
+    for idx, leaf, place in fit.storages:
+        plain = print_plains(fit.facts.recipes[idx], names[idx])[leaf]
+        yield f"{printer.call(place_in_storage, plain)} == {place}"
 
 
 def _tensor_conditions(printer: Printer, fit: Guards) -> list[str]:

@@ -135,9 +135,10 @@ def action_printer(
 
 def _print_rewrite(printer: Printer, change: MetadataWrite, at: Callable[[Place], str]) -> None:
     args = [at(arg) if isinstance(arg, Place) else print_literal(printer, arg) for arg in change.args]
+    data = [] if change.data is None else [f"values[{change.data}]"]
     op = printer.bind(str(getattr(change.op, "__name__", change.op)), change)
     op = printer.call(concrete, op, "symbols") if is_symbolic(change.kwargs) else op
-    printer.line(printer.call(rewrite, at(change.target), op, sequence(args)))
+    printer.line(printer.call(rewrite, at(change.target), op, sequence(args), *data))
 
 
 def _at(printer: Printer, place: Place, primals: Sequence[str], modes: Ambient, made: dict[int, str]) -> str:

@@ -302,6 +302,11 @@ def data_writes(tensor: FunctionalTensor) -> int:
     return torch._functionalize_mutation_counter(tensor.elem)
 
 
+def storage_changes(tensor: FunctionalTensor) -> int:
+    """How many times the storage was resized or replaced (`resize_`, `set_`)."""
+    return torch._functionalize_storage_changed_counter(tensor.elem)
+
+
 def metadata_written(tensor: FunctionalTensor) -> bool:
     """Whether size, stride or offset were written in place (`t_`, `unsqueeze_`)."""
     return torch._functionalize_has_metadata_mutation(tensor.elem)

@@ -21,7 +21,7 @@ from aotdist.program import NodeOutIdx, PrimalIdx, Row, Slot
 from aotdist.sizes import NumberStep, numbers_of_data
 from aotdist.subclasses.protocol import leaves, recipe_of, refuse_unknown_subclass, same_layout
 from aotdist.torch_seam.autograd import is_leaf_with_grad
-from aotdist.torch_seam.functional import data_writes, functional_value, metadata_written
+from aotdist.torch_seam.functional import data_writes, functional_value, metadata_written, storage_changes
 from aotdist.trace.backward import End, Result, requires_grad_by_itself, value_results
 from aotdist.trace.capture_mode import CaptureMode
 from aotdist.trace.context import TraceContext
@@ -151,7 +151,7 @@ def _refuse_write(stand_in: StandIn, *, reshaped: bool) -> None:
     for (_, leaf), plain in zip(leaves(stand_in.recipe), stand_in.plains, strict=True):
         # `out=` gives an empty tensor another size, and no counter shows it.
         resized = data_writes(plain) and functional_value(plain).size() != leaf.size
-        if not reshaped and (resized or metadata_written(plain)):
+        if storage_changes(plain) or (not reshaped and (resized or metadata_written(plain))):
             raise refuse(stand_in, "in a way that is not repeated outside")
 
 

@@ -48,6 +48,7 @@ from aotdist.trace.failures import refusal
 from aotdist.trace.operators import collectives, corrections
 from aotdist.trace.operators.fakes import as_in_eager
 from aotdist.trace.operators.functionalised import is_list_write
+from aotdist.trace.rebinding import Rebinding
 from aotdist.trace.strided import Strided
 
 
@@ -85,6 +86,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
         super().__init__()
         self._laid_out: dict[int, FunctionalTensor] = {}
         self.strided = Strided(self)
+        self.rebinding = Rebinding(self.strided)
         self.on_write: Callable[[FunctionalTensor], None] | None = None
         """Called with each tensor before an operator writes it."""
         self.num_writes = 0
@@ -135,6 +137,12 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
         if beneath_wrappers and is_left_whole_in_inference(func):
             with self:
                 return broken_up(func, *args, **kwargs)
+        moves = self.rebinding.does.get(func)
+        if moves is not None and isinstance(args[0], FunctionalTensor):
+            self.num_writes += 1
+            with self, torch.no_grad():
+                moves(*args, **kwargs)
+            return args[0]
         self._note_writes(func, args, kwargs)
         _make_views_again((args, kwargs))
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]

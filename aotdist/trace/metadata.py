@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from aotdist.facts import Fresh, IsInput, MetadataWrite, NotATensor, OutputFact,
 from aotdist.program import OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import history_of, released_history, retains_grad, sequence_nr
+from aotdist.torch_seam.functional import memory_of
 from aotdist.trace.failures import reshaped_unseen, retyped_unseen, unsupported
 from aotdist.trace.stand_ins import Inputs, StandIn
 
@@ -52,12 +53,14 @@ class Metadata:
             idx = inputs.index_of(change.tensor)
             if idx is None or (idx in switched_on and not change.reshapes()):
                 continue
-            if change.moves() and (row[idx].derived or row[idx].spans):
+            if change.moves() and not _stays_inside(change, row[idx]):
                 raise refuse(row[idx], "and shares memory with another")
             example = row[idx].example
+            if idx in switched_on and change.op is torch.ops.aten.resize_.default:
+                raise refuse(row[idx], "and begins to require grad")
             size = change.tensor.size()
             if example.requires_grad and torch.is_grad_enabled():
-                _refuse_other_dtype(change, row[idx])
+                _refuse_other_ends(change, row[idx])
             if example.requires_grad and change.moves() and size != example.size():
                 raise refuse(row[idx], "in another size than its gradient is to have")
             is_view = example._base is not None and history_of(example) is not None
@@ -70,6 +73,12 @@ class Metadata:
     def is_reshaped(self, idx: PrimalIdx) -> bool:
         """Whether an input was reshaped in place."""
         return any(change.reshapes() for change in self.changes.get(idx, ()))
+
+    def moved(self, row: Row[PrimalIdx, StandIn]) -> Iterator[tuple[PrimalIdx, int]]:
+        """The inputs that were moved to another storage, each with the position of a plain tensor."""
+        for idx, changes in self.changes.items():
+            if any(change.moves() or change.args for change in changes if change.reshapes()):
+                yield from ((idx, leaf) for leaf in range(len(row[idx].plains)))
 
     def as_before(self, idx: PrimalIdx, stand_in: StandIn, *, history: bool) -> torch.Tensor:
         """An input in its first sizes and strides, with the values that it has now."""
@@ -166,11 +175,24 @@ def _refuse_forgotten(stand_in: StandIn, log: ViewLog) -> None:
             )
 
 
-def _refuse_other_dtype(change: Change, stand_in: StandIn) -> None:
-    """Refuse `.data =` of another dtype for a tensor that gets a gradient."""
+def _refuse_other_ends(change: Change, stand_in: StandIn) -> None:
+    """Refuse changes after which the gradients of a leaf would go elsewhere."""
     example, source = stand_in.example, next(iter(change.args), None)
+    if change.op in _SETS and example.is_leaf:
+        raise refuse(stand_in, "and gets a gradient")
     if change.grad and isinstance(source, torch.Tensor) and source.dtype != example.dtype:
         raise retyped_unseen(stand_in.slot, example.dtype, source.dtype)
+
+
+_SETS = (torch.ops.aten.set_.default, torch.ops.aten.set_.source_Tensor)
+
+
+def _stays_inside(change: Change, stand_in: StandIn) -> bool:
+    """Whether no other input shares an input's memory, or the change resizes it within that memory."""
+    if not (stand_in.derived or stand_in.spans):
+        return True
+    pairs = zip(plain_tensors(change.tensor), stand_in.plains, strict=False)
+    return change.op is torch.ops.aten.resize_.default and all(memory_of(a) == memory_of(b) for a, b in pairs)
 
 
 def _without_repeated(history: Any | None, changes: Sequence[Change]) -> Any | None:

@@ -176,13 +176,16 @@ class NodeOutputs:
             self._source(number, change.serial, arg) if isinstance(arg, torch.Tensor) else arg
             for arg in change.args
         )
+        data = None
+        if change.grown is not None:
+            data = self.add(Slot("output", f"grown[{number}]"), change.grown, history=False)
         # What begins to require grad does so before the call, and is reshaped as if it did not yet.
         idx = self._inputs.index_of(change.tensor)
         begins = idx is not None and is_switched_on(self._inputs.row()[idx])
-        return MetadataWrite(target, change.op, args, change.kwargs, change.grad and not begins, number)
+        return MetadataWrite(target, change.op, args, change.kwargs, change.grad and not begins, number, data)
 
     def _source(self, number: int, now: int, tensor: torch.Tensor) -> Place:
-        """Where to find, outside, a tensor that is assigned to the `.data` of another."""
+        """Where to find, outside, a tensor whose storage another tensor takes over."""
         root = self._log.root(tensor, ())
         steps, changes = root.all_steps(), self._log.changes_of(root.base)
         place = self._place(number, root.base, steps)

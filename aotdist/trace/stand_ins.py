@@ -138,9 +138,7 @@ class Inputs:
         _refuse_layout(example, slot)
         at = PrimalIdx(len(self._stand_ins))
         stand_in = _counted_from_here(self._made(at, slot, example))
-        if is_real(example) and not self._bases.is_span(at):
-            for plain in stand_in.plains:
-                self._recorder.strided.note_input(plain)
+        self._note_storages(at, stand_in)
         self._by_tensor[id(stand_in.tensor)] = at
         self._by_example[id(example)] = stand_in.tensor
         self._stand_ins.append(stand_in)
@@ -167,6 +165,15 @@ class Inputs:
         stand_in = self._of_its_own(slot, example, recipe, functionals, fakes)
         spans = frozenset(span for (primal, _), (span, _) in self._aliases.items() if primal == at)
         return replace(stand_in, derived=is_span, spans=spans)
+
+    def _note_storages(self, at: PrimalIdx, stand_in: StandIn) -> None:
+        """Note which storages are larger than the input in them, and which are an input's."""
+        is_own = is_real(stand_in.example) and not self._bases.is_span(at)
+        for plain, real in zip(stand_in.plains, plain_tensors(stand_in.example), strict=True):
+            if not is_symbolic(tuple(real.shape)) and real.untyped_storage().nbytes() > real.nbytes:
+                self._recorder.lies_in_more(plain)
+            if is_own:
+                self._recorder.strided.note_input(plain)
 
     def _fake(self, leaf: Plain, plain: torch.Tensor) -> torch.Tensor:
         if is_symbolic(leaf):

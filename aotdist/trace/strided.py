@@ -114,6 +114,12 @@ class Strided:
         rebind(tensor, make())  # type: ignore[arg-type]
         return tensor
 
+    def resized(
+        self, tensor: FunctionalTensor, size: Sequence[int], stride: Sequence[int]
+    ) -> Callable[[], FunctionalTensor] | None:
+        """What makes `tensor` in another size, at the offset that it has; None if there is no room for it."""
+        return None if is_functional_base(tensor) else self._part(tensor, _Place(size, stride))
+
     def _of_base(
         self, func: OpOverload, tensor: FunctionalTensor, place: _Place
     ) -> Callable[[], FunctionalTensor] | None:

@@ -168,6 +168,7 @@ def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardEff
         backward=backward.facts,
         rewinds=forward.rewinds,
         switched_on=metadata.switched_on,
+        storages=tuple(sorted(set(metadata.moved(row)))),
         asked=tuple((idx, name, answer) for (idx, name), answer in forward.capture_mode.asked.items()),
         data_guards=tuple(context.recorder.data_guards.given),
         numbers=forward.numbers,

@@ -95,11 +95,24 @@ def test_a_gradient_of_what_was_reshaped_is_refused() -> None:
         aot_export_joint_simple(program, (torch.randn(2, 4, requires_grad=True),), trace_joint=True)
 
 
-def test_what_no_view_says_is_refused() -> None:
+def resized(y: torch.Tensor, other: torch.Tensor) -> None:
+    y.resize_(2, 2)
+
+
+def given_a_storage(y: torch.Tensor, other: torch.Tensor) -> None:
+    y.set_(other)  # pyright: ignore[reportArgumentType]  # the stub wants a storage
+
+
+def given_data(y: torch.Tensor, other: torch.Tensor) -> None:
+    y.data = other
+
+
+@pytest.mark.parametrize("change", [resized, given_a_storage, given_data])
+def test_what_no_view_says_is_refused(change: Callable[[torch.Tensor, torch.Tensor], None]) -> None:
     def program(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         y, other = x * 3, x[0] * 2
         row = y[0]
-        y.data = other
+        change(y, other)
         return row, y, other
 
     with pytest.raises(UnsupportedProgram, match="a tensor that the program makes"):

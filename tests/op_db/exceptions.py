@@ -30,7 +30,6 @@ class Kind(enum.Enum):
 
     DATA = "what it does depends on data: refused by name"
     LAYOUT = "its tensors are sparse, or have no shape yet: refused by name"
-    MEMORY = "it gives a tensor another size in place: refused by name"
     UNDEFINED = "eager returns what was in memory: compared with new memory filled"
     EAGER = "eager raises"
     NO_BACKWARD = "eager raises in the backward: refused by name"
@@ -40,7 +39,6 @@ class Kind(enum.Enum):
 OUTCOMES: Mapping[Kind, tuple[Outcome, ...]] = {
     Kind.DATA: ("refused",),
     Kind.LAYOUT: ("refused",),
-    Kind.MEMORY: ("refused",),
     Kind.UNDEFINED: (),
     Kind.EAGER: ("eager raised",),
     Kind.NO_BACKWARD: ("refused",),
@@ -106,7 +104,6 @@ EXCEPTIONS: list[Known] = [
         "`args.0.` has layout torch.sparse_csr",
         {"sparse.mm.reduce": 0, "sparse.sampled_addmm": 0},
     ),
-    *_known(Kind.MEMORY, "another size, or other memory, in place", {"resize_": 0, "resize__": 0}),
     *_known(
         Kind.UNDEFINED,
         "values",

@@ -123,6 +123,15 @@ def test_requires_grad_is_switched_on_after_a_change_of_sizes(reshape: Callable[
     same_as_eager_or_refused(lambda: Scene(program, (torch.randn(2, 3),)), ["its gradient does not fit"])
 
 
+def test_a_tensor_that_is_resized_and_begins_to_require_grad_is_refused() -> None:
+    def program(x: torch.Tensor) -> torch.Tensor:
+        x.resize_(2, 2).requires_grad_()
+        return x * x
+
+    with pytest.raises(UnsupportedProgram, match="and begins to require grad"):
+        aotdist.compile(program, backend="fx")(torch.randn(2, 3))
+
+
 def test_requires_grad_is_switched_off() -> None:
     def program(x, y):
         before = x * 2
@@ -130,6 +139,14 @@ def test_requires_grad_is_switched_off() -> None:
         return before, x * y
 
     same_as_eager(lambda: Scene(program, (torch.randn(3, requires_grad=True), torch.randn(3))))
+
+
+def test_what_cannot_be_repeated_is_refused_by_name() -> None:
+    memory = torch.ones(12)
+    x = memory[:6]
+    with pytest.raises(UnsupportedProgram, match="resized in place, and it grows into memory around it"):
+        aotdist.compile(lambda x: x.resize_(15), backend="fx")(x)
+    assert x.size() == (6,) and memory.sum() == 12
 
 
 def test_what_the_backward_needs_was_saved_after_the_write() -> None:
@@ -308,7 +325,7 @@ def test_a_leaf_that_is_one_no_more_is_not_written_with_history(detach: Callable
 
 @pytest.mark.parametrize(
     ("change", "reason"),
-    [(_without_history, "whose base was detached"), (_elsewhere, "was given other memory")],
+    [(_without_history, "whose base was detached"), (_elsewhere, "was given another storage")],
 )
 @pytest.mark.parametrize("used", [True, False])
 def test_views_whose_history_nobody_can_make_again_are_refused(
@@ -332,7 +349,7 @@ def test_a_view_of_what_lies_elsewhere_now_is_not_written_with_history() -> None
         x.data = y
         row.zero_()
 
-    with pytest.raises(UnsupportedProgram, match="was given other memory"):
+    with pytest.raises(UnsupportedProgram, match="was given another storage"):
         aotdist.compile(program, backend="fx")(
             torch.ones(3, 3, requires_grad=True) * 1.5, torch.ones(3, 3).t()
         )

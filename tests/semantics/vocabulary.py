@@ -339,6 +339,10 @@ RESHAPES = ("{a}.t_()", "{a}.unsqueeze_(0)", "{a}.squeeze_()", "{a}.detach_()", 
 """Writes of metadata."""
 
 MOVES = (
+    "{a}.resize_({a}.shape[:-1])",
+    "{a}.resize_(5, 4).fill_(0.5)",
+    "{a}.set_({b})",
+    "{a}.set_({b}.detach())",
     "{a}.data = {b}",
     "{a}.data = {b}.clone()",
     "torch.sin({b}.detach(), out={a})",
