@@ -130,7 +130,8 @@ def _scatter(
     size, rank = extent_of_group(group_name_of(group))
     for at, output in enumerate(outputs):
         sent = torch.stack(sources[at]) if rank == source else output.new_empty(size, *output.shape)
-        _write(output, _functional.broadcast(sent, source, group_name_of(group)), rank)
+        parts = _functional.wait_tensor(_functional.broadcast(sent, source, group_name_of(group)))
+        output.copy_(parts[rank])
     return outputs, finished_work()
 
 
@@ -139,9 +140,8 @@ def _gathered(source: torch.Tensor, group: Any) -> torch.Tensor:
     return _functional.all_gather_into_tensor(source.reshape(-1), group_size_of(group), group_name_of(group))
 
 
-def _write(tensor: torch.Tensor, value: torch.Tensor, part: int | None = None) -> None:
-    waited = _functional.wait_tensor(value)
-    tensor.copy_((waited if part is None else waited[part]).view(tensor.shape))
+def _write(tensor: torch.Tensor, value: torch.Tensor) -> None:
+    tensor.copy_(_functional.wait_tensor(value).view(tensor.shape))
 
 
 _FUNCTIONALLY: Mapping[str, Callable[..., Any]] = {
