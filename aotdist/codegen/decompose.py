@@ -171,10 +171,12 @@ def _replace(node: Node, result: Any) -> Any:
 
 
 def _with_strides_of(node: Node, result: Node) -> Node:
-    """`result`, copied where it is laid out otherwise than what it replaces: what follows relies on that."""
+    """`result` with the dimensions and strides of what it replaces: what follows relies on them."""
     traced, made = node.meta.get("val"), result.meta.get("val")
     if not isinstance(traced, torch.Tensor) or not isinstance(made, torch.Tensor):
         return result
+    if traced.dim() == 0 != made.dim():  # the loss of one sample, not reduced
+        return _like(node, emit(node.graph, _ATEN.view.default, (result, ()), node))
     if is_symbolic((*traced.shape, *traced.stride())) or _strides_of(traced) == _strides_of(made):
         return result
     order = by_stride(traced.shape, traced.stride())

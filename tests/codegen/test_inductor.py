@@ -581,3 +581,19 @@ def test_labels_that_are_missing_are_no_labels(reduction: str) -> None:
         result.sum().backward()
         expected.sum().backward()
         torch.testing.assert_close(ours.grad, eager.grad)
+
+
+def test_an_unreduced_loss_of_one_sample_has_no_dimension() -> None:
+    """PyTorch's decomposition gives it one, and eager does not."""
+
+    def loss(scores: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.multi_margin_loss(scores, label, reduction="none") * 2
+
+    label = torch.tensor(1)
+    eager, ours = (torch.tensor([0.3, -0.1, 0.8], requires_grad=True) for _ in range(2))
+    expected, found = loss(eager, label), aotdist.compile(loss, backend="inductor")(ours, label)
+    torch.testing.assert_close(found, expected)
+    expected.backward()
+    found.backward()
+    torch.testing.assert_close(ours.grad, eager.grad)
+    assert eager.grad is not None and eager.grad.any()

@@ -40,7 +40,7 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (55_292, 42_000),
+    "lines of aotdist/": (55_294, 42_000),
     "lines of its core": (31_284, 23_500),
     "classes of its core": (275, 200),
     "files of aotdist/": (273, 235),
