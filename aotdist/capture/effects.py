@@ -1,7 +1,8 @@
 """The log of what a program, or its backward, changes in Python: assignments, counters, deletions, prints.
 
 These effects are undone after the trace. Every call replays them when it has run, and every backward when its
-gradients are computed. A `TensorResult` in them stands for a computed tensor.
+gradients are computed. A `TensorResult` in them stands for a computed tensor, a symbol for a number that
+differs from call to call.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from aotdist.capture.constants import is_leaf, is_same
 from aotdist.capture.source import ABSENT, Source
 from aotdist.capture.watched import assign
 from aotdist.errors import UnsupportedProgram
-from aotdist.sizes import Expression, NumberStep, evaluate
+from aotdist.sizes import NumberStep, concrete
 from aotdist.subclasses.protocol import Recipe
-from aotdist.torch_seam.symbols import SYMBOLIC
+from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, number_kind
 from aotdist.torch_seam.trees import pytree
 
 
@@ -32,34 +33,6 @@ class TensorResult:
 
 NumberOrigin: TypeAlias = "int | Source | NumberStep"
 """Where a number of a backward is from: a kept tensor (by position), a place, or a step of Python."""
-
-
-@dataclass(frozen=True, slots=True)
-class NumberResult:
-    """Stands for a number that a backward reads off kept tensors, or computes from such numbers.
-
-    Args:
-        kind: its type.
-        expression: its value, in terms of symbols.
-        steps: the symbols of the backward in the order in which they are computed, with their origins.
-    """
-
-    kind: type
-    expression: Expression
-    steps: tuple[tuple[str, NumberOrigin], ...]
-
-    def value(self, kept: Sequence[torch.Tensor], symbols: Mapping[str, Any]) -> Any:
-        """The number, given the tensors that are kept and the symbols of the forward."""
-        symbols = dict(symbols)
-        for name, step in self.steps:
-            match step:
-                case int():
-                    symbols[name] = kept[step].item()
-                case Source():
-                    symbols[name] = step.read()
-                case NumberStep():
-                    symbols[name] = step.value(symbols)
-        return evaluate(self.expression, symbols)
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,11 +128,14 @@ class EffectLog:
         effects: the effects.
         expected: for some places, the values that they may have when the effects are replayed.
         kept: recipes of the tensors of a backward for which `TensorResult`s stand.
+        numbers: symbols of numbers that a backward reads off these tensors, or computes from such numbers, in
+            the order in which they are computed, with their origins.
     """
 
     effects: tuple[Effect, ...] = ()
     expected: tuple[tuple[Source, tuple[Any, ...]], ...] = ()
     kept: tuple[Recipe, ...] = ()
+    numbers: tuple[tuple[str, NumberOrigin], ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.effects)
@@ -196,6 +172,7 @@ class EffectLog:
         Raises:
             UnsupportedProgram: a place has another value than is expected.
         """
+        symbols = self._with_own_numbers(results, symbols)
 
         def own(tree: Tree) -> Any:
             return tree.map(lambda leaf: _result(leaf, results, symbols)).value()
@@ -219,6 +196,19 @@ class EffectLog:
                 case Print():
                     pass
 
+    def _with_own_numbers(self, results: Sequence[Any], symbols: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The symbols of the forward, and those of the numbers of the backward, with their values."""
+        found = dict(symbols)
+        for name, origin in self.numbers:
+            match origin:
+                case int():
+                    found[name] = results[origin].item()
+                case Source():
+                    found[name] = origin.read()
+                case NumberStep():
+                    found[name] = origin.value(found)
+        return found
+
     @contextmanager
     def undone(self) -> Generator[None]:
         """A context in which the effects may happen; their places are restored afterwards."""
@@ -237,8 +227,7 @@ class EffectLog:
         """
         if not self.kept:
             return ()
-        marks = self.leaves()
-        if any(isinstance(mark, NumberResult) for mark in marks):
+        if self.numbers:
             raise UnsupportedProgram(
                 "the backward (a hook, an autograd function) keeps a number that it reads off a tensor, and "
                 "runs otherwise than with the gradients that are assumed (`create_graph`, other classes)",
@@ -247,7 +236,7 @@ class EffectLog:
             )
         found = [_left(place, tree) for place, tree in self.assigned()]
         leaves = [leaf for tree in (*found, *(each.given for each in printed)) for leaf in tree.leaves]
-        pairs = zip(marks, leaves, strict=True)
+        pairs = zip(self.leaves(), leaves, strict=True)
         kept = {mark.position: leaf for mark, leaf in pairs if isinstance(mark, TensorResult)}
         return tuple(kept[position] for position in range(len(self.kept)))
 
@@ -263,13 +252,7 @@ def _left(place: Source, value: Tree) -> Tree:
 
 
 def _result(leaf: Any, results: Sequence[Any], symbols: Mapping[str, Any]) -> Any:
-    match leaf:
-        case TensorResult(position):
-            return results[position]
-        case NumberResult():
-            return leaf.value(results, symbols)
-        case _:
-            return leaf
+    return results[leaf.position] if isinstance(leaf, TensorResult) else concrete(leaf, symbols)
 
 
 def expect(place: Source, known: Sequence[Any]) -> None:
@@ -297,7 +280,7 @@ def any_of(value: Any) -> Any:
     def marked(leaf: Any) -> Any:
         if isinstance(leaf, (torch.Tensor, TensorResult)):
             return AnyOf(torch.Tensor)
-        return AnyOf(leaf.kind) if isinstance(leaf, NumberResult) else leaf
+        return AnyOf(number_kind(leaf) or bool) if depends_on_data(leaf) else leaf
 
     return Tree.of(value).map(marked).value()
 

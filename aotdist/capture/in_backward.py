@@ -24,7 +24,6 @@ from aotdist.capture.effects import (
     Effect,
     EffectLog,
     NumberOrigin,
-    NumberResult,
     Print,
     TensorResult,
     Tree,
@@ -39,16 +38,13 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.program import NodeOutIdx
 from aotdist.sizes import NumberStep, numbers_of_data
 from aotdist.subclasses.protocol import recipe_of
-from aotdist.torch_seam.symbols import SYMBOLIC, expression, hint, new_count, symbols_in
+from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, hint, new_count, number_kind, symbols_in
 from aotdist.torch_seam.trees import pytree
 
 if TYPE_CHECKING:
     from aotdist.capture.argument_mutation import MutatedArguments
     from aotdist.capture.captured import Environment
     from aotdist.torch_seam.symbols import ShapeEnv
-
-
-_KINDS: Mapping[type, type] = {torch.SymInt: int, torch.SymFloat: float, torch.SymBool: bool}
 
 
 OriginsOf: TypeAlias = Callable[[Mapping[str, Any]], Sequence[tuple[str, torch.Tensor | NumberStep]]]
@@ -132,11 +128,12 @@ class InBackward:
                 _refuse_hidden(watched)
                 found = list(watched.changed_data(tensors=True))
                 values = [*(value for _, _, value in found), *(each.given.leaves for each in prints.noted())]
-                named, self.kept = _naming(values, origins_of, self.symbols)
+                named, self.kept, numbers = _naming(values, origins_of, self.symbols)
                 changed = [(place, before, Tree.of(value).map(named)) for place, before, value in found]
                 effects, expected = _effects(changed, self._environment)
                 printed = [replace(each, given=each.given.map(named)) for each in prints.noted()]
-                changes = EffectLog((*printed, *effects), expected, tuple(map(recipe_of, self.kept)))
+                kept = tuple(map(recipe_of, self.kept))
+                changes = EffectLog((*printed, *effects), expected, kept, numbers)
                 self.replaced = [
                     (place, before) for place, before, _ in found if isinstance(before, torch.Tensor)
                 ]
@@ -172,13 +169,14 @@ class InBackward:
     def counts_of_whole(self) -> list[Source]:
         """Places in which the backward leaves an integer, or a number that it reads off a tensor."""
         leaves = [(place, tree.leaves[0]) for place, tree in self.whole.assigned() if tree.spec.is_leaf()]
-        counts = [(place, int) for place, leaf in leaves if type(leaf) is int]
-        counts += [(place, leaf.kind) for place, leaf in leaves if isinstance(leaf, NumberResult)]
-        return [place for place, kind in counts if kind is not bool and type(place.read_or(None)) is kind]
+        found = [(place, leaf) for place, leaf in leaves if type(leaf) is int or depends_on_data(leaf)]
+        kinds = ((place, number_kind(leaf)) for place, leaf in found)
+        return [place for place, kind in kinds if kind and type(place.read_or(None)) is kind]
 
     def assigns_symbols(self) -> bool:
         """Whether the backward does more to a number than to add a constant."""
-        return any(tree.has(*SYMBOLIC) for _, tree in self.whole.assigned())
+        leaves = [leaf for _, tree in self.whole.assigned() for leaf in tree.leaves]
+        return any(isinstance(leaf, SYMBOLIC) and not depends_on_data(leaf) for leaf in leaves)
 
     def changes(self, arrived: Collection[NodeOutIdx]) -> EffectLog:
         """The changes of a backward from these results."""
@@ -213,11 +211,16 @@ def _effects(
         if place.is_grown_list:
             held = place.whole().whole_list()
             place, known = held, (held.read()[: -len(value)],)
-        elif not environment.is_attribute(place) and tree.has(TensorResult, NumberResult):
+        elif not environment.is_attribute(place) and any(map(_is_computed, tree.leaves)):
             known = (before, value)
-        if environment.may_read(place) and not has_symbols(known):
-            expected.append((place, any_of(known)))
+        if environment.may_read(place) and not has_symbols(known := any_of(known)):
+            expected.append((place, known))
     return effects, tuple(expected)
+
+
+def _is_computed(leaf: Any) -> bool:
+    """Whether it stands for a tensor, or a number, that a backward computes."""
+    return isinstance(leaf, TensorResult) or depends_on_data(leaf)
 
 
 def _step(before: Any, value: Any) -> int | None:
@@ -230,8 +233,8 @@ def _step(before: Any, value: Any) -> int | None:
 
 def _naming(
     values: Sequence[Any], origins_of: OriginsOf, found: Mapping[str, Source]
-) -> tuple[Callable[[Any], Any], tuple[torch.Tensor, ...]]:
-    """A function that makes a leaf a `TensorResult` or `NumberResult`, and the tensors they stand for.
+) -> tuple[Callable[[Any], Any], tuple[torch.Tensor, ...], tuple[tuple[str, NumberOrigin], ...]]:
+    """A function that replaces tensors by `TensorResult`s, what these stand for, and `EffectLog.numbers`.
 
     Args:
         values: the values that a backward assigns or prints.
@@ -247,16 +250,10 @@ def _naming(
         kept += [] if isinstance(step, NumberStep) else [step]
 
     def named(leaf: Any) -> Any:
-        if id(leaf) in positions:
-            return TensorResult(positions[id(leaf)])
-        if not isinstance(leaf, SYMBOLIC) or not numbers_of_data(leaf):
-            return leaf
-        own = _origins_behind(symbols_in(leaf), steps)
-        if not own:  # it is of the forward
-            return leaf
-        return NumberResult(_KINDS[type(leaf)], expression(leaf), own)
+        return TensorResult(positions[id(leaf)]) if id(leaf) in positions else leaf
 
-    return named, tuple(kept)
+    names = {name for leaf in filter(depends_on_data, leaves) for name in symbols_in(leaf)}
+    return named, tuple(kept), _origins_behind(names, steps)
 
 
 def _origins_behind(

@@ -313,7 +313,7 @@ def _print_gradients(
     plains = (f"results[{k}]" for k in itertools.count(first))
     if changes:
         kept = print_results(printer, changes.kept, plains, ["kept"] * len(changes.kept))
-        replay = f"{printer.concrete('CHANGES', changes)}.replay(["
+        replay = f"{printer.bind('CHANGES', changes)}.replay(["
         what = remark(f"changes {', '.join(place.path for place in changes.places())}")
         printer.spread(replay, kept, f"], {'symbols' if has_symbols else '{}'}){what}")
     returned = ["None" if recipe is None else next(built) for recipe in plan.grads]

@@ -19,7 +19,6 @@ from aotdist.capture.effects import (
     Delete,
     Effect,
     EffectLog,
-    NumberResult,
     Print,
     TensorResult,
     Tree,
@@ -28,6 +27,7 @@ from aotdist.capture.effects import (
 from aotdist.capture.environment import Assignable, Reached
 from aotdist.capture.source import ABSENT, Source
 from aotdist.errors import UnsupportedProgram
+from aotdist.torch_seam.symbols import expression, new_count, new_float_of_data, shape_env
 
 
 def state() -> dict[str, Any]:
@@ -120,14 +120,17 @@ def test_replayed_on_a_fresh_state_is_as_afterwards(name: str) -> None:
 def test_results_stand_where_they_are_computed() -> None:
     held: dict[str, Any] = {"log": [], "kept": None, "norm": 0.0, "count": 1}
     root, out = Source("held", held), io.StringIO()
-    number = NumberResult(float, "u0 / n", (("u0", 1), ("n", root.item("count"))))
+    env = shape_env(of_data=lambda: False)
+    read, count = new_float_of_data(env), new_count(env, 7, "count")
+    number = read / count
     log = EffectLog(
         (
             Print(None, out, Tree.of((("norm", number), {}))),
             Assign(root.item("log").items_from(0), Tree.of([{"grad": TensorResult(0)}, number])),
             Assign(root.item("kept"), Tree.of(TensorResult(0))),
             Add(root.item("count"), 2),
-        )
+        ),
+        numbers=((expression(read), 1), (expression(count), root.item("count"))),
     )
     for k in (1.0, 2.0):
         grad = torch.full((2,), k)
@@ -164,7 +167,7 @@ def test_tensors_are_read_back_from_where_they_were_left() -> None:
         (ABSENT, ABSENT, None),
         (torch.ones(1), torch.zeros(2), None),
         ([torch.ones(1), "x"], [torch.zeros(3), "x"], ["x"]),
-        (NumberResult(float, "u0", ()), 0.5, "0.5"),
+        (new_float_of_data(shape_env(of_data=lambda: False)), 0.5, "0.5"),
     ],
 )
 def test_what_is_expected_is_found_or_nothing_is_done(known: Any, fits: Any, differs: Any) -> None:

@@ -324,6 +324,32 @@ def test_only_what_gradients_pass() -> None:
     assert found[0] == found[1]
 
 
+def keeps_sizes(module: Noting, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    y, size = x * module.weight, x.shape[0]
+
+    def hook(grad: torch.Tensor) -> None:
+        module.options["size"] = [size, 2 * grad.shape[0], grad.sum().item() / size]
+
+    y.register_hook(hook)
+    return y.sum(), y.sin().sum()
+
+
+@pytest.mark.parametrize("results", [[0], [1], [0, 1]])
+def test_sizes_that_are_kept_are_numbers_in_the_backward_of_some_results(results: list[int]) -> None:
+    kept = []
+    for module in (
+        Noting(keeps_sizes, "plain"),
+        aotdist.compile(Noting(keeps_sizes, "plain"), backend="fx", dynamic=True),
+    ):
+        found = []
+        for length in (4, 5):
+            losses = module(torch.ones(length, 3))
+            torch.stack([losses[k] for k in results]).sum().backward()
+            found.append([(type(each), each) for each in module.options["size"]])
+        kept.append(found)
+    assert kept[0] == kept[1]
+
+
 def test_between_hooks_of_leaves_and_of_results() -> None:
     found = []
     for module in eager_and_ours(logs):

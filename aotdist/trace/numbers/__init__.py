@@ -46,6 +46,6 @@ checked by nodes. What a call needs outside of the graph, to make views, or to r
 graph returns as tensors of one element (`Facts.numbers`), and the printed call reads these. A number that no
 operator takes is not read in the graph at all: it returns the tensor. Floats that Python computes become
 nodes only if an operator takes them; outside, the printed call computes them again, by the same functions
-(`NumberStep`). A backward that keeps a number keeps the tensor, and says how the number follows from it
-(`NumberResult`).
+(`NumberStep`). A backward that keeps a number keeps the tensor, and notes how the number follows from it
+(`EffectLog.numbers`).
 """
