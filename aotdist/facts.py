@@ -256,13 +256,11 @@ class NodeOut:
         slot: its name; role `output` or `write`.
         recipe: how it is made of plain tensors.
         differentiable: whether it can get a gradient.
-        version: its version counter: the number of writes after it was made.
     """
 
     slot: Slot
     recipe: Recipe
     differentiable: bool
-    version: int = 0
 
 
 HeldPlace: TypeAlias = Fresh | OutIdx

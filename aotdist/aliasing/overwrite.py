@@ -7,7 +7,7 @@ tensor was written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -114,11 +114,6 @@ def rewind(target: torch.Tensor, count: int) -> None:
     """Decrease the version counter of `target` by `count`, for as many writes that will be repeated."""
     if not target.is_inference():
         set_versions((target,), (target._version - count,))
-
-
-def count_as(tensors: Sequence[torch.Tensor], versions: Mapping[Any, int]) -> None:
-    """Set the version counters of some of `tensors`, by position."""
-    set_versions(tuple(tensors[position] for position in versions), tuple(versions.values()))
 
 
 def written_uncounted(args: Sequence[Any]) -> list[torch.Tensor]:

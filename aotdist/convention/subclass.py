@@ -6,13 +6,13 @@ tensors, so the layers inside of this one see plain tensors alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from aotdist.aliasing.overwrite import bump, count_as
+from aotdist.aliasing.overwrite import bump
 from aotdist.facts import DataWritten, Facts, Untouched
 from aotdist.program import Call, NodeOutIdx, PlainIdx, PrimalIdx, Row
 from aotdist.subclasses.protocol import Recipe, Wrapper, leaves, plain_tensors, rebuild
@@ -26,13 +26,11 @@ class UnwrapPlan:
         ins: recipe of each input.
         outs: recipe of each output.
         bumps: inputs whose writes no other layer counts, each with the number of writes.
-        versions: outputs that the program wrote, and how often.
     """
 
     ins: Row[PrimalIdx, Recipe]
     outs: Row[NodeOutIdx, Recipe]
     bumps: tuple[tuple[PrimalIdx, int], ...]
-    versions: Mapping[NodeOutIdx, int]
 
     def lift(self, call: Call) -> Call:
         """Unwrap the inputs, rebuild the outputs."""
@@ -40,15 +38,9 @@ class UnwrapPlan:
         def lifted(primals: Sequence[Any]) -> list[Any]:
             results = call([plain for primal in primals for plain in plain_tensors(primal)])
             self.count(primals)
-            return self.rebuilt(results)
+            return rebuild_all(self.outs, results)
 
         return lifted
-
-    def rebuilt(self, results: Sequence[Any]) -> list[Any]:
-        """The outputs, rebuilt, with their version counters."""
-        outs = rebuild_all(self.outs, results)
-        count_as(outs, self.versions)
-        return outs
 
     def count(self, primals: Sequence[Any]) -> None:
         """Count the writes."""
@@ -78,8 +70,7 @@ def plain_positions(recipes: Row[PrimalIdx, Recipe]) -> Row[PrimalIdx, tuple[Pla
 def plan_unwrap(facts: Facts) -> UnwrapPlan:
     """How the call's tensors are unwrapped, and results rebuilt."""
     node_outs = [out for out in facts.node_outs if out.slot.role == "output" or out.differentiable]
-    versions = {NodeOutIdx(position): out.version for position, out in enumerate(node_outs) if out.version}
-    return UnwrapPlan(facts.recipes, Row(out.recipe for out in node_outs), _bumps(facts), versions)
+    return UnwrapPlan(facts.recipes, Row(out.recipe for out in node_outs), _bumps(facts))
 
 
 def _bumps(facts: Facts) -> tuple[tuple[PrimalIdx, int], ...]:

@@ -325,8 +325,3 @@ def result_views(graph: Graph) -> frozenset[int]:
         if node is not None
         and (is_view(node) or (not slot.inner and first.setdefault(node, position) != position))
     )
-
-
-def saved_beside(value: torch.Tensor) -> torch.Tensor:
-    """A value to save where `set_versions` is used: autograd refuses views that were made before it."""
-    return value.detach() if value._is_view() else value  # pyright: ignore[reportPrivateUsage]

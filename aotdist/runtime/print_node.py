@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
@@ -14,11 +14,10 @@ from aotdist.capture.effects import EffectLog
 from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.stack import InsidePlans
-from aotdist.program import NodeOutIdx
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import let_go, run_once
-from aotdist.runtime.plan import NodePlan, saved_beside
+from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.printer import Printer, Unbacked, print_size, print_step, remark, sequence
 from aotdist.runtime.tangent import Tangent, TangentMismatch, rebuilt
 from aotdist.runtime.wrappers import check_unwritten
@@ -26,7 +25,7 @@ from aotdist.sizes import Expression, NumberStep, concrete, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
 from aotdist.torch_seam.autograd import node_base
 from aotdist.torch_seam.modes import class_functions_off
-from aotdist.torch_seam.tensors import counter_of, set_versions
+from aotdist.torch_seam.tensors import counter_of
 
 
 def print_plains(recipe: Recipe, name: str) -> list[str]:
@@ -165,19 +164,8 @@ def print_inference(
     with printer.indented(), off:
         region.print_run(inside, sizes)
         outs = print_results(printer, recipes, _values(inside.writes, views), ["out"] * len(recipes))
-        for idx in inside.unwrap.versions:
-            printer.line(f"o{idx} = {outs[idx]}")
-            outs[idx] = f"o{idx}"
-        _print_versions(printer, inside.unwrap.versions)
         printer.line(f"return {sequence(outs)}")
     printer.line()
-
-
-def _print_versions(printer: Printer, versions: Mapping[NodeOutIdx, int]) -> None:
-    """Print that the version counters of outputs are set to the number of writes in the program."""
-    if versions:
-        outs, counts = sequence([f"o{idx}" for idx in versions]), tuple(versions.values())
-        printer.line(printer.call(set_versions, outs, counts))
 
 
 def _values(writes: PlainWrites, views: frozenset[int]) -> list[str]:
@@ -204,9 +192,7 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
         outs = print_results(printer, list(plan.inside.unwrap.outs), values, hints)
         for idx, out in plan.outs.enumerate():
             printer.line(f"o{idx} = {outs[idx]}{remark(f'{out.slot.role} {out.slot}')}")
-        _print_versions(printer, plan.inside.unwrap.versions)
-        saved = _saved(printer, plan, plains)
-        printer.spread("ctx.save_for_backward(", saved, ")")
+        printer.spread("ctx.save_for_backward(", _saved(plan, plains), ")")
         if plan.kept_inputs.primals:
             printer.spread("ctx.kept_primals = (", [names[idx] for idx in plan.kept_inputs.primals], ",)")
         if plan.kept_inputs.unsaved:
@@ -230,13 +216,10 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
         printer.spread("return (", [f"o{idx}" for idx in plan.outs.indices()], ",)")
 
 
-def _saved(printer: Printer, plan: NodePlan, plains: Sequence[str]) -> list[str]:
+def _saved(plan: NodePlan, plains: Sequence[str]) -> list[str]:
     """Expressions for the values to save."""
     inputs = [f"{plains[plain]}{'.detach()' if changes else ''}" for plain, changes in plan.saved.inputs]
-    results = [f"results[{position}]" for position in plan.saved.results]
-    if results and plan.inside.unwrap.versions:
-        results = [printer.call(saved_beside, result) for result in results]
-    return inputs + results
+    return inputs + [f"results[{position}]" for position in plan.saved.results]
 
 
 def print_classes_off(printer: Printer) -> AbstractContextManager[None]:

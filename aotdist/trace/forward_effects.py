@@ -89,7 +89,6 @@ def read_forward(context: TraceContext, outs: Sequence[Any], capture_mode: Captu
             slot,
             recipe_of(tensor),
             context.options.training and idx in outputs.with_history,
-            outputs.versions.get(NodeOutIdx(idx), 0),
         )
         for idx, (slot, tensor) in enumerate(zip(outputs.slots, outputs.tensors, strict=True))
     )

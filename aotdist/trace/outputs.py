@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from aotdist.aliasing.metadata import Change
-from aotdist.aliasing.overwrite import version_of
 from aotdist.aliasing.view_log import ViewLog, look_inside
 from aotdist.aliasing.views import share_memory
 from aotdist.facts import (
@@ -79,15 +78,10 @@ class NodeOutputs:
                 self._first.setdefault(id(out), OutIdx(position))
         self._replayed: set[int] = set()
         self._kept: list[tuple[int, Keep]] = []
-        self._counted: dict[NodeOutIdx, torch.Tensor] = {}
-        self._repeated: Counter[int] = Counter()
         while self._finds_more_to_replay():
             pass
         self.facts = [self._output(OutIdx(position), out) for position, out in enumerate(outs)]
         self.order = self._in_order()
-        self.versions = {
-            idx: version_of(tensor) - self._repeated[id(tensor)] for idx, tensor in self._counted.items()
-        }
 
     def add(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
         """The position of `tensor` among the node's outputs; it is appended if it is not one of them yet.
@@ -162,13 +156,12 @@ class NodeOutputs:
         return Fresh(self._value(Slot("output", "changed"), change.tensor, history=False))
 
     def _count_bumps(self, change: Change, target: Place) -> None:
-        """Count a change that is repeated outside; a view shares its base's counter, unless it is `.data`."""
+        """Count a change of a view of an input, which shares the input's counter, unless it is `.data`."""
         root = self._log.root(change.tensor, ())
-        if any(step.op is data_of for step in root.steps):
-            return
-        self._repeated[id(root.base)] += change.bumps
         of_input = self._inputs.index_of(root.base)
-        if of_input is not None and isinstance(target, ViewOfOutput):
+        if of_input is None or not isinstance(target, ViewOfOutput):
+            return
+        if not any(step.op is data_of for step in root.steps):
             self.bumps[of_input] += change.bumps
 
     def _write(self, number: int, change: Change, target: Place) -> MetadataWrite:
@@ -324,9 +317,7 @@ class NodeOutputs:
     def _value(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
         """The node output for a tensor: as it was made, if its changes are repeated outside."""
         as_made = self._log.as_made(tensor) if id(tensor) in self._replayed else tensor
-        idx = self.add(slot, as_made, history=history)
-        self._counted[idx] = tensor
-        return idx
+        return self.add(slot, as_made, history=history)
 
 
 def _refuse_ragged_size(position: OutIdx, out: Any) -> None:

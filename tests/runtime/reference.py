@@ -10,6 +10,7 @@ from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.epilogue import Outputs
 from aotdist.convention.mutation import write_plain
 from aotdist.convention.stack import Plans
+from aotdist.convention.subclass import rebuild_all
 from aotdist.facts import Fresh
 from aotdist.partition.gates import Gate
 from aotdist.program import Call
@@ -20,7 +21,7 @@ from aotdist.runtime.compilation import Compilation, Inference, Training
 from aotdist.runtime.gate import Gates, make_gate
 from aotdist.runtime.held import run_once
 from aotdist.runtime.hooks import shield, with_silenced_hooks
-from aotdist.runtime.plan import NodePlan, result_views, saved_beside
+from aotdist.runtime.plan import NodePlan, result_views
 from aotdist.runtime.print_call import HookPlan
 from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import concrete, evaluate
@@ -95,7 +96,7 @@ def make_node(
                 write_plain(plains[plain], results[position], bumps)
             plan.inside.unwrap.count(primals)
             values = detached_views(results[: plan.inside.writes.num_values], plan.views)
-            outs = plan.inside.unwrap.rebuilt(values)
+            outs = rebuild_all(plan.inside.unwrap.outs, values)
             saved, kept, late = plan.saved, plan.kept_inputs, plan.backward_writes
             ctx.save_for_backward(*_saved(plan, plains, results))
             ctx.kept_primals = tuple(primals[idx] for idx in kept.primals)
@@ -125,8 +126,7 @@ def make_node(
 
 def _saved(plan: NodePlan, plains: Sequence[Any], results: Sequence[Any]) -> Iterator[torch.Tensor]:
     yield from (plains[plain].detach() if changes else plains[plain] for plain, changes in plan.saved.inputs)
-    values = (results[position] for position in plan.saved.results)
-    yield from map(saved_beside, values) if plan.inside.unwrap.versions else values
+    yield from (results[position] for position in plan.saved.results)
 
 
 def detached_views(results: Sequence[Any], views: frozenset[int]) -> list[Any]:

@@ -313,9 +313,7 @@ def play(
         everything = scene.tensors() | outputs
         sights.append(observe(everything, rounded=rounded) | shape_of(result))
         if counts_writes:
-            given = {storage._cdata for storage in before}
-            made = {name: one for name, one in outputs.items() if given.isdisjoint(_memory(one))}
-            sights.append(versions(counted | made))
+            sights.append(versions(counted))
         if backward:
             ends = differentiable(outputs | scene.arguments())
             others = [end for position, end in enumerate(ends) if position in scene.other_kinds]

@@ -51,7 +51,7 @@ def play(call):
         seen |= {f"call {number}: {name}": facts(tensor) for name, tensor in named.items()}
         for name, tensor in named.items():
             seen[f"call {number}: {name} is"] = next(other for other in named if named[other] is tensor)
-            if not tensor.is_inference():
+            if name.startswith("x") and not tensor.is_inference():
                 seen[f"call {number}: {name} version"] = tensor._version
         ends = list({id(t): t for t in [*outs, *args] if t.requires_grad and not t.is_leaf}.values())
         for position, end in enumerate(ends):
