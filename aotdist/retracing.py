@@ -126,8 +126,8 @@ def _recorded(traced: Traced) -> tuple[Any, list[torch.Tensor]]:
     """
     nodes = traced.graph.gm.graph.nodes
     forward = (node for node in nodes if node.op == "call_function" and node.meta["phase"] == "forward")
-    said = ((node.meta.get("serial"), node, node.target, node.args, node.kwargs) for node in forward)
-    digest = sha256("\n".join(map(str, said)).encode()).hexdigest()
+    lines = ((node.meta.get("serial"), node, node.target, node.args, node.kwargs) for node in forward)
+    digest = sha256("\n".join(map(str, lines)).encode()).hexdigest()
     held = [each for each in traced.graph.held() if isinstance(each, torch.Tensor)]
     return (traced.program.ins, without_returned(traced.facts), digest), held
 

@@ -89,9 +89,10 @@ def overlapping_groups(tensors: Sequence[torch.Tensor]) -> list[list[int]]:
 def _connected(positions: Sequence[int], tensors: Sequence[torch.Tensor]) -> list[list[int]]:
     groups: list[list[int]] = []
     for position in positions:
-        met = [g for g in groups if any(share_memory(tensors[position], tensors[other]) for other in g)]
-        groups = [group for group in groups if group not in met]
-        groups.append(sorted(itertools.chain([position], *met)))
+        tensor = tensors[position]
+        joined = [group for group in groups if any(share_memory(tensor, tensors[other]) for other in group)]
+        groups = [group for group in groups if group not in joined]
+        groups.append(sorted(itertools.chain([position], *joined)))
     return groups
 
 

@@ -121,11 +121,11 @@ def make_again(view: torch.Tensor, changed: torch.Tensor, steps: Sequence[ViewSt
         changed: a view of the changed base that has the sizes of before.
         steps: the operations that made the view of the base before the change.
     """
-    creation, again = creation_meta(view), changed
+    creation, rebuilt = creation_meta(view), changed
     for step in steps:
-        result = step.of(again)
-        again = result if step.pick is None else result[step.pick]
-    swap_histories(view, again)
+        result = step.of(rebuilt)
+        rebuilt = result if step.pick is None else result[step.pick]
+    swap_histories(view, rebuilt)
     set_creation_meta(view, creation)
 
 

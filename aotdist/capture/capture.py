@@ -102,8 +102,8 @@ def capture(
     closed_over = _closed_over(environment)
     state = ((tensor.source(), tensor.value) for tensor in environment.state)
     places = [*_places(arguments, tensors), *state, *environment.reached.tensors]
-    met = [*examples, *(_sparse_gradients(places) if call.differentiates else ())]
-    dims = {**_dynamic_dims(tensors, met, settings), **call.dims}
+    inputs = [*examples, *(_sparse_gradients(places) if call.differentiates else ())]
+    dims = {**_dynamic_dims(tensors, inputs, settings), **call.dims}
     scope.enter_context(own_attributes(environment.modules.values()))
     return Captured(
         program=program,
@@ -146,15 +146,15 @@ def _sparse_gradients(places: Iterable[tuple[Source, torch.Tensor]]) -> list[tor
 
 
 def _dynamic_dims(
-    given: Sequence[torch.Tensor], met: Sequence[torch.Tensor], settings: Settings
+    arguments: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], settings: Settings
 ) -> Mapping[int, frozenset[int]]:
     """Dynamic dimensions by tensor: marked ones, ragged ones, and all of arguments with `dynamic=True`."""
-    dims = {id(tensor): found for tensor in met if (found := marked_dims(tensor))}
+    dims = {id(tensor): found for tensor in inputs if (found := marked_dims(tensor))}
     if settings.dynamic is not False:
-        ragged = ((id(one), rule_of(one).ragged_dims(one)) for one in met if is_wrapper(one))
+        ragged = ((id(one), rule_of(one).ragged_dims(one)) for one in inputs if is_wrapper(one))
         dims |= {key: dims.get(key, frozenset()) | found for key, found in ragged if found}
     if settings.dynamic is True:
-        dims |= {id(tensor): frozenset(range(tensor.dim())) for tensor in given}
+        dims |= {id(tensor): frozenset(range(tensor.dim())) for tensor in arguments}
     return dims
 
 

@@ -263,9 +263,9 @@ def expect(place: Source, known: Sequence[Any]) -> None:
     """
     found = any_of(place.read_or(ABSENT))
     if not any(_agree(found, value) for value in known):
-        said, left = ("nothing" if value is ABSENT else repr(value) for value in (found, known[0]))
+        now, left = ("nothing" if value is ABSENT else repr(value) for value in (found, known[0]))
         raise UnsupportedProgram(
-            f"the backward changes `{place.path}`, and finds {said} in it where its forward left {left}",
+            f"the backward changes `{place.path}`, and finds {now} in it where its forward left {left}",
             stage="runtime",
             fix="run the backward of a call before the next call, and once; or count in a buffer (a tensor)",
         )

@@ -79,8 +79,8 @@ class Prints:
     def fail(self, error: BaseException) -> None:
         """Attach the noted prints to `error`, which the program has raised, for `made_before`."""
         if self._noted:
-            said = [replace(each, given=each.given.map(_without_value)) for each in self._noted]
-            setattr(error, _MADE_BEFORE, said)
+            prints = [replace(each, given=each.given.map(_without_value)) for each in self._noted]
+            setattr(error, _MADE_BEFORE, prints)
 
 
 def _without_value(leaf: Any) -> Any:

@@ -3,8 +3,8 @@
 Promises: one functional graph; every node knows its phase, source line, module and sequence number; what the
 program did besides is a fact (`aotdist.facts`).
 
-ObservedGrads
----------
+Observed gradients
+------------------
 In eager every result has its place in autograd's graph. Here the program is one node, so a gradient of one
 result with respect to another would not exist, and a hook on a result would miss gradients from within the
 program. The trace notes where gradients pass such a tensor (`trace/observed_grads.py`). A gate, a node behind

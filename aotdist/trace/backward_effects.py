@@ -1,4 +1,8 @@
-"""What the backward of a program did, read off its trace, and the backwards of some results only."""
+"""What the backward of a program did, read off its trace, and the backwards of some results only.
+
+A backward reads the tensors that it writes as they are when it runs, not as the forward left them: with
+`retain_graph=True` it runs twice, and the second run reads what the first one wrote.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.fx import Node
 
 from aotdist.aliasing.metadata import Change
 from aotdist.capture.in_backward import InBackward
@@ -25,11 +30,11 @@ from aotdist.facts import (
     ViewOfOutput,
 )
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
-from aotdist.subclasses.protocol import is_wrapper, leaves, plain_tensors, recipe_of, same_layout
+from aotdist.subclasses.protocol import Recipe, is_wrapper, leaves, plain_tensors, recipe_of, same_layout
 from aotdist.torch_seam.autograd import nodes_behind, saves_tensors, sequence_nr
 from aotdist.torch_seam.functional import functional_storage_id, memory_of
 from aotdist.torch_seam.modes import TorchDispatchMode
-from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.operators import OpOverload, makes_views
 from aotdist.trace.backward import (
     Backward,
     Chosen,
@@ -45,12 +50,11 @@ from aotdist.trace.context import TraceContext
 from aotdist.trace.data_writes import backward_writes, counts_of_results
 from aotdist.trace.failures import refusal, unsupported
 from aotdist.trace.forward_effects import ForwardEffects
-from aotdist.trace.forward_snapshot import is_read_again, nodes_of_inputs, read_late
 from aotdist.trace.metadata import refuse
 from aotdist.trace.observed_grads import HeldTensor, ObservedGrads
 from aotdist.trace.outputs import NodeOutputs
 from aotdist.trace.recorder import Recorder, Writers
-from aotdist.trace.stand_ins import Inputs
+from aotdist.trace.stand_ins import Inputs, StandIn
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +93,7 @@ class BackwardTrace:
         self._behind = _results_behind_nodes(self._ends)
         self._freed = frozenset(behind for node, behind in self._behind.items() if saves_tensors(node))
         cuts, row = context.options.cuts and not forward.is_rewritten, self._inputs.row()
-        self._forward_end = nodes_of_inputs(self._recorder, row) if cuts else None
+        self._forward_end = _nodes_of_inputs(self._recorder, row) if cuts else None
         can_hold = cuts and is_linear(self._ends)
         held = held_tensors(forward.outs, forward.outputs, forward.writes) if can_hold else []
         self._waypoints = ObservedGrads(held, self._ends)
@@ -124,14 +128,14 @@ class BackwardTrace:
                 )
         written += kept_results(recorder, whole.kept)
         _refuse_replaced_inputs(recorder, self._inputs, self._in_python.replaced)
-        once = is_read_again(self._written_of_nobody(writers), grads + written)
+        once = _is_read_again(self._written_of_nobody(writers), grads + written)
         keeps = whole.kept and context.options.cuts and self._may_run_later
         choices = self._backward.some() if keeps else self._nonlinear
         chosen, of_choices = self._trace_alone([] if once or writes else choices)
         if self._in_python.whole and self._may_run_later and not (chosen or writes):
             self._find_changes_of_some()
         if self._forward_end is not None:
-            read_late(recorder, self._inputs.row(), writes, self._forward_end)
+            _read_late(recorder, self._inputs.row(), writes, self._forward_end)
         _refuse_changes(self._inputs, context.log.changes[num_changes:])
         facts = BackwardFacts(
             grads=Row(
@@ -160,7 +164,7 @@ class BackwardTrace:
             in_python=self._in_python,
         )
 
-    def _written_of_nobody(self, writers: Writers) -> list[torch.fx.Node]:
+    def _written_of_nobody(self, writers: Writers) -> list[Node]:
         """Values of the forward that the backward overwrites, and that are neither inputs nor results."""
         held = [plain for one in self._inputs.row() for plain in one.plains]
         held += [plain for result in self._forward.outputs.tensors for plain in plain_tensors(result)]
@@ -198,6 +202,78 @@ class BackwardTrace:
                 self._backward.run(chosen, retain_graph=True)
 
 
+def _nodes_of_inputs(recorder: Recorder, row: Row[PrimalIdx, StandIn]) -> dict[PrimalIdx, list[Node]]:
+    """The nodes of what each input holds now; none for inputs that have no memory of their own."""
+    return {
+        idx: [] if one.derived or one.spans else [recorder.value(plain) for plain in one.plains]
+        for idx, one in row.enumerate()
+    }
+
+
+def _read_late(
+    recorder: Recorder,
+    row: Row[PrimalIdx, StandIn],
+    writes: Collection[PrimalIdx],
+    forward_end: Mapping[PrimalIdx, list[Node]],
+) -> None:
+    """Let the backward read what it writes from new arguments of the graph (role `buffer`).
+
+    Args:
+        recorder: recorded it.
+        row: the inputs.
+        writes: those that it writes.
+        forward_end: `_nodes_of_inputs` when the forward was over; inputs that came later are missing.
+    """
+    for idx in writes:
+        slot, recipe, before = row[idx].slot, row[idx].recipe, forward_end.get(idx)
+        if before is None:
+            names = (Slot("primal", slot.path, inner) for inner, _ in leaves(recipe))
+            before = [recorder.placeholder(name) for name in names]
+        if before:
+            _read_from_buffers(recorder, slot.path, recipe, before)
+
+
+def _read_from_buffers(recorder: Recorder, path: str, recipe: Recipe, before: Sequence[Node]) -> None:
+    for node, (inner, leaf) in zip(before, leaves(recipe), strict=True):
+        fake = recorder.fake_like(leaf, node.meta["val"].device)
+        buffer = recorder.value(recorder.argument(Slot("buffer", path, inner), fake))
+        first = next((n for n in node.graph.nodes if n.meta.get("phase") == "backward"), None)
+        if first is not None:
+            _read_instead(node, buffer, first)
+
+
+def _read_instead(node: Node, buffer: Node, first: Node) -> None:
+    """Let the backward (from `first` on) read `buffer` for `node`, and its views for those of `node`."""
+    for user in list(node.users):
+        if user.meta.get("phase") == "backward":
+            user.replace_input_with(node, buffer)
+        elif isinstance(user.target, OpOverload) and makes_views(user.target) and user.args[0] is node:
+            with node.graph.inserting_before(first):
+                view = node.graph.node_copy(user, lambda read: buffer if read is node else read)
+            view.meta["phase"] = "backward"
+            _read_instead(user, view, first)
+            if not view.users:
+                node.graph.erase_node(view)
+
+
+def _is_read_again(written: Collection[Node], results: Sequence[Result]) -> bool:
+    """Whether results of the backward are computed from values of the forward that it overwrites.
+
+    A second backward would need the new values, which are not kept.
+    """
+    over, seen = set(written), set[Node]()
+    pending = [node for _, node in results if node is not None] if over else []
+    while pending:
+        node = pending.pop()
+        if node in seen or node.meta.get("phase") != "backward":
+            continue
+        seen.add(node)
+        if not over.isdisjoint(node.all_input_nodes):
+            return True
+        pending += node.all_input_nodes
+    return False
+
+
 def _results_behind_nodes(ends: Sequence[End]) -> dict[Any, frozenset[NodeOutIdx]]:
     """The autograd nodes, each with the results that follow from it."""
     found: dict[Any, frozenset[NodeOutIdx]] = {}
@@ -216,8 +292,8 @@ def _refuse_replaced_inputs(
     replaced the tensor.
     """
     for place, tensor in replaced:
-        met = inputs.of_example(tensor)
-        idx = inputs.index_of(tensor if met is None else met)
+        stand_in = inputs.of_example(tensor)
+        idx = inputs.index_of(tensor if stand_in is None else stand_in)
         if idx is None:
             continue
         slot, recipe = inputs.row()[idx].slot, inputs.row()[idx].recipe

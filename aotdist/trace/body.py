@@ -136,9 +136,9 @@ def trace_body(
         names.add(path)
         return Slot("primal", path)
 
-    def resumed(met: torch.Tensor) -> torch.Tensor:
+    def stand_in_around(tensor: torch.Tensor) -> torch.Tensor:
         with around.recorder.resumed():
-            return around.stand_in(met)
+            return around.stand_in(tensor)
 
     slots = Row[PrimalIdx, Slot](Slot("primal", name) for name, _ in operands)
     program = Program(run, slots, Row([tensor for _, tensor in operands]))
@@ -148,7 +148,7 @@ def trace_body(
             recorder,
             TraceOptions(training=torch.is_grad_enabled()),
             name_closed_over=name_closed_over,
-            outer=resumed,
+            outer=stand_in_around,
         )
     assert spec is not None, "the trace has run the function"
     tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in flat)

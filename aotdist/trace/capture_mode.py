@@ -154,8 +154,8 @@ class CaptureMode(TorchFunctionMode):
         """As `swap`, but None for a tensor that has no stand-in yet."""
         if not self._recorder.is_foreign(tensor):
             return tensor
-        (heard,) = seen_by_modes([tensor])
-        return self._inputs.of_example(tensor) if heard is tensor else heard
+        (seen,) = seen_by_modes([tensor])
+        return self._inputs.of_example(tensor) if seen is tensor else seen
 
     def _detach(self, tensor: torch.Tensor) -> torch.Tensor:
         if torch.is_inference_mode_enabled():
@@ -294,11 +294,11 @@ class ReplayMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        met, named = _each(self.swap, args, kwargs)
+        swapped_args, swapped_kwargs = _each(self.swap, args, kwargs)
         if types and class_functions_are_on():
             with self:
-                return ask_classes(func, types, met, named)
-        return func(*met, **named)
+                return ask_classes(func, types, swapped_args, swapped_kwargs)
+        return func(*swapped_args, **swapped_kwargs)
 
     def swap(self, tensor: torch.Tensor) -> torch.Tensor:
         """What the program works on in the place of `tensor`."""

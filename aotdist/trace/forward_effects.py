@@ -129,9 +129,9 @@ def _return_numbers(
         recipes = [recipe_of(tensor) for tensor in outputs.tensors]
         needed = numbers_of_data([outputs.facts, outputs.order, recipes])
     found: list[tuple[str, NodeOutIdx | NumberStep]] = []
-    for name, told in context.recorder.sources_of_numbers(needed):
-        is_step = isinstance(told, NumberStep)
-        found.append((name, told if is_step else outputs.add(Slot("output", name), told, history=False)))
+    for name, source in context.recorder.sources_of_numbers(needed):
+        is_step = isinstance(source, NumberStep)
+        found.append((name, source if is_step else outputs.add(Slot("output", name), source, history=False)))
     unbacked.returned = frozenset(name for name, _ in found)
     return tuple(found)
 

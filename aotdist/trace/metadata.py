@@ -224,7 +224,7 @@ def released_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> Mappi
         and not any(True for _ in log.views.bases(out))
     ]
     found = ((id(out), released_history(out)) for out in alone)
-    return {key: said for key, said in found if said is not None}
+    return {key: error for key, error in found if error is not None}
 
 
 def final_actions(

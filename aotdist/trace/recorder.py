@@ -327,9 +327,9 @@ class Recorder:
         """
         if self.unbacked is None:
             return []
-        steps, told = self.unbacked.steps, self.unbacked.returned
+        steps, returned = self.unbacked.steps, self.unbacked.returned
         asked, numbers = numbers.keys(), {**numbers, **self.unbacked.numbers}
-        names = [name for name in self.unbacked.needed_for(asked) if name not in told]
+        names = [name for name in self.unbacked.needed_for(asked) if name not in returned]
         return [(name, steps.get(name) or self._holding(name, numbers[name])) for name in names]
 
     def _holding(self, name: str, number: Any) -> torch.Tensor:

@@ -343,5 +343,5 @@ def _refuse_layout(example: torch.Tensor, slot: Slot) -> None:
     else:
         return
     if slot.path.startswith(UNNAMED):
-        raise refusal(f"a tensor that is met here {what}", fix)
+        raise refusal(f"a tensor that the program closes over {what}", fix)
     raise UnsupportedProgram(f"`{slot.path}` {what}", stage="capture", fix=fix)

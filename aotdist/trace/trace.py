@@ -98,8 +98,8 @@ def trace(
     symbols = Symbols(recorder.shape_env, options.dims)
     inputs = Inputs(recorder, symbols, options.bases)
 
-    def stand_in(met: torch.Tensor) -> torch.Tensor:
-        example = outer(met) if outer is not None and recorder.is_given(met) else met
+    def stand_in(tensor: torch.Tensor) -> torch.Tensor:
+        example = outer(tensor) if outer is not None and recorder.is_given(tensor) else tensor
         known = inputs.of_example(example)
         return inputs.add(name_closed_over(example), example) if known is None else known
 
@@ -158,9 +158,9 @@ def _later_backwards(
 def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardEffects) -> Facts:
     """What the later stages know of the program."""
     row, outputs, metadata = context.inputs.row(), forward.outputs, forward.metadata
-    met_by_backward = (Untouched() for _ in range(len(row) - len(forward.writes)))
+    of_backward = (Untouched() for _ in range(len(row) - len(forward.writes)))
     return Facts(
-        inputs=Row([*forward.writes, *met_by_backward]),
+        inputs=Row([*forward.writes, *of_backward]),
         outputs=Row(outputs.facts),
         order=outputs.order,
         node_outs=forward.node_outs,
