@@ -36,8 +36,8 @@ free, and PyTorch's functions are its own (`capture/compile_lock.py`).
 same at every call: computed from no argument and no random number, for example positions and masks derived
 from sizes. Then the nodes behind it are run at once (`trace/numbers/data_guards.py`). Modules of PyTorch and
 of transformers may branch on data of arguments and buffers: whether a mask is causal, or pads anything. Their
-answer at capture becomes part of the signature, and each call asks again before it runs. Where an encoder
-asks whether padding is at the end, its layers become operators that ask when they run
+answer at capture becomes part of the signature, and each call asks again before it runs. An encoder that asks
+whether padding is at the end is answered no: its layers are given the mask
 (`trace/operators/padded_batches.py`). Checks of data by PyTorch (of distributions, of variances) are outputs
 of the graph, and raise eager's error afterwards (`capture/checks.py`); so are those that its functions make
 in C++ (`istft`, `cov`), which get the expected answer in the trace (`trace/operators/functions_of_data.py`).
@@ -108,8 +108,8 @@ outputs, and every call prints, in order, when it has run; those in a backward a
 side effects in Python happen only at capture. If a program leaves an object (`self.cache = Cache()`), it is
 traced once more with that; if it is another program then, the first artifact is for the call at hand only.
 
-What a program reads of an input besides its data is part of the signature: attributes of tensors by name,
-what autograd knows (`is_leaf`, `_version`, whether there is a `grad_fn`, or a `_base`, which is then one more
-input). So are the values of context variables, weak references, the environment and NumPy arrays
-(`capture/readers.py`). A NumPy array that becomes a tensor is read through that tensor instead.
+What a program reads of an input besides its data is part of the signature: attributes of tensors by name, and
+what autograd knows (`is_leaf`, `_version`, whether there is a `grad_fn` or a `grad`). So are the values of
+context variables, weak references, the environment and NumPy arrays (`capture/readers.py`). A NumPy array
+that becomes a tensor is read through that tensor instead.
 """
