@@ -108,10 +108,14 @@ class Compiling:
         if self._guesses and symbolic:
             dims, varying = changed_since(call, artifacts, modes, self._numbers)
             call = replace(call, guessed={} if modes in self._fit_one_size else dims, varying=varying)
+        settings = self._settings
+        if any(artifact.compilation.used_trace() for artifact in artifacts):
+            # Gradients of copied blocks have no history, and programs with symbols are not traced anew.
+            settings = replace(settings, instantiate=False)
         artifact = compile_call(
             call,
             self._backend,
-            self._settings,
+            settings,
             earlier=artifacts,
             symbolic=symbolic,
             undecided=undecided,

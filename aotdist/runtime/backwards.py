@@ -102,6 +102,10 @@ class Backwards:
         if self.joint.traces is not None:
             self.joint.traces.forget()
 
+    def used_trace(self) -> bool:
+        """Whether a backward ran through autograd's graph of the trace, as with `create_graph`."""
+        return self.joint.traces is not None and self.joint.traces.is_used
+
     def of_all(self) -> BoxedCall:
         """The backward of all results; compiled at its first call, unless it was compiled ahead."""
         request = BackwardRequest(self.joint.all_results())

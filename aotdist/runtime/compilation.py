@@ -125,6 +125,10 @@ class Compilation:
         """Whether symbolic sizes were requested, but some operator takes none, so that sizes are numbers."""
         return bool(self.captured.dims) and self.traced.symbols.none_allowed
 
+    def used_trace(self) -> bool:
+        """Whether a backward was requested that the joint graph does not give, as with `create_graph`."""
+        return isinstance(self.region, Training) and self.region.backwards.used_trace()
+
     def emitted(self) -> dict[str, Emitted]:
         """The emitted code, by the name of the graph."""
         match self.region:

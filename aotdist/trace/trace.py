@@ -225,12 +225,15 @@ class Traces:
     Args:
         later: runs backwards through the trace; None if it was not kept.
         retrace: traces the program again; None where that may give another program.
+
+    Attributes:
+        is_used: whether a later backward was requested.
     """
 
     def __init__(
         self, later: LaterBackwards | None, retrace: Callable[[], LaterBackwards] | None = None
     ) -> None:
-        self._later, self._retrace, self._is_used = later, retrace, False
+        self._later, self._retrace, self.is_used = later, retrace, False
 
     def get(self) -> LaterBackwards:
         """What runs backwards through the trace.
@@ -241,7 +244,7 @@ class Traces:
         if self._later is None:
             assert self._retrace is not None, "otherwise the trace is never dropped"
             self._later = self._retrace()
-        self._is_used = True
+        self.is_used = True
         return self._later
 
     def is_there(self) -> bool:
@@ -250,5 +253,5 @@ class Traces:
 
     def forget(self) -> None:
         """Drop the trace, unless it was used or the program cannot be traced again."""
-        if self._retrace is not None and not self._is_used:
+        if self._retrace is not None and not self.is_used:
             self._later = None

@@ -640,6 +640,22 @@ def test_gradients_of_gradients_are_those_of_a_trace_of_each_call() -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
+def test_gradients_of_gradients_of_batches_of_several_sizes() -> None:
+    """The second size is a symbol, and a program with symbols is not traced anew."""
+    found = []
+    for compiles in (False, True):
+        torch.manual_seed(0)
+        model = Stack(*(Gated() for _ in range(DEPTH))).double()
+        call = aotdist.compile(model, backend="fx") if compiles else model
+        for batch in (2, 3, 4):
+            x = torch.randn(batch, *SIZE[1:], dtype=torch.float64, requires_grad=True)
+            (grad,) = torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
+            grad.square().sum().backward()
+        found.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-18)  # sums in another order
+    assert len(aotdist.explain(call).artifacts) == 2
+
+
 def test_a_program_that_asks_more_of_its_blocks_than_copies_give_is_traced_whole() -> None:
     model = Stack(*(Gated() for _ in range(DEPTH)))
 
