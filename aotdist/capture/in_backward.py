@@ -128,10 +128,10 @@ class InBackward:
                 _refuse_hidden(watched)
                 found = list(watched.changed_data(tensors=True))
                 values = [*(value for _, _, value in found), *(each.given.leaves for each in prints.noted())]
-                named, self.kept, numbers = _naming(values, origins_of, self.symbols)
-                changed = [(place, before, Tree.of(value).map(named)) for place, before, value in found]
+                as_result, self.kept, numbers = _results(values, origins_of, self.symbols)
+                changed = [(place, before, Tree.of(value).map(as_result)) for place, before, value in found]
                 effects, expected = _effects(changed, self._environment)
-                printed = [replace(each, given=each.given.map(named)) for each in prints.noted()]
+                printed = [replace(each, given=each.given.map(as_result)) for each in prints.noted()]
                 kept = tuple(map(recipe_of, self.kept))
                 changes = EffectLog((*printed, *effects), expected, kept, numbers)
                 self.replaced = [
@@ -231,7 +231,7 @@ def _step(before: Any, value: Any) -> int | None:
     return None if isinstance(value, bool) or symbols_in(step) else int(step)
 
 
-def _naming(
+def _results(
     values: Sequence[Any], origins_of: OriginsOf, found: Mapping[str, Source]
 ) -> tuple[Callable[[Any], Any], tuple[torch.Tensor, ...], tuple[tuple[str, NumberOrigin], ...]]:
     """A function that replaces tensors by `TensorResult`s, what these stand for, and `EffectLog.numbers`.
@@ -249,11 +249,11 @@ def _naming(
         steps[name] = step if isinstance(step, NumberStep) else len(kept)
         kept += [] if isinstance(step, NumberStep) else [step]
 
-    def named(leaf: Any) -> Any:
+    def as_result(leaf: Any) -> Any:
         return TensorResult(positions[id(leaf)]) if id(leaf) in positions else leaf
 
     names = {name for leaf in filter(depends_on_data, leaves) for name in symbols_in(leaf)}
-    return named, tuple(kept), _origins_behind(names, steps)
+    return as_result, tuple(kept), _origins_behind(names, steps)
 
 
 def _origins_behind(

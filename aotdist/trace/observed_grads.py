@@ -70,7 +70,7 @@ class ObservedGrads:
             passed |= reached.get(tensor.grad_fn, 0)
         edges = [edge for edge, bit in bits.items() if passed & bit]
         edges.sort(key=lambda edge: sequence_nr(edge[0]))
-        self._passing = {edge: by_edge[edge] for edge in edges}
+        self._waypoints = {edge: by_edge[edge] for edge in edges}
         self._levels = {
             idx: max(
                 (k + 1 for k, edge in enumerate(edges) if reached[tensor.grad_fn] & bits[edge]), default=0
@@ -85,15 +85,15 @@ class ObservedGrads:
         with ExitStack() as hooks:
             for node, hook in self._piece_hooks(recorder):
                 hooks.enter_context(node.register_hook(hook))
-            for passing in self._passing.values():
-                hooks.enter_context(passing.tensor.register_hook(_cutting(passing, recorder)))
+            for waypoint in self._waypoints.values():
+                hooks.enter_context(waypoint.tensor.register_hook(_cutting(waypoint, recorder)))
             yield
 
     def _piece_hooks(self, recorder: Recorder) -> Iterator[tuple[Node, Any]]:
-        if not self._passing:
+        if not self._waypoints:
             return
         for node in self._nodes:
-            sources = [self._passing.get((source, nr)) for source, nr in node.next_functions]
+            sources = [self._waypoints.get((source, nr)) for source, nr in node.next_functions]
             if any(source is not None for source in sources):
                 yield node, _noting(node, sources, recorder)
 
@@ -108,15 +108,15 @@ class ObservedGrads:
             return replaced
 
         with ExitStack() as hooks:
-            for (node, number), passing in self._passing.items():
-                total = None if passing.value is None else given.get(passing.value)
+            for (node, number), waypoint in self._waypoints.items():
+                total = None if waypoint.value is None else given.get(waypoint.value)
                 hooks.enter_context(node.register_prehook(instead(number, total)))
             yield
 
     @contextmanager
     def noting(self, pieces: Sequence[tuple[int, int]]) -> Generator[dict[PrimalIdx, torch.Tensor]]:
         """A dictionary that is filled with pieces, by their number, while autograd runs."""
-        passing, found = list(self._passing.values()), dict[PrimalIdx, torch.Tensor]()
+        waypoints, found = list(self._waypoints.values()), dict[PrimalIdx, torch.Tensor]()
 
         def note(at: int, number: int) -> Any:
             def noted(grad_inputs: Sequence[torch.Tensor | None], grad_outputs: Any) -> None:
@@ -126,7 +126,7 @@ class ObservedGrads:
 
             return noted
 
-        senders = (passing[position].senders[k] for position, k in pieces)
+        senders = (waypoints[position].senders[k] for position, k in pieces)
         with ExitStack() as hooks:
             for at, (node, number) in enumerate(senders):
                 hooks.enter_context(node.register_hook(note(at, number)))
@@ -134,27 +134,27 @@ class ObservedGrads:
 
     def wanted(self, pieces: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
         """The waypoints that pieces are sent to."""
-        passing = list(self._passing.values())
-        return [passing[position].tensor for position in dict.fromkeys(at for at, _ in pieces)]
+        waypoints = list(self._waypoints.values())
+        return [waypoints[position].tensor for position in dict.fromkeys(at for at, _ in pieces)]
 
     def facts(self) -> tuple[ObservedGrad, ...]:
         """The facts about these waypoints."""
-        return tuple(map(_fact, self._passing.values()))
+        return tuple(map(_fact, self._waypoints.values()))
 
     def levels(self, num_values: int) -> Row[NodeOutIdx, int]:
         """The levels of the facts about a backward, of a node with so many outputs."""
-        if not self._passing:
+        if not self._waypoints:
             return Row()
         return Row(self._levels.get(NodeOutIdx(k), 0) for k in range(num_values))
 
     def results(self, recorder: Recorder) -> list[tuple[Slot, torch.fx.Node | None]]:
         """Results of the recorded graph: of each waypoint the sum and its summands."""
         found: list[tuple[Slot, torch.fx.Node | None]] = []
-        for passing in self._passing.values():
-            fact = _fact(passing)
-            if passing.total is not None:
-                found += zip(_total_slots(passing), _values(recorder, passing.total), strict=True)
-            for position, piece in enumerate(passing.pieces):
+        for waypoint in self._waypoints.values():
+            fact = _fact(waypoint)
+            if waypoint.total is not None:
+                found += zip(_total_slots(waypoint), _values(recorder, waypoint.total), strict=True)
+            for position, piece in enumerate(waypoint.pieces):
                 found += zip(fact.piece_slots(position), _values(recorder, piece), strict=True)
         return found
 
@@ -164,8 +164,8 @@ def _fact(held: HeldTensor) -> ObservedGrad:
     return ObservedGrad(held.path, held.place, held.value, total, tuple(map(recipe_of, held.pieces)))
 
 
-def _total_slots(passing: HeldTensor) -> list[Slot]:
-    return [Slot("total", passing.path, inner) for inner, _ in leaves(recipe_of(passing.total))]  # type: ignore[arg-type]
+def _total_slots(waypoint: HeldTensor) -> list[Slot]:
+    return [Slot("total", waypoint.path, inner) for inner, _ in leaves(recipe_of(waypoint.total))]  # type: ignore[arg-type]
 
 
 def _values(recorder: Recorder, tensor: torch.Tensor) -> list[torch.fx.Node]:
@@ -211,19 +211,19 @@ def _noting(node: Node, sources: Sequence[HeldTensor | None], recorder: Recorder
     return note
 
 
-def _cutting(passing: HeldTensor, recorder: Recorder) -> Any:
+def _cutting(waypoint: HeldTensor, recorder: Recorder) -> Any:
     """A hook of a tensor that notes its gradient, and puts a new argument of the graph in its place."""
 
     def cut(total: torch.Tensor | None) -> torch.Tensor | None:
         # Of lists, some items' gradients may stay away (`torch._foreach_mul`).
         if total is None or recorder.is_aside:
             return None
-        passing.total = total
+        waypoint.total = total
         recipe = recipe_of(total)
         plains = [
             recorder.argument(slot, recorder.fake_like(leaf, plain.device))
             for slot, (_, leaf), plain in zip(
-                _total_slots(passing), leaves(recipe), plain_tensors(total), strict=True
+                _total_slots(waypoint), leaves(recipe), plain_tensors(total), strict=True
             )
         ]
         return rebuild(recipe, plains)

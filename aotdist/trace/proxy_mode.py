@@ -291,7 +291,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
                 node_of(number, self.tracer)
         if self._refuses_data and torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
             raise DynamicOutputShapeException(func)
-        with nullcontext() if self._unbacked is None else self._unbacked.meeting():
+        with nullcontext() if self._unbacked is None else self._unbacked.reading_off_new_nodes():
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __sym_dispatch__(
@@ -369,7 +369,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
         elif isinstance(result, (list, tuple)):
             self._bind_each(result, node)
         if self._unbacked is not None:
-            self._unbacked.meet(node)
+            self._unbacked.read_off(node)
         return result
 
     def _create(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:

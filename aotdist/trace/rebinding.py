@@ -37,7 +37,7 @@ class Rebinding:
     def __init__(self, strided: Strided) -> None:
         self._strided = strided
         self._whole: dict[int, tuple[FunctionalTensor, FunctionalTensor]] = {}
-        self.in_more: set[int] = set()
+        self.larger_storages: set[int] = set()
         """Storages that are larger than the tensors of the program in them."""
         self.does: dict[OpOverload, Callable[..., None]] = {
             _ATEN.set_.default: self.set_to_nothing,
@@ -104,7 +104,7 @@ class Rebinding:
         self._whole[id(tensor)] = tensor, whole
 
     def _is_all_of_its_storage(self, whole: FunctionalTensor) -> bool:
-        if functional_storage_id(whole) in self.in_more:
+        if functional_storage_id(whole) in self.larger_storages:
             return False
         value = functional_value(whole)
         start = value.storage_offset() * value.element_size()

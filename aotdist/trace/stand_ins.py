@@ -171,7 +171,7 @@ class Inputs:
         is_own = is_real(stand_in.example) and not self._bases.is_span(at)
         for plain, real in zip(stand_in.plains, plain_tensors(stand_in.example), strict=True):
             if not is_symbolic(tuple(real.shape)) and real.untyped_storage().nbytes() > real.nbytes:
-                self._recorder.lies_in_more(plain)
+                self._recorder.note_larger_storage(plain)
             if is_own:
                 self._recorder.strided.note_input(plain)
 

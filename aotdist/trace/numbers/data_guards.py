@@ -137,7 +137,7 @@ class DataGuards:
 
     def __init__(self) -> None:
         self.given: list[DataGuard] = []
-        self._there: dict[Node, tuple[PrimalIdx, int]] = {}
+        self._inputs: dict[Node, tuple[PrimalIdx, int]] = {}
         self._sizes: dict[Node, Expression] = {}
         self._reals: dict[Node, torch.Tensor | float] = {}
 
@@ -150,7 +150,7 @@ class DataGuards:
             leaf: which of its plain tensors.
             real: the plain tensor.
         """
-        self._there[node], self._reals[node] = (at, leaf), real
+        self._inputs[node], self._reals[node] = (at, leaf), real
 
     def note_size(self, node: Node, spelled: Expression, number: float) -> None:
         """Note that a symbolic number is known before a call.
@@ -177,15 +177,15 @@ class DataGuards:
             raise NotKnown(condition)
         holds: bool = result_of(bool, (condition,), {}, root, self._reals)
         needed = {condition}.union(*(step.all_input_nodes for step in steps))
-        used = [node for node in self._there if node in needed]
+        used = [node for node in self._inputs if node in needed]
         sizes = [node for node in self._sizes if node in needed]
         ask = as_function((condition,), [*used, *sizes], root)
-        of, numbers = (self._there[node] for node in used), (self._sizes[node] for node in sizes)
+        of, numbers = (self._inputs[node] for node in used), (self._sizes[node] for node in sizes)
         self.given.append(DataGuard(ask, (holds,), tuple(of), tuple(numbers)))
         return holds
 
     def forget(self) -> None:
         """Drop the caller's tensors: the program has returned, and no more conditions are evaluated."""
-        self._there.clear()
+        self._inputs.clear()
         self._sizes.clear()
         self._reals.clear()

@@ -89,7 +89,7 @@ class Symbols:
     def recipe(self, at: PrimalIdx, slot: Slot, example: torch.Tensor, recipe: Recipe) -> Recipe:
         """`recipe`, that of `example`, with symbols in it."""
         if self._env is not None and is_symbolic(recipe):
-            self._meet(at, recipe)
+            self._note_symbols_of_fake(at, recipe)
             return recipe
         dims = self._dims.get(id(example), frozenset())
         if self._env is None or not dims or example.is_conj() or example.is_neg():
@@ -110,7 +110,7 @@ class Symbols:
 
         return self._sized(recipe, at, "", frozenset(dims), "", symbol_for)
 
-    def _meet(self, at: PrimalIdx, recipe: Recipe) -> None:
+    def _note_symbols_of_fake(self, at: PrimalIdx, recipe: Recipe) -> None:
         """Note the symbols of a user's fake tensor, each at the first size that is this symbol alone."""
         assert isinstance(recipe, Plain), "a program of fake tensors has plain ones"
         known = {name for _, name, _ in self._symbols}

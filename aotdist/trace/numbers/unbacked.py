@@ -86,14 +86,14 @@ class Unbacked:
         self._num_checks = 0
         self._checked: set[str] = set()
 
-    def meet(self, node: Node) -> None:
+    def read_off(self, node: Node) -> None:
         """Record nodes that read the unbacked symbols which first appear in a node's value."""
         bind_unbacked(self._env, node)
         self._read_off(node)
 
     @contextmanager
-    def meeting(self) -> Generator[None]:
-        """Do the same for the nodes that PyTorch's own mode records meanwhile; it binds their symbols."""
+    def reading_off_new_nodes(self) -> Generator[None]:
+        """`read_off` the nodes that PyTorch's own mode records in this context; it binds their symbols."""
         with self._new_nodes() as made:
             yield
         for node in made:
