@@ -74,7 +74,7 @@ class Change:
         """Whether the tensor has other sizes and strides now."""
         return self.op not in _OF_HISTORY
 
-    def is_unseen(self, size: torch.Size) -> bool:
+    def is_unrecorded(self, size: torch.Size) -> bool:
         """Whether a gradient of the changed tensor, of this size, fits the tensor of before.
 
         It does if the change ran under `no_grad`, where autograd records nothing, and kept the size.
@@ -94,7 +94,7 @@ class Change:
         Gradients arrive in the sizes of after the change; where they do not fit, eager raises, too. For a
         view, autograd rebuilds the history.
         """
-        if not tensor.requires_grad or tensor._is_view() or not self.is_unseen(tensor.size()):
+        if not tensor.requires_grad or tensor._is_view() or not self.is_unrecorded(tensor.size()):
             return self.before(tensor)
         return with_history_of(tensor, lambda: another_name(self.before(tensor.detach())))
 
@@ -109,7 +109,7 @@ def release_history(tensor: torch.Tensor, reason: str) -> None:
     put(tensor, failing_in_backward(tensor, reason), 0)
 
 
-def make_again(view: torch.Tensor, changed: torch.Tensor, steps: Sequence[ViewStep]) -> None:
+def rebuild_history(view: torch.Tensor, changed: torch.Tensor, steps: Sequence[ViewStep]) -> None:
     """Replace the history of a view by one that starts from its base as it is after a change.
 
     After a write to the base, autograd rebuilds the history of a view when it is read. In eager it does so

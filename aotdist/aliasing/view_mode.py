@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.overrides import enable_reentrant_dispatch
 
-from aotdist.aliasing.metadata import INVERSES, Change, another_name, make_again
+from aotdist.aliasing.metadata import INVERSES, Change, another_name, rebuild_history
 from aotdist.aliasing.overwrite import all_uncounted, bump, rewind, written_uncounted
 from aotdist.aliasing.view_log import ViewLog, is_recorded
 from aotdist.aliasing.views import Opened, ViewEntry, lies_in, refuse_overlapping_write, view_refusal
@@ -166,7 +166,7 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
             op, rest, kwargs = _RESIZE, [tuple(changed.size())], _format_of(changed)
         change = self.log.note_change(changed, size, op, rest, kwargs, bumps=1, former=former)
         if not change.moves():
-            self._make_views_again(changed)
+            self._rebuild_histories_of_views(changed)
         twin = out_of_place(func)
         entry = self.log.views.get(changed)
         if entry is not None:
@@ -198,10 +198,10 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
                 known = views.first_steps(view)
                 steps = (*known, last) if known else views.steps_from(base, view)
                 rewind(base, 1)  # so that autograd finds the view outdated, and rebuilds its history
-                self._make_again(view, base, steps)
+                self._rebuild_history(view, base, steps)
                 bump(base, 1)
 
-    def _make_views_again(self, base: torch.Tensor) -> None:
+    def _rebuild_histories_of_views(self, base: torch.Tensor) -> None:
         """Rebuild the histories of the views of `base`, which was reshaped in place.
 
         Autograd would call the operators that made them, which only fit the base as it was before.
@@ -209,14 +209,14 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         views = self.log.views
         for view in views.of(base):
             with enable_reentrant_dispatch():
-                self._make_again(view, base, views.first_steps(view) or views.steps_from(base, view))
+                self._rebuild_history(view, base, views.first_steps(view) or views.steps_from(base, view))
 
-    def _make_again(self, view: torch.Tensor, base: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
+    def _rebuild_history(self, view: torch.Tensor, base: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
         if not isinstance(view, FunctionalTensor) or view.is_inference():
             return  # autograd rebuilds the history of a wrapper from its layout
         self.log.views.keep_first_steps(view, steps)
         with replaced(self, "_is_off", True):
-            make_again(view, self._as_at(base, steps[0].serial), steps)
+            rebuild_history(view, self._as_at(base, steps[0].serial), steps)
 
     def _as_at(self, base: torch.Tensor, serial: int) -> torch.Tensor:
         """A view of a changed tensor in the form that it had at a point of the trace."""

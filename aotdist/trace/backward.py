@@ -41,8 +41,8 @@ from aotdist.trace.capture_mode import CaptureMode, ReplayMode
 from aotdist.trace.classes import users_code
 from aotdist.trace.failures import (
     naming_failures_of_backward,
-    reshaped_unseen,
-    retyped_unseen,
+    reshaped_unrecorded,
+    retyped_unrecorded,
     unsupported,
 )
 from aotdist.trace.recorder import Recorder
@@ -248,12 +248,14 @@ def refuse_unfit(
             continue
         known = row[idx].example
         if grad.dtype != known.dtype:
-            raise retyped_unseen(row[idx].slot, known.dtype, grad.dtype)
+            raise retyped_unrecorded(row[idx].slot, known.dtype, grad.dtype)
         size = known.size()
         fits = grad.size()[max(grad.dim() - len(size), 0) :] == size
         # What fits is copied into the sizes of the leaf; autograd takes a single element as it is.
         if not (fits and (grad.size() == size or grad.numel() > 1)):
-            raise reshaped_unseen(f"`{row[idx].slot}` is known as {list(size)}, and gets {list(grad.size())}")
+            raise reshaped_unrecorded(
+                f"`{row[idx].slot}` is known as {list(size)}, and gets {list(grad.size())}"
+            )
 
 
 Result = tuple[Slot, torch.fx.Node | None]

@@ -242,14 +242,14 @@ def _does_not_fit(function: str, error: RuntimeError) -> UnsupportedProgram:
     The names of the latter end in a number; for them, a tensor was reshaped.
     """
     if not function.endswith("Backward"):
-        return reshaped_unseen(str(error))
+        return reshaped_unrecorded(str(error))
     return unsupported(
         f"the backward of an autograd function gives gradients that do not fit, in eager too ({error})",
         "return one for each input, and of its size; call it under `torch.no_grad()` if it needs none",
     )
 
 
-def reshaped_unseen(how: str) -> UnsupportedProgram:
+def reshaped_unrecorded(how: str) -> UnsupportedProgram:
     """An error for a gradient that has other sizes than autograd knows of; `how` says which."""
     return unsupported(
         "the sizes of a tensor with history are changed in place under `no_grad`, or by `.data`, so that its "
@@ -273,7 +273,7 @@ def steps_inside(step: Callable[..., None], schedule: Any, *_: Any, **__: Any) -
     raise accumulates_inside(f"a {type(schedule).__name__} steps inside of the compiled module")
 
 
-def retyped_unseen(slot: Slot, known: torch.dtype, given: torch.dtype) -> UnsupportedProgram:
+def retyped_unrecorded(slot: Slot, known: torch.dtype, given: torch.dtype) -> UnsupportedProgram:
     """An error for a gradient of another dtype than the input has when the program's node takes it."""
     return unsupported(
         f"the `.data` of `{slot}`, which gets a gradient, is given another dtype ({given} for {known})",

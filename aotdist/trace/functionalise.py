@@ -144,7 +144,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
                 moves(*args, **kwargs)
             return args[0]
         self._note_writes(func, args, kwargs)
-        _make_views_again((args, kwargs))
+        _compute_pending_views((args, kwargs))
         written = [(owner, functional_value(owner)) for owner in self._written(func, args, kwargs)]
         result = self._by_our_rules(func, args, kwargs) if beneath_wrappers else NotImplemented
         if result is NotImplemented:
@@ -262,7 +262,7 @@ def _refuse_resized(func: Any, kwargs: Mapping[str, Any]) -> None:
             )
 
 
-def _make_views_again(given: Any) -> None:
+def _compute_pending_views(given: Any) -> None:
     """Compute pending views of written tensors with grad mode on: even under `no_grad` they have history."""
     if torch.is_grad_enabled() or in_backward():
         return

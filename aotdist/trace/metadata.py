@@ -17,7 +17,7 @@ from aotdist.program import OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import history_of, released_history, retains_grad, sequence_nr
 from aotdist.torch_seam.functional import memory_of
-from aotdist.trace.failures import reshaped_unseen, retyped_unseen, unsupported
+from aotdist.trace.failures import reshaped_unrecorded, retyped_unrecorded, unsupported
 from aotdist.trace.stand_ins import Inputs, StandIn
 
 
@@ -64,8 +64,10 @@ class Metadata:
             if example.requires_grad and change.moves() and size != example.size():
                 raise refuse(row[idx], "in another size than its gradient is to have")
             is_view = example._base is not None and history_of(example) is not None
-            if is_view and change.is_unseen(change.tensor.size()):
-                raise reshaped_unseen(f"of `{row[idx].slot}`, which is a view, eager makes another history")
+            if is_view and change.is_unrecorded(change.tensor.size()):
+                raise reshaped_unrecorded(
+                    f"of `{row[idx].slot}`, which is a view, eager makes another history"
+                )
             changes[idx].append(change)
             written.append(number)
         return cls(changes, frozenset(written), switched_on)
@@ -181,7 +183,7 @@ def _refuse_other_ends(change: Change, stand_in: StandIn) -> None:
     if change.op in _SETS and example.is_leaf:
         raise refuse(stand_in, "and gets a gradient")
     if change.grad and isinstance(source, torch.Tensor) and source.dtype != example.dtype:
-        raise retyped_unseen(stand_in.slot, example.dtype, source.dtype)
+        raise retyped_unrecorded(stand_in.slot, example.dtype, source.dtype)
 
 
 _SETS = (torch.ops.aten.set_.default, torch.ops.aten.set_.source_Tensor)

@@ -230,9 +230,9 @@ class NodeOutputs:
             return Fresh(self._value(slot, out, history=self._has_history(out)))
         self._refuse_outdated_copy(slot, out, root.base)
         self._refuse_view_of_replaced(slot, out, root.base)
-        return self._made_again(slot, out)
+        return self._rebuilt_view(slot, out)
 
-    def _made_again(self, slot: Slot, out: torch.Tensor) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
+    def _rebuilt_view(self, slot: Slot, out: torch.Tensor) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
         """How to make a view outside."""
         of_input = any(self._inputs.index_of(base) is not None for base in self._log.views.bases(out))
         root = self._log.root(out, self._first, through_node=not of_input)

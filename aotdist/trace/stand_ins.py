@@ -160,7 +160,7 @@ class Inputs:
             self._recorder.note_data(at, functionals, plain_tensors(example))
         base = self._views.get(at)
         if base is not None:
-            return replace(self._view_again(slot, example, recipe, self._stand_ins[base]), base=base)
+            return replace(self._view_of_base(slot, example, recipe, self._stand_ins[base]), base=base)
         functionals = self._through_spans(at, functionals, example)
         stand_in = self._of_its_own(slot, example, recipe, functionals, fakes)
         spans = frozenset(span for (primal, _), (span, _) in self._aliases.items() if primal == at)
@@ -217,7 +217,7 @@ class Inputs:
                 found.append(part)
         return found
 
-    def _view_again(self, slot: Slot, example: torch.Tensor, recipe: Recipe, base: StandIn) -> StandIn:
+    def _view_of_base(self, slot: Slot, example: torch.Tensor, recipe: Recipe, base: StandIn) -> StandIn:
         if not is_wrapper(example) and kind_of(example) != kind_of(base.example):
             assert example._base is not None, "a view"
             raise unsupported(
@@ -257,7 +257,7 @@ class Inputs:
         """Every stand-in so far."""
         return Row(self._stand_ins)
 
-    def made_again(self) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
+    def views_of_inputs(self) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
         """The stand-ins that autograd knows as views of another, each with the function that makes it."""
         for stand_in in (one for one in self._stand_ins if one.base is not None):
             yield stand_in.tensor, functools.partial(made_again, stand_in.example)
