@@ -167,7 +167,7 @@ class _Kinds:
                 return tuple(map(self.of, facts)) if torch.SymInt in map(type, facts) else facts
             case dict():
                 return tuple((self.of(key), self.of(item)) for key, item in value.items())
-            case torch.SymInt():
+            case torch.SymInt() | torch.SymFloat() | torch.SymBool():
                 return kind, expression(value)
             case slice():
                 return kind, self.of((value.start, value.stop, value.step))

@@ -146,6 +146,18 @@ class Branching(nn.Module):
         return torch.cond(y.sum() > 0, lambda y: y.sin() * 2, lambda y: y.cos(), (y,))  # type: ignore[no-any-return]
 
 
+class Measured(nn.Module):
+    """Reads a number off a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Attention()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return y / (1 + y.detach().norm().item())
+
+
 class Copying(nn.Module):
     """Gives copies of what it is given, in memory of their own."""
 
@@ -263,6 +275,10 @@ class Flexible(nn.Module):
 def test_sizes_may_be_symbols(monkeypatch: pytest.MonkeyPatch):
     model = Model(*(Flexible() for _ in range(4)))
     assert compared(model, [torch.randn(2, 5, 16)], monkeypatch, dynamic=True) > 0
+
+
+def test_blocks_that_read_numbers_off_tensors_are_rewritten_each(monkeypatch: pytest.MonkeyPatch):
+    compared(Model(*(Measured() for _ in range(4))), [torch.randn(2, 5, 16)], monkeypatch)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
