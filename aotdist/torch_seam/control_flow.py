@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction as _ReentrantCheckpoint
 from torch.utils.checkpoint import _CachedTorchDispatchMode as _Recomputing
-from torch.utils.checkpoint import _is_compiling as _checkpoint_is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from aotdist.torch_seam.autograd import Region, is_read_otherwise, next_sequence_nr
 from aotdist.torch_seam.classes import overrides_torch_functions
-from aotdist.torch_seam.patches import Patch, replaced_here
+from aotdist.torch_seam.patches import Patch, all_replaced_here, replaced_here
 from aotdist.torch_seam.trees import pytree
 
 _CONTROL_FLOW = frozenset(
@@ -40,7 +39,12 @@ def calling_to_be_traced() -> AbstractContextManager[None]:
     checkpoints save what their policy says and recompute the rest, each time the trace runs the backward; for
     a compiler they would save all and tag it.
     """
-    return _TRACES.applied(True)
+    return all_replaced_here(
+        (torch.compiler, "is_dynamo_compiling", _says_yes_to_control_flow),
+        (_cond_module(), "cond_op", _cond_of_trees),
+        (torch.utils.checkpoint, "_is_compiling", lambda *_: False),
+        (_Recomputing, "__enter__", _takes_of_a_copy),
+    )
 
 
 def recomputing_reentrant_checkpoints() -> AbstractContextManager[None]:
@@ -101,35 +105,16 @@ _SAID_TO_COMPILE = Patch[bool](
         (torch.compiler.is_compiling, "__code__", _flag_as_bool.__code__),
     ],
 )
-_TRACES = Patch[bool](
-    "calls_to_be_traced",
-    lambda: [
-        (torch.compiler, "is_dynamo_compiling", _says_yes_to_control_flow),
-        (_cond_module(), "cond_op", _cond_of_trees),
-        (torch.utils.checkpoint, "_is_compiling", _asks_for_tags),
-        (_Recomputing, "__enter__", _takes_of_a_copy),
-    ],
-)
-
-
 _RECOMPUTES = Patch[list[Region]](
     "recomputes", lambda: [(torch.utils.checkpoint, "CheckpointFunction", _Recomputed)]
 )
 
 
-def _asks_for_tags(*args: Any) -> bool:
-    return not _TRACES.value and _checkpoint_is_compiling(*args)
-
-
-_enters = _Recomputing.__enter__
-
-
-def _takes_of_a_copy(recomputing: Any) -> Any:
+def _takes_of_a_copy(enter: Callable[..., Any], recomputing: Any) -> Any:
     """Reading what a selective checkpoint saved consumes it: give each backward a copy."""
-    if _TRACES.value:
-        saved = vars(recomputing).setdefault("_all_saved", recomputing.storage)
-        recomputing.storage = {key: copy.copy(found) for key, found in saved.items()}
-    return _enters(recomputing)
+    saved = vars(recomputing).setdefault("_all_saved", recomputing.storage)
+    recomputing.storage = {key: copy.copy(found) for key, found in saved.items()}
+    return enter(recomputing)
 
 
 class _Recomputed:
@@ -158,26 +143,21 @@ def _cond_module() -> Any:
 
 
 def _cond_of_trees(
-    pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any
+    cond: Any, pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any
 ) -> Any:
     """The operator takes flat operands only; `torch.cond` takes trees, which Dynamo flattens elsewhere."""
     flat, spec = pytree.tree_flatten(tuple(operands))
-    if not _TRACES.value or spec == pytree.tree_structure((0,) * len(flat)):
-        return torch.ops.higher_order.cond(pred, true_fn, false_fn, operands)
+    if spec == pytree.tree_structure((0,) * len(flat)):
+        return cond(pred, true_fn, false_fn, operands)
 
     def flattened(fn: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *leaves: fn(*pytree.tree_unflatten(leaves, spec))
 
-    return torch.ops.higher_order.cond(pred, flattened(true_fn), flattened(false_fn), tuple(flat))
+    return cond(pred, flattened(true_fn), flattened(false_fn), tuple(flat))
 
 
-_asks_dynamo = torch.compiler.is_dynamo_compiling
-
-
-def _says_yes_to_control_flow() -> bool:
-    frame = inspect.currentframe()
-    asking = "" if frame is None or frame.f_back is None else frame.f_back.f_globals.get("__name__", "")
-    return bool(_TRACES.value and asking in _CONTROL_FLOW) or _asks_dynamo()
+def _says_yes_to_control_flow(is_dynamo_compiling: Callable[[], bool]) -> bool:
+    return sys._getframe(2).f_globals.get("__name__") in _CONTROL_FLOW or is_dynamo_compiling()
 
 
 _FAST_PATHS = {

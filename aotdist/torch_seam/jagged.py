@@ -8,8 +8,8 @@ made with the same offsets have the same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
 from torch.nn.attention import SDPBackend
 
 from aotdist.torch_seam.modes import no_modes
-from aotdist.torch_seam.patches import replaced_here
+from aotdist.torch_seam.patches import all_replaced_here
 from aotdist.torch_seam.symbols import new_ragged
 
 MAKES_JAGGED = torch.ops.aten._nested_view_from_jagged.default
@@ -42,21 +42,19 @@ Attend: TypeAlias = Callable[[Any, Any, Any, float, float | None], torch.Tensor]
 """Attention of query, key and value, with the probability of dropout, and the scale."""
 
 
-@contextmanager
-def jagged_traced(attend: Attend) -> Generator[None]:
+def jagged_traced(attend: Attend) -> AbstractContextManager[None]:
     """In this context and thread, jagged tensors can be traced.
 
     Args:
         attend: what attention calls where eager would make strided nested tensors.
     """
-    with (
-        replaced_here(FakeTensorMode, "create_symbolic_nested_int", _ragged_size),
-        replaced_here(nested_tensor, "_nt_view_dummy", lambda original: _unmet_dummy()),
-        replaced_here(NestedTensor, "_get_max_seqlen", partial(_length, "max")),
-        replaced_here(NestedTensor, "_get_min_seqlen", partial(_length, "min")),
-        replaced_here(ops, "jagged_scaled_dot_product_attention", partial(_jagged_attention, attend)),
-    ):
-        yield
+    return all_replaced_here(
+        (FakeTensorMode, "create_symbolic_nested_int", _ragged_size),
+        (nested_tensor, "_nt_view_dummy", lambda original: _unmet_dummy()),
+        (NestedTensor, "_get_max_seqlen", partial(_length, "max")),
+        (NestedTensor, "_get_min_seqlen", partial(_length, "min")),
+        (ops, "jagged_scaled_dot_product_attention", partial(_jagged_attention, attend)),
+    )
 
 
 def _ragged_size(original: Any, mode: FakeTensorMode, *, nt_tensor_id: int | None = None) -> Any:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -192,6 +193,15 @@ def replaced_here(owner: Any, name: str, instead: Callable[..., Any]) -> Abstrac
     return _patch_of(owner, name).applied(instead)
 
 
+@contextmanager
+def all_replaced_here(*places: Place) -> Generator[None]:
+    """`replaced_here` for several functions: the owner of each, its name, and what is called instead."""
+    with ExitStack() as stack:
+        for place in places:
+            stack.enter_context(replaced_here(*place))
+        yield
+
+
 def replaced_besides(owner: Any, name: str, instead: Callable[..., Any]) -> AbstractContextManager[None]:
     """As `replaced_here`; a replacement that is there already is then the function that was there."""
     patch = _patch_of(owner, name)
@@ -207,7 +217,9 @@ def _patch_of(owner: Any, name: str) -> Patch[Callable[..., Any]]:
         instead, original = patch.value, patch.original(owner, name)
         return original(*args, **kwargs) if instead is None else instead(original, *args, **kwargs)
 
-    patch = Patch[Callable[..., Any]](f"{owner!r}.{name}", lambda: [(owner, name, here)])
+    is_static = name == "__new__" or isinstance(inspect.getattr_static(owner, name), staticmethod)
+    place = owner, name, staticmethod(here) if is_static else here
+    patch = Patch[Callable[..., Any]](f"{owner!r}.{name}", lambda: [place])
     return patch
 
 
