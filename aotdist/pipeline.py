@@ -243,17 +243,16 @@ def _compile_training(
             verify_split(split)
     later = traced.later_backwards
     recorded = Joint.of(traced, cut, joint, split, is_cut_by_backend=emitter.backend.owns_cut)
-    recorded = replace(recorded, any_strides=emitter.takes_any_strides(recorded.graphs.whole))
+    recorded = replace(recorded, any_strides=emitter.takes_any_strides(recorded.whole))
     ahead = compiled_ahead(recorded)
     with times.stage("passes"):
         forward, records = run_passes(split.forward, "forward", settings)
         backward, records_of_backward = run_passes(derive(recorded, ahead).graph, "backward", settings)
         split = replace(split, forward=forward, backward=backward)
-    graphs = replace(recorded.graphs, split=split)
-    recorded = replace(recorded, graphs=graphs)
+    recorded = replace(recorded, split=split)
     let_objects_age()
     with times.stage("codegen"):
-        halves = emitter.halves(split, graphs.whole)
+        halves = emitter.halves(split, recorded.whole)
     has_other_kinds = later is not None and later.meets_other_kinds()
     doubles = _double_backwards(traced, halves, emitter)
     region = Training.assembled(

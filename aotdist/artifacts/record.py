@@ -139,11 +139,11 @@ def _region(region: Training | Inference, values: Values, graphs: Graphs) -> Jso
     match region:
         case Inference(graph=graph):
             return {"graph": graphs.written(graph)}
-        case Training(graphs=held):
-            split = held.split
+        case Training(joint=joint):
+            split = joint.split
             return {
-                "cut": graphs.written(held.cut),
-                "by_choice": graphs.written(held.by_choice),
+                "cut": graphs.written(joint.cut),
+                "by_choice": graphs.written(joint.by_choice),
                 "forward": graphs.written(split.forward),
                 "backward": graphs.written(split.backward),
                 "saved": values.written(split.saved, "the split"),
@@ -306,8 +306,8 @@ class _Reading:
     ) -> Training:
         by_choice = graphs.read(json["by_choice"])
         recorded = Joint.of(traced, traced.graph, linked(traced.graph), replace(split, backward=by_choice))
-        held = replace(recorded.graphs, split=split)
-        halves = _halves(held.whole, emitted) if emitted else emitter.halves(split, held.whole)
+        whole = recorded.whole
+        halves = _halves(whole, emitted) if emitted else emitter.halves(split, whole)
         ahead = require(self.values.read(json["ahead"]), BackwardRequest, "the backward")
         taken = frozenset(slot for slot in split.backward.ins if slot.role in GRADIENT_ROLES)
         if gradients(self.facts, ahead) != taken or ahead.kinds:
@@ -315,7 +315,7 @@ class _Reading:
         return Training.assembled(
             traced,
             plans,
-            replace(recorded, graphs=held, lacks=_LOADED),
+            replace(recorded, split=split, lacks=_LOADED),
             ahead,
             halves,
             emitter,

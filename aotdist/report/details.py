@@ -173,7 +173,7 @@ def details_of(artifact: Artifact) -> Details:
     compilation = artifact.compilation
     region = compilation.region
     graphs, emitted = compilation.graphs(), compilation.emitted()
-    split = region.graphs.split if isinstance(region, Training) else None
+    split = region.joint.split if isinstance(region, Training) else None
     return Details(
         name=compilation.captured.name,
         kind="inference" if split is None else "training",

@@ -137,7 +137,7 @@ def summary_of(artifact: Artifact) -> ArtifactSummary:
         graphs=tuple(
             _graph_summary(name, graph, emitted.get(name)) for name, graph in compilation.graphs().items()
         ),
-        saved_bytes=region.graphs.split.saved_bytes if training else 0,
+        saved_bytes=region.joint.split.saved_bytes if training else 0,
         written=tuple(
             slots[idx].path for idx, fact in facts.inputs.enumerate() if isinstance(fact, DataWritten)
         ),

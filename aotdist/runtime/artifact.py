@@ -179,7 +179,7 @@ def _backward(
         for claim in rules:
             claim.rule.after_backward(claim.root)
 
-    agree_on, ahead = agreeing_on_backwards(compilation, agreed), region.graphs.split.backward
+    agree_on, ahead = agreeing_on_backwards(compilation, agreed), region.joint.split.backward
 
     def guarded(call: BoxedCall, graph: Graph) -> BoxedCall:
         around, call = watch, without_autocast(call)

@@ -137,7 +137,7 @@ class Backwards:
     def _compile(self, request: BackwardRequest) -> Compiled:
         with users_modes_off():
             if request == self.ahead:
-                graph = self.joint.graphs.split.backward
+                graph = self.joint.split.backward
                 derived = Derived(graph, self.joint.facts.backward.grads, {})
                 call = self._called(self.halves.backward.call, graph)
             else:
@@ -172,7 +172,7 @@ class Backwards:
     def _compiled(self, backward: Graph) -> BoxedCall:
         graph, _ = run_passes(backward, "backward", self.emitter.settings)
         before = self.symbols.sizes().guards
-        emitted = self.emitter.another_backward(self.joint.graphs.split, self.halves, graph)
+        emitted = self.emitter.another_backward(self.joint.split, self.halves, graph)
         if any(guard not in before for guard in self.symbols.sizes().guards):
             # It is for some sizes only, and the call has tested none of these guards.
             emitted = self.emitter.reference_backward(graph)
