@@ -172,7 +172,8 @@ def on_local(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tor
     if not isinstance(x, DTensor):
         return fn(x)
     local = fn(local_tensor(x))
-    return make_dtensor(local, retyped_spec(x._spec, local.dtype))
+    spec = retyped_spec(x._spec, local.dtype)  # pyright: ignore[reportPrivateUsage]
+    return make_dtensor(local, spec)
 
 
 def settled(x: torch.Tensor) -> torch.Tensor:
