@@ -31,8 +31,8 @@ from aotdist.program import Graph
 from aotdist.report.progress import StageTimes, log_compiled, showing
 from aotdist.retracing import with_traces
 from aotdist.runtime.artifact import Artifact, Artifacts, load, nodes_of
-from aotdist.runtime.backwards import DoubleBackwards
-from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.backwards import DoubleBackwards, Training
+from aotdist.runtime.compilation import Compilation, Inference
 from aotdist.runtime.derive import Joint, compiled_ahead, derive, without_choices
 from aotdist.runtime.double_backward import Nodes, double_backward
 from aotdist.runtime.guards import fit_of, refuse_overlap
@@ -255,7 +255,7 @@ def _compile_training(
         halves = emitter.halves(split, recorded.whole)
     has_other_kinds = later is not None and later.meets_other_kinds()
     doubles = _double_backwards(traced, halves, emitter)
-    region = Training.assembled(
+    region = Training.of_halves(
         traced, plans, recorded, ahead, halves, emitter, doubles, has_other_kinds=has_other_kinds
     )
     return region, (*records, *records_of_backward)

@@ -248,5 +248,5 @@ def precise_weight(weight: Any) -> torch.Tensor:
     if isinstance(weight, Float8GatherWeight):
         return weight.weight
     if isinstance(weight, DTensor) and isinstance(local := local_tensor(weight), Float8GatherWeight):
-        return make_dtensor(local.weight, retyped_spec(weight._spec, local.dtype))
+        return make_dtensor(local.weight, retyped_spec(weight, local.dtype))
     return weight

@@ -172,8 +172,7 @@ def on_local(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> tor
     if not isinstance(x, DTensor):
         return fn(x)
     local = fn(local_tensor(x))
-    spec = retyped_spec(x._spec, local.dtype)  # pyright: ignore[reportPrivateUsage]
-    return make_dtensor(local, spec)
+    return make_dtensor(local, retyped_spec(x, local.dtype))
 
 
 def settled(x: torch.Tensor) -> torch.Tensor:

@@ -32,7 +32,7 @@ from torch.distributed.tensor import DTensor
 
 from aotdist.origins import annotate
 from aotdist.subclasses.fsdp_units import PARTIAL, Ranks, Reductions, ShardedParam
-from aotdist.torch_seam.dtensor import local_tensor, make_dtensor, retyped_spec
+from aotdist.torch_seam.dtensor import local_tensor, make_dtensor, spec_of_dtype
 from aotdist.torch_seam.fsdp import fsdp_divide_factors, fsdp_unsharded_spec
 from aotdist.torch_seam.proxies import recorded_once
 
@@ -284,7 +284,7 @@ class Reduction:
 def unsharded_spec(record: Any, dtype: torch.dtype) -> Any | None:
     """The DTensor spec of the gathered parameter, None for a plain one (no TP)."""
     spec = fsdp_unsharded_spec(record)
-    return None if spec is None else retyped_spec(spec, dtype)
+    return None if spec is None else spec_of_dtype(spec, dtype)
 
 
 def new_accumulator(record: Any) -> torch.Tensor:

@@ -37,7 +37,8 @@ from aotdist.partition.gates import linked
 from aotdist.passes.verify import verify, verify_split
 from aotdist.pipeline import drawn_on
 from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, PrimalIdx, Program, Row, Slot, Split
-from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.backwards import Training
+from aotdist.runtime.compilation import Compilation, Inference
 from aotdist.runtime.derive import BackwardRequest, Joint, gradients
 from aotdist.runtime.plan import NodePlan
 from aotdist.settings import Settings
@@ -149,7 +150,7 @@ def _region(region: Training | Inference, values: Values, graphs: Graphs) -> Jso
                 "saved": values.written(split.saved, "the split"),
                 "saved_primals": values.written(split.saved_primals, "the split"),
                 "saved_bytes": split.saved_bytes,
-                "ahead": values.written(region.backwards.ahead, "the backward"),
+                "ahead": values.written(region.ahead, "the backward"),
                 "meets_other_kinds": region.node.variants.of_kinds,
             }
 
@@ -312,7 +313,7 @@ class _Reading:
         taken = frozenset(slot for slot in split.backward.ins if slot.role in GRADIENT_ROLES)
         if gradients(self.facts, ahead) != taken or ahead.kinds:
             raise damaged("the backward takes other gradients than those that it is said to be for")
-        return Training.assembled(
+        return Training.of_halves(
             traced,
             plans,
             replace(recorded, split=split, lacks=_LOADED),

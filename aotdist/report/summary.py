@@ -18,7 +18,7 @@ from aotdist.passes.run import PassRecord
 from aotdist.program import Graph
 from aotdist.report.nodes import num_operations
 from aotdist.runtime.artifact import Artifact
-from aotdist.runtime.compilation import Training
+from aotdist.runtime.backwards import Training
 from aotdist.subclasses.protocol import conversions
 from aotdist.trace.blocks.copies import Copies
 
@@ -162,7 +162,7 @@ def _memory(artifact: Artifact) -> Memory:
         nodes=sum(len(graph.gm.graph.nodes) for graph in graphs),
         code=sum(code.values()),
         constants=sum(constants.values()),
-        trace=isinstance(region, Training) and region.backwards.has_trace(),
+        trace=isinstance(region, Training) and region.has_trace(),
     )
 
 

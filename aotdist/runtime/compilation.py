@@ -11,65 +11,17 @@ import torch
 from aotdist.capture.captured import Captured
 from aotdist.capture.source import Argument
 from aotdist.codegen.contract import Emitted
-from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.convention.bases import BasePlan
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import shell_of
-from aotdist.partition.gates import Gate, plan_gates
 from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
 from aotdist.program import Graph, I, PrimalIdx, Program, Row, uncalled
-from aotdist.runtime.backwards import Backwards, DoubleBackwards
-from aotdist.runtime.derive import BackwardRequest, Joint
-from aotdist.runtime.plan import NodePlan, node_plan
+from aotdist.runtime.backwards import Training
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import recipe_of
 from aotdist.trace.trace import Traced
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """A compiled program with a backward.
-
-    Args:
-        joint: its graphs, and what its backwards are derived from.
-        halves: the compiled forward, and the backward that was compiled with it.
-        node: how tensors pass through the autograd node.
-        backwards: the backwards, compiled on demand.
-        gates: where hooks may watch gradients between results.
-    """
-
-    joint: Joint
-    halves: EmittedHalves
-    node: NodePlan
-    backwards: Backwards
-    gates: tuple[Gate, ...]
-
-    @classmethod
-    def assembled(
-        cls,
-        traced: Traced,
-        plans: Plans,
-        joint: Joint,
-        ahead: BackwardRequest,
-        halves: EmittedHalves,
-        emitter: Emitter,
-        doubles: DoubleBackwards,
-        *,
-        has_other_kinds: bool,
-    ) -> Training:
-        """The program of two compiled halves, with what compiles its other backwards."""
-        strides = halves.tangent_strides
-        node = node_plan(traced, plans, joint.whole, joint.split, strides, has_other_kinds=has_other_kinds)
-        joint = replace(joint, kept_inputs=node.kept_inputs.slots, any_strides=not strides)
-        return cls(
-            joint=joint,
-            halves=halves,
-            node=node,
-            backwards=Backwards(joint, ahead, halves, node, traced.symbols, emitter, doubles),
-            gates=plan_gates(joint.cut, traced.facts),
-        )
 
 
 @dataclass(frozen=True, slots=True)

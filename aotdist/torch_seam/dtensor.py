@@ -52,8 +52,13 @@ def with_placements(context: Any, placements: tuple[Any, ...]) -> Any:
     return (placements, *rest)
 
 
-def retyped_spec(spec: Any, dtype: torch.dtype) -> Any:
-    """The spec of a DTensor placed as `spec` says, of another dtype."""
+def retyped_spec(tensor: DTensor, dtype: torch.dtype) -> Any:
+    """The spec of a DTensor placed like `tensor`, of another dtype."""
+    return spec_of_dtype(tensor._spec, dtype)
+
+
+def spec_of_dtype(spec: Any, dtype: torch.dtype) -> Any:
+    """A spec of the same placements, for another dtype."""
     if spec.tensor_meta.dtype == dtype:
         return spec
     return dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
