@@ -11,8 +11,7 @@ import functools
 import importlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from types import MappingProxyType
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -20,13 +19,11 @@ from torch import nn
 
 from aotdist.errors import BadSettings
 from aotdist.subclasses.conversion import (
+    Conversion,
     ConvertedLayer,
     Filter,
     convert,
-    in_words,
-    refuse_what_is_no_module,
-    sort_linears,
-    undo_all,
+    linears_to_convert,
 )
 from aotdist.subclasses.float8_gather import WeightScales
 from aotdist.subclasses.float8_linear import BlockwiseFloat8Linear, DelayedFloat8Linear, new_history
@@ -45,26 +42,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Float8Converted:
+class Float8Converted(Conversion):
     """What `to_float8` did; `print` it.
 
     Args:
         converted: paths of the layers that multiply in 8 bits now.
         skipped: why each of the other linear layers does not, by path.
+        recipe: where scales come from.
     """
 
     recipe: Recipe
-    converted: tuple[str, ...]
-    skipped: Mapping[str, str]
-    _layers: tuple[ConvertedLayer, ...] = field(repr=False)
-
-    def undo(self) -> None:
-        """Make the layers `nn.Linear`s again; their parameters are the same objects, as they are now.
-
-        Raises:
-            BadSettings: a layer is no longer what `to_float8` made it. Nothing is changed then.
-        """
-        undo_all(self._layers, "to_float8")
 
     def __str__(self) -> str:
         lines = [f"float8 ({self.recipe}): {len(self.converted)} linear layers converted"]
@@ -110,21 +97,16 @@ def to_float8(
             f"`float8_all_gather` needs one scale for a weight, which is not what `{recipe}` of ours has",
             fix="choose the recipe `delayed`, or leave out `float8_all_gather`",
         )
-    refuse_what_is_no_module(module)
-    chosen, skipped = sort_linears(module, filter, lambda linear: _reason_against(linear, recipe))
-    if not chosen:
-        reasons = in_words(skipped)
-        raise BadSettings(
-            f"no linear layer of this {type(module).__name__} can multiply in float8",
-            fix=f"see why: {reasons}" if reasons else "pass a module with `nn.Linear` layers",
-        )
+    chosen, skipped = linears_to_convert(
+        module, filter, lambda linear: _reason_against(linear, recipe), "multiply in float8"
+    )
     gathered = _gathered(module, chosen) if float8_all_gather else frozenset[str]()
     scales = WeightScales()
     layers = tuple(
         _convert(path, linear, recipe, scales if path in gathered else None)
         for path, linear in chosen.items()
     )
-    return Float8Converted(recipe, tuple(chosen), MappingProxyType(skipped), layers)
+    return Float8Converted(tuple(chosen), skipped, layers, recipe)
 
 
 def _reason_against(linear: nn.Linear, recipe: Recipe) -> str | None:

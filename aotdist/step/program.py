@@ -176,13 +176,7 @@ class StepProgram:
         scalars = Scalars([*known, *numbers.read_off()], node_here)
         accumulation = Accumulation()
         done = StepResult(trace=len(self._traces))
-        with (
-            held.put_back(),
-            accumulation.running(),
-            held.attributes_unchanged(),
-            scalars.followed(),
-            formulas_under_modes(),
-        ):
+        with held.put_back(), accumulation.running(), scalars.followed(), formulas_under_modes():
             for place in held.numbers:
                 place.put(*_read(place, given))
             ahead = [[(place, _read(place, given)) for place in places] for places in now.ahead]
