@@ -136,7 +136,7 @@ def linears_to_convert(
     if not chosen:
         reasons = "; ".join(f"`{path}` {reason}" for path, reason in skipped.items())
         raise BadSettings(
-            f"no layer of this {type(module).__name__} can {verb}: {reasons or 'it has no `nn.Linear`'}",
-            fix="pass a module with `nn.Linear` layers of other sizes",
+            f"no layer of this {type(module).__name__} can {verb}: {reasons or 'it has no nn.Linear'}",
+            fix="pass a module with other `nn.Linear` layers",
         )
     return chosen, MappingProxyType(skipped)
