@@ -35,8 +35,7 @@ from aotdist.runtime.backwards import DoubleBackwards, Training
 from aotdist.runtime.compilation import Compilation, Inference
 from aotdist.runtime.derive import Joint, compiled_ahead, derive, without_choices
 from aotdist.runtime.double_backward import Nodes, double_backward
-from aotdist.runtime.guards import fit_of, refuse_overlap
-from aotdist.runtime.proof import prove_guards
+from aotdist.runtime.guards import fit_of, prove_guards, refuse_overlap
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups

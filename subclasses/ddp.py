@@ -33,8 +33,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.origins import annotate
 from aotdist.subclasses.protocol import ContainerRule, ModuleRule
 from aotdist.torch_seam.fsdp import reduces_plainly
-from aotdist.torch_seam.hooks import has_grad_hooks
-from aotdist.torch_seam.tensors import as_parameter
+from aotdist.torch_seam.tensors import as_parameter, has_grad_hooks
 
 _c10d = torch.ops._c10d_functional
 

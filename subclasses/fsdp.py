@@ -74,7 +74,7 @@ from aotdist.subclasses.protocol import ModuleRule
 from aotdist.torch_seam.autograd import call_after_backward, in_backward
 from aotdist.torch_seam.dtensor import local_part, local_tensor
 from aotdist.torch_seam.fsdp import fsdp_state
-from aotdist.torch_seam.hooks import hooks_of_gradient, set_hooks_of_gradient
+from aotdist.torch_seam.tensors import hooks_of_gradient, set_hooks_of_gradient
 
 
 class _FsdpRule(ModuleRule):

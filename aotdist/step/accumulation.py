@@ -14,9 +14,9 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import SparseRows
 from aotdist.torch_seam.autograd import in_backward, nodes_behind
 from aotdist.torch_seam.control_flow import hands_out_more
-from aotdist.torch_seam.hooks import has_grad_hooks
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.patches import replaced_here
+from aotdist.torch_seam.tensors import has_grad_hooks
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.failures import refusal
 from aotdist.trace.stand_ins import current_inputs

@@ -1,10 +1,13 @@
-"""Tensors: storages, version counters, marked dimensions."""
+"""Tensors: storages, version counters, hooks, marked dimensions."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import copyreg
-from collections.abc import Callable, Collection, Sequence
+import inspect
+import operator
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -17,6 +20,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 # A weak reference to a storage: whether anybody holds the memory, without holding it.
 from torch.multiprocessing.reductions import StorageWeakRef as StorageWeakRef
 
+from aotdist.torch_seam.autograd import backward_task
 from aotdist.torch_seam.patches import replaced_here
 
 
@@ -130,3 +134,55 @@ def swap_attributes(first: torch.Tensor, second: torch.Tensor) -> None:
 def swap_histories(first: torch.Tensor, second: torch.Tensor) -> None:
     """Exchange what autograd knows of two tensors that are the same in all else: history, base, views."""
     _swap_bodies(first, second)
+
+
+hooks_of_gradient: Callable[[torch.Tensor], Any] = operator.attrgetter("_backward_hooks")
+"""What `register_hook` registered, if anything."""
+hooks_after_accumulation: Callable[[torch.Tensor], Any] = operator.attrgetter("_post_accumulate_grad_hooks")
+"""What `register_post_accumulate_grad_hook` registered, if anything."""
+
+
+def with_hooks(positions: Iterable[int], tensors: Sequence[Any]) -> list[int]:
+    """Those of the positions whose tensors have hooks of either kind; 0.06 us for each tensor."""
+    if not any(map(hooks_of_gradient, tensors)) and not any(map(hooks_after_accumulation, tensors)):
+        return []
+    return [k for k in positions if tensors[k]._backward_hooks or tensors[k]._post_accumulate_grad_hooks]
+
+
+def set_hooks_of_gradient(leaf: torch.Tensor, hooks: Any) -> None:
+    """Set the hooks of a leaf's gradient to what `hooks_of_gradient` returned, or to none."""
+    leaf._backward_hooks = hooks
+
+
+def has_grad_hooks(param: torch.Tensor) -> bool:
+    """Whether a leaf has hooks of its gradient, called before or after it is accumulated."""
+    return bool(param._backward_hooks) or bool(getattr(param, "_post_accumulate_grad_hooks", None))
+
+
+def gradients_heard(hook: Callable[..., Any]) -> int | None:
+    """How many gradients a hook of `register_multi_grad_hook` has got in the running backward.
+
+    None for any other hook. The hooks that one such registration makes count together.
+    """
+    waits = "register_multi_grad_hook.<locals>.get_inner_hook.<locals>"
+    if not getattr(hook, "__qualname__", "").startswith(waits):
+        return None
+    return inspect.getclosurevars(hook).nonlocals["count"].get(backward_task(), 0)
+
+
+def hooks_of(tensor: torch.Tensor) -> Mapping[int, Callable[..., Any]]:
+    """The dictionary of hooks of a tensor with history, to which `register_hook` will add others.
+
+    It does not keep the tensor alive. If there is none yet, it is made as `register_hook` makes it.
+    """
+    if tensor.grad_fn is not None and tensor._backward_hooks is None:
+        set_hooks(tensor, OrderedDict())
+    hooks: Any = tensor._backward_hooks
+    return hooks
+
+
+def set_hooks(tensor: torch.Tensor, hooks: OrderedDict[int, Callable[..., Any]]) -> None:
+    """Make `hooks` the dictionary to which `register_hook` of a tensor with history adds."""
+    node = tensor.grad_fn  # that of a view whose base was written is made now, which forgets hooks
+    tensor._backward_hooks = hooks
+    node._register_hook_dict(tensor)  # type: ignore[union-attr]
