@@ -32,12 +32,11 @@ _CONTROL_FLOW = frozenset(
 
 
 def calling_to_be_traced() -> AbstractContextManager[None]:
-    """In this context and thread, functions of PyTorch that cannot be traced as they are can be.
+    """In this context and thread, `torch.cond` and the like, and selective checkpoints, can be traced.
 
-    `torch.cond` and the like have Dynamo trace the functions that they take, unless Dynamo is tracing
-    already; here they find that it is, and call their operators with the functions themselves. Selective
-    checkpoints save what their policy says and recompute the rest, each time the trace runs the backward; for
-    a compiler they would save all and tag it.
+    `torch.cond` has Dynamo trace its branches unless Dynamo is tracing already; here it is told so, and calls
+    its operator with the branches themselves. Selective checkpoints save what their policy says and recompute
+    the rest whenever the trace runs the backward; under a compiler they would save everything, with tags.
     """
     return all_replaced_here(
         (torch.compiler, "is_dynamo_compiling", _says_yes_to_control_flow),
@@ -56,9 +55,9 @@ def recomputing_reentrant_checkpoints() -> AbstractContextManager[None]:
 
 
 def hands_out_more(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether `tensors` follow from more than the results of a reentrant checkpoint.
+    """Whether `tensors` depend on values inside of a reentrant checkpoint besides its results.
 
-    In eager, nothing else that it hands out has a history.
+    In eager only the results of such a checkpoint have a history.
     """
     regions = _RECOMPUTES.value
     return bool(regions) and is_read_otherwise(tensors, regions)

@@ -1,4 +1,4 @@
-"""Process groups, the store that ranks met in, and worlds without other ranks."""
+"""Process groups, the store of `init_process_group`, and fake worlds without other ranks."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations

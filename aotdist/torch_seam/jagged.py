@@ -109,7 +109,7 @@ def _length(which: Literal["min", "max"], original: Any, jagged: NestedTensor) -
 
 @functools.cache
 def _unmet_dummy() -> torch.Tensor:
-    """What `MAKES_JAGGED` is given to be dispatched by, as no tensor that the program meets."""
+    """A jagged tensor for `MAKES_JAGGED` to be dispatched by, which is no tensor of the program."""
     with no_modes(), torch.no_grad():
         with FakeTensorMode():
             values, offsets = torch.zeros(3, 3), torch.zeros(3, dtype=torch.int64)
@@ -128,7 +128,7 @@ def same_rows(values: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def share_ragged_size(fake: torch.Tensor, like: torch.Tensor) -> None:
-    """Let a fake have the ragged size of the offsets (or lengths) that it stands for, if these have one.
+    """Give a fake the ragged size of the offsets (or lengths) that it was made for, if these have one.
 
     Args:
         fake: of a plain tensor.

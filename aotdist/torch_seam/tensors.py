@@ -44,7 +44,7 @@ def counter_of(wrapper: torch.Tensor) -> torch.Tensor:
 
 
 def as_parameter(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor, for which `isinstance(_, nn.Parameter)` holds: it stands for a parameter."""
+    """Mark a tensor so that `isinstance(tensor, nn.Parameter)` holds: it replaces a parameter; returns it."""
     tensor._is_param = True  # type: ignore[attr-defined]
     return tensor
 
@@ -75,7 +75,7 @@ def is_zero_tensor(value: object) -> bool:
 
 
 def seen_by_modes(values: Sequence[Any] | None) -> Any:
-    """`values`, with zero tensors that modes see in the place of such ones."""
+    """`values`, with views of efficient zero tensors replaced by new ones, which modes do see."""
     return values and tuple(
         torch._efficientzerotensor(v.size(), dtype=v.dtype, device=v.device) if is_zero_tensor(v) else v
         for v in values
@@ -109,8 +109,8 @@ def cutlass_word_places(words: torch.Tensor) -> torch.Tensor:
 def intercept_swaps(callback: Callable[[torch.Tensor, torch.Tensor], None]) -> AbstractContextManager[None]:
     """In this context and thread, `torch.utils.swap_tensors` calls `callback` in place of its last step.
 
-    The last step exchanges what two tensors are in C++. Checks are done by then, and what the two have of
-    their own as Python objects is exchanged.
+    The last step exchanges the two C++ tensors. By then the checks are done, and the Python state of the two
+    has been exchanged.
     """
     return replaced_here(torch._C, "_swap_tensor_impl", lambda _, first, second: callback(first, second))
 
@@ -119,7 +119,7 @@ _swap_bodies = torch._C._swap_tensor_impl
 
 
 def swap_attributes(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Exchange what two tensors have of their own as Python objects: class, attributes, slots."""
+    """Exchange the Python state of two tensors: class, attributes, slots."""
     slots = copyreg._slotnames(type(first))
     held = [{name: getattr(t, name) for name in slots if hasattr(t, name)} for t in (first, second)]
     first.__class__, second.__class__ = second.__class__, first.__class__
@@ -132,7 +132,7 @@ def swap_attributes(first: torch.Tensor, second: torch.Tensor) -> None:
 
 
 def swap_histories(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Exchange what autograd knows of two tensors that are the same in all else: history, base, views."""
+    """Exchange the autograd state (history, base, views) of two tensors that are equal in all else."""
     _swap_bodies(first, second)
 
 
