@@ -113,13 +113,13 @@ class Accumulation(TorchFunctionMode):
     def _leaf(self, tensor: torch.Tensor) -> _Leaf | None:
         """The record of a leaf, given the user's tensor or its stand-in; None for any other tensor."""
         inputs = current_inputs()
-        met = inputs.of_example(tensor)
-        found = self._leaves.get(id(tensor if met is None else met))
+        stand_in = inputs.of_example(tensor)
+        found = self._leaves.get(id(tensor if stand_in is None else stand_in))
         if found is not None:
             return found
-        before = tensor.grad if tensor.is_leaf else None  # a user's tensor is met by that
-        met = inputs.of_example(tensor)
-        tensor = tensor if met is None else met
+        before = tensor.grad if tensor.is_leaf else None  # reading it makes a stand-in for a user's tensor
+        stand_in = inputs.of_example(tensor)
+        tensor = tensor if stand_in is None else stand_in
         if not tensor.is_leaf:
             return None
         begun = before.again() if isinstance(before, SparseRows) else before
