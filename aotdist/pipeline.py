@@ -31,12 +31,11 @@ from aotdist.program import Graph
 from aotdist.report.progress import StageTimes, log_compiled, showing
 from aotdist.retracing import with_traces
 from aotdist.runtime.artifact import Artifact, Artifacts, load, nodes_of
-from aotdist.runtime.backwards import DoubleBackwards
-from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.backwards import DoubleBackwards, Training
+from aotdist.runtime.compilation import Compilation, Inference
 from aotdist.runtime.derive import Joint, compiled_ahead, derive, without_choices
 from aotdist.runtime.double_backward import Nodes, double_backward
-from aotdist.runtime.guards import fit_of, refuse_overlap
-from aotdist.runtime.proof import prove_guards
+from aotdist.runtime.guards import fit_of, prove_guards, refuse_overlap
 from aotdist.runtime.ranks import agree, failing_together
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import process_groups
@@ -243,20 +242,19 @@ def _compile_training(
             verify_split(split)
     later = traced.later_backwards
     recorded = Joint.of(traced, cut, joint, split, is_cut_by_backend=emitter.backend.owns_cut)
-    recorded = replace(recorded, any_strides=emitter.takes_any_strides(recorded.graphs.whole))
+    recorded = replace(recorded, any_strides=emitter.takes_any_strides(recorded.whole))
     ahead = compiled_ahead(recorded)
     with times.stage("passes"):
         forward, records = run_passes(split.forward, "forward", settings)
         backward, records_of_backward = run_passes(derive(recorded, ahead).graph, "backward", settings)
         split = replace(split, forward=forward, backward=backward)
-    graphs = replace(recorded.graphs, split=split)
-    recorded = replace(recorded, graphs=graphs)
+    recorded = replace(recorded, split=split)
     let_objects_age()
     with times.stage("codegen"):
-        halves = emitter.halves(split, graphs.whole)
+        halves = emitter.halves(split, recorded.whole)
     has_other_kinds = later is not None and later.meets_other_kinds()
     doubles = _double_backwards(traced, halves, emitter)
-    region = Training.assembled(
+    region = Training.of_halves(
         traced, plans, recorded, ahead, halves, emitter, doubles, has_other_kinds=has_other_kinds
     )
     return region, (*records, *records_of_backward)

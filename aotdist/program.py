@@ -256,24 +256,5 @@ class Split:
     saved_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingGraphs:
-    """The graphs of a program with a backward.
-
-    Args:
-        cut: the joint graph, cut at its waypoints.
-        joint: the joint graph, not cut.
-        by_choice: the backward, with the results of every choice that was traced separately.
-        whole: the backward of all results.
-        split: the partition of `joint`; its backward is that of `aotdist.runtime.derive.compiled_ahead`.
-    """
-
-    cut: Graph
-    joint: Graph
-    by_choice: Graph
-    whole: Graph
-    split: Split
-
-
 Call: TypeAlias = Callable[[Sequence[Any]], list[Any]]
 """A program's function, taking its arguments as one sequence."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -53,52 +54,64 @@ def convert(
     return ConvertedLayer(path, linear, new_class, (*attributes, *(buffers or ())), weights)
 
 
-def undo_all(layers: Sequence[ConvertedLayer], function: str) -> None:
-    """Make layers that a function has converted `nn.Linear`s again, with the parameters that they had.
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What converting the linear layers of a module did; `print` it.
 
-    Raises:
-        BadSettings: a layer is no longer what the function made it. Nothing is changed then.
+    Args:
+        converted: paths of the layers that were converted.
+        skipped: why each of the other linear layers was not, by path.
     """
-    for layer in layers:
-        path, kind = layer.path, type(layer.linear)
-        if kind is not layer.new_class:
-            raise BadSettings(
-                f"`{path}` is a {kind.__name__} now, not the {layer.new_class.__name__} that `{function}` "
-                "made it",
-                fix="undo only once, and before `fully_shard` is called on the layer itself",
-            )
-        if layer.weights is not None and layer.linear.weight is not layer.weights[1]:
-            raise BadSettings(
-                f"the weight of `{path}` is another now than `{function}` gave it",
-                fix="undo before `fully_shard`, or load the checkpoint into another model",
-            )
-    for layer in layers:
-        if layer.weights is not None:
-            layer.linear.weight, _ = layer.weights
-        layer.linear.__class__ = nn.Linear
-        for name in layer.names:
-            delattr(layer.linear, name)
+
+    converted: tuple[str, ...]
+    skipped: Mapping[str, str]
+    _layers: tuple[ConvertedLayer, ...] = field(repr=False)
+
+    def undo(self) -> None:
+        """Make the layers `nn.Linear`s again, with their original parameters.
+
+        A parameter keeps its present values; one that was packed has those from before.
+
+        Raises:
+            BadSettings: a layer is no longer what the conversion made it. Nothing is changed then.
+        """
+        for layer in self._layers:
+            path, kind = layer.path, type(layer.linear)
+            if kind is not layer.new_class:
+                raise BadSettings(
+                    f"`{path}` is a {kind.__name__} now, not the {layer.new_class.__name__} that it was "
+                    "converted to",
+                    fix="undo only once, and before `fully_shard` is called on the layer itself",
+                )
+            if layer.weights is not None and layer.linear.weight is not layer.weights[1]:
+                raise BadSettings(
+                    f"the weight of `{path}` is another now than it was converted to",
+                    fix="undo before `fully_shard`, or load the checkpoint into another model",
+                )
+        for layer in self._layers:
+            if layer.weights is not None:
+                layer.linear.weight, _ = layer.weights
+            layer.linear.__class__ = nn.Linear
+            for name in layer.names:
+                delattr(layer.linear, name)
 
 
-def refuse_what_is_no_module(given: Any) -> None:
-    """Raise `BadSettings` for anything but a module."""
-    if not isinstance(given, nn.Module):
-        raise BadSettings(f"cannot convert layers of a {type(given).__name__}", fix="pass a module")
-
-
-def sort_linears(
-    module: nn.Module, filter: Filter | None, reason_against: Callable[[nn.Linear], str | None]
-) -> tuple[dict[str, nn.Linear], dict[str, str]]:
+def linears_to_convert(
+    module: nn.Module, filter: Filter | None, reason_against: Callable[[nn.Linear], str | None], verb: str
+) -> tuple[dict[str, nn.Linear], Mapping[str, str]]:
     """The linear layers to convert, and why each of the others is not; both by path.
 
     Args:
         module: whose layers these are, itself included.
         filter: of the caller; False leaves a layer as it is.
         reason_against: why a layer cannot be converted; None if it can.
+        verb: what converted layers can do, for messages.
 
     Raises:
-        BadSettings: the filter cannot be called.
+        BadSettings: it is no module, the filter cannot be called, or there is no layer to convert.
     """
+    if not isinstance(module, nn.Module):  # pyright: ignore[reportUnnecessaryIsInstance]  # not for the untyped
+        raise BadSettings(f"cannot convert layers of a {type(module).__name__}", fix="pass a module")
     if filter is not None and not callable(filter):
         fix = "pass a function that takes a path and a layer, or None"
         raise BadSettings(f"`filter` is {filter!r}", fix=fix)
@@ -120,9 +133,10 @@ def sort_linears(
             chosen[path] = layer
         else:
             skipped[path] = reason
-    return chosen, skipped
-
-
-def in_words(skipped: dict[str, str]) -> str:
-    """Why layers were not converted, in one line."""
-    return "; ".join(f"`{path}` {reason}" for path, reason in skipped.items())
+    if not chosen:
+        reasons = "; ".join(f"`{path}` {reason}" for path, reason in skipped.items())
+        raise BadSettings(
+            f"no layer of this {type(module).__name__} can {verb}: {reasons or 'it has no nn.Linear'}",
+            fix="pass a module with other `nn.Linear` layers",
+        )
+    return chosen, MappingProxyType(skipped)

@@ -30,10 +30,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.subclasses.protocol import Annotate, ContainerRule, ModuleRule
+from aotdist.origins import annotate
+from aotdist.subclasses.protocol import ContainerRule, ModuleRule
 from aotdist.torch_seam.fsdp import reduces_plainly
-from aotdist.torch_seam.hooks import has_grad_hooks
-from aotdist.torch_seam.tensors import as_parameter
+from aotdist.torch_seam.tensors import as_parameter, has_grad_hooks
 
 _c10d = torch.ops._c10d_functional
 
@@ -85,11 +85,11 @@ class _DataParallelRule(ModuleRule, ContainerRule):
         replica = self._replicas.get(root)
         return replica is not None and replica.reducing
 
-    def capturing(self, root: nn.Module, annotate: Annotate) -> AbstractContextManager[None]:
+    def capturing(self, root: nn.Module) -> AbstractContextManager[None]:
         replica = self._replicas.get(root)
         if replica is None:
             return _refused_forwards(root)
-        return _reduced_parameters(root, replica, annotate) if replica.reducing else nullcontext()
+        return _reduced_parameters(root, replica) if replica.reducing else nullcontext()
 
 
 MODULE_RULE = CONTAINER_RULE = _DataParallelRule()
@@ -99,22 +99,22 @@ class _Reduce(torch.autograd.Function):
     """A parameter; its gradient is averaged over the ranks."""
 
     @staticmethod
-    def forward(ctx: Any, param: torch.Tensor, group: Any, bucket: str, annotate: Annotate) -> torch.Tensor:
+    def forward(ctx: Any, param: torch.Tensor, group: Any, bucket: str) -> torch.Tensor:
         """The parameter itself."""
-        ctx.group, ctx.bucket, ctx.annotate = group, bucket, annotate
+        ctx.group, ctx.bucket = group, bucket
         ctx.set_materialize_grads(False)  # a parameter without a gradient gets none
         return param.view_as(param)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         """The average, scaled before it is summed, as in the reducer."""
         (grad,) = grads
         if grad is None:
-            return None, None, None, None
-        with ctx.annotate(ctx.bucket):
+            return None, None, None
+        with annotate(ctx.bucket):
             scaled = grad * (1.0 / ctx.group.size())
             reduced = _c10d.wait_tensor(_c10d.all_reduce(scaled, "sum", ctx.group.group_name))
-        return reduced, None, None, None
+        return reduced, None, None
 
 
 @contextmanager
@@ -149,14 +149,14 @@ def _refuse_call(path: str, *args: Any, **kwargs: Any) -> None:
 
 
 @contextmanager
-def _reduced_parameters(root: nn.Module, replica: _Replica, annotate: Annotate) -> Generator[None]:
+def _reduced_parameters(root: nn.Module, replica: _Replica) -> Generator[None]:
     """Register, in place of each parameter of a bucket, one whose gradient is reduced."""
     registered = dict(root.named_parameters(remove_duplicate=False))
     reduced: dict[int, torch.Tensor] = {}
     for name, bucket in replica.buckets.items():
         param = registered[name]
         if param.requires_grad:
-            reduced[id(param)] = as_parameter(_Reduce.apply(param, replica.group, bucket, annotate))
+            reduced[id(param)] = as_parameter(_Reduce.apply(param, replica.group, bucket))
     places = [(name, param) for name, param in registered.items() if id(param) in reduced]
     try:
         for name, param in places:

@@ -7,32 +7,33 @@ or after. Parameters and gradients keep their dtype.
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
-from typing import Literal, TypeAlias, get_args
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
 
 from aotdist.errors import BadSettings
 from aotdist.subclasses.conversion import (
+    Conversion,
     ConvertedLayer,
     Filter,
     convert,
-    in_words,
-    refuse_what_is_no_module,
-    sort_linears,
-    undo_all,
+    linears_to_convert,
 )
 from aotdist.subclasses.float8_gather import WeightScales
 from aotdist.subclasses.float8_linear import BlockwiseFloat8Linear, DelayedFloat8Linear, new_history
 from aotdist.subclasses.float8_tensor import ALIGNMENT
-from aotdist.subclasses.float8_torchao import RECIPES, torchao_linear
 from aotdist.subclasses.protocol import CONVERSION
 
 Recipe: TypeAlias = Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "delayed", "blockwise"]
+
+_OF_TORCHAO = ("tensorwise", "rowwise", "rowwise_with_gw_hp")
+"""Names that `torchao.float8.Float8LinearConfig.from_recipe_name` knows."""
 
 HISTORY_STEPS = 16
 """Steps that delayed scaling looks back: torchao's and Transformer Engine's examples take 16."""
@@ -41,26 +42,16 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
-class Float8Converted:
+class Float8Converted(Conversion):
     """What `to_float8` did; `print` it.
 
     Args:
         converted: paths of the layers that multiply in 8 bits now.
         skipped: why each of the other linear layers does not, by path.
+        recipe: where scales come from.
     """
 
     recipe: Recipe
-    converted: tuple[str, ...]
-    skipped: Mapping[str, str]
-    _layers: tuple[ConvertedLayer, ...] = field(repr=False)
-
-    def undo(self) -> None:
-        """Make the layers `nn.Linear`s again; their parameters are the same objects, as they are now.
-
-        Raises:
-            BadSettings: a layer is no longer what `to_float8` made it. Nothing is changed then.
-        """
-        undo_all(self._layers, "to_float8")
 
     def __str__(self) -> str:
         lines = [f"float8 ({self.recipe}): {len(self.converted)} linear layers converted"]
@@ -106,21 +97,16 @@ def to_float8(
             f"`float8_all_gather` needs one scale for a weight, which is not what `{recipe}` of ours has",
             fix="choose the recipe `delayed`, or leave out `float8_all_gather`",
         )
-    refuse_what_is_no_module(module)
-    chosen, skipped = sort_linears(module, filter, lambda linear: _reason_against(linear, recipe))
-    if not chosen:
-        reasons = in_words(skipped)
-        raise BadSettings(
-            f"no linear layer of this {type(module).__name__} can multiply in float8",
-            fix=f"see why: {reasons}" if reasons else "pass a module with `nn.Linear` layers",
-        )
+    chosen, skipped = linears_to_convert(
+        module, filter, lambda linear: _reason_against(linear, recipe), "multiply in float8"
+    )
     gathered = _gathered(module, chosen) if float8_all_gather else frozenset[str]()
     scales = WeightScales()
     layers = tuple(
         _convert(path, linear, recipe, scales if path in gathered else None)
         for path, linear in chosen.items()
     )
-    return Float8Converted(recipe, tuple(chosen), MappingProxyType(skipped), layers)
+    return Float8Converted(tuple(chosen), skipped, layers, recipe)
 
 
 def _reason_against(linear: nn.Linear, recipe: Recipe) -> str | None:
@@ -154,11 +140,66 @@ def _gathered(module: nn.Module, chosen: Mapping[str, nn.Linear]) -> frozenset[s
 
 def _convert(path: str, linear: nn.Linear, recipe: Recipe, scales: WeightScales | None) -> ConvertedLayer:
     conversion = {CONVERSION: f"float8 ({recipe}{', gathered in float8' if scales else ''})"}
-    if recipe in RECIPES:
-        new_class, attributes = torchao_linear(linear, recipe)
+    if recipe in _OF_TORCHAO:
+        new_class, attributes = _torchao_linear(linear, recipe)
         return convert(path, linear, new_class, attributes | conversion)
     if recipe == "blockwise":
         return convert(path, linear, BlockwiseFloat8Linear, conversion)
     buffers = {"amax_history": new_history(linear.weight, HISTORY_STEPS)}
     weight = None if scales is None else scales.gathered_weight(linear)
     return convert(path, linear, DelayedFloat8Linear, conversion, buffers=buffers, weight=weight)
+
+
+# The recipes of torchao: dynamic scales, one for a tensor or one for each row.
+
+
+def _torchao_linear(linear: nn.Linear, recipe: str) -> tuple[type[nn.Linear], dict[str, Any]]:
+    """The class of torchao's replacement for `linear`, and the attributes of its instance.
+
+    torchao makes a new module, which loses the hooks of the old one; the caller gives the old one this class
+    and these attributes instead.
+
+    Raises:
+        BadSettings: torchao cannot be imported.
+    """
+    float8 = _torchao_float8()
+    config = float8.Float8LinearConfig.from_recipe_name(recipe)
+    # Its kernels need compute capability 8.9; elsewhere it multiplies dequantised operands.
+    config = replace(config, emulate=not _multiplies_float8(linear.weight.device))
+    holder = nn.ModuleList([nn.Linear(1, 1, device="meta")])
+    holder[0].weight, holder[0].bias = linear.weight, linear.bias
+    swapped: Any = float8.convert_to_float8_training(holder, config=config)[0]
+    plain = vars(nn.Linear(1, 1, device="meta"))
+    given = {name: value for name, value in vars(swapped).items() if name not in plain}
+    return _heeding_autocast(type(swapped)), given
+
+
+@functools.cache
+def _heeding_autocast(cls: type[Any]) -> type[nn.Linear]:
+    """Torchao's layer under autocast of its input's device; torchao itself asks for a GPU's autocast."""
+
+    class TorchaoFloat8Linear(cls):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            kind = input.device.type
+            if torch.is_autocast_enabled(kind):
+                input = input.to(torch.get_autocast_dtype(kind))
+            with torch.autocast(kind, enabled=False):  # it would cast operands of emulated products
+                return super().forward(input)
+
+    return TorchaoFloat8Linear
+
+
+def _multiplies_float8(device: torch.device) -> bool:
+    if device.type == "meta":  # it will be where the accelerator is
+        return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def _torchao_float8() -> Any:
+    try:
+        return importlib.import_module("torchao.float8")  # 2 s: only who asks for its recipes pays
+    except ImportError as error:
+        raise BadSettings(
+            f"recipes {', '.join(_OF_TORCHAO)} are torchao's, which cannot be imported: {error}",
+            fix="pip install 'aotdist[fp8]', or choose the recipe `delayed` or `blockwise`",
+        ) from error

@@ -52,8 +52,8 @@ gradients that the first ones leave whole are kept in the trace, and the last on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterable
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet, ref
 
@@ -70,11 +70,11 @@ from aotdist.subclasses.fsdp_refusals import (
 )
 from aotdist.subclasses.fsdp_units import PARTIAL, groups, outermost, param_path, unit_name, units
 from aotdist.subclasses.fsdp_unshard import new_accumulator, share_out_partial
-from aotdist.subclasses.protocol import Annotate, ModuleRule
+from aotdist.subclasses.protocol import ModuleRule
 from aotdist.torch_seam.autograd import call_after_backward, in_backward
 from aotdist.torch_seam.dtensor import local_part, local_tensor
 from aotdist.torch_seam.fsdp import fsdp_state
-from aotdist.torch_seam.hooks import hooks_of_gradient, set_hooks_of_gradient
+from aotdist.torch_seam.tensors import hooks_of_gradient, set_hooks_of_gradient
 
 
 class _FsdpRule(ModuleRule):
@@ -117,10 +117,8 @@ class _FsdpRule(ModuleRule):
         for _, group in groups(root):
             _prepare_gathers(group)
 
-    @contextmanager
-    def capturing(self, root: nn.Module, annotate: Annotate) -> Generator[None]:
-        with Capture(annotate).hooked(units(root)):
-            yield
+    def capturing(self, root: nn.Module) -> AbstractContextManager[None]:
+        return Capture().hooked(units(root))
 
     def lifted(self, root: nn.Module) -> Iterable[tuple[str, object, str]]:
         if not torch.is_grad_enabled():

@@ -21,7 +21,6 @@ from torch import nn
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.fsdp_units import Reductions, ShardedParam
 from aotdist.subclasses.fsdp_unshard import EnterUnit, GatherAgain, LeaveSharded, ReachAll, Unshard
-from aotdist.subclasses.protocol import Annotate
 from aotdist.torch_seam.autograd import call_after_backward, in_backward
 from aotdist.torch_seam.fsdp import map_tensors, replace_differentiable, to_device
 from aotdist.torch_seam.patches import replaced_besides
@@ -125,7 +124,7 @@ class UnitHooks:
             return _Gathered(param, sharded, whole, leaf=whole)
         if param.policy == "must_save":
             return before
-        whole = as_parameter(GatherAgain.apply(before.leaf, sharded, param, self._capture))
+        whole = as_parameter(GatherAgain.apply(before.leaf, sharded, param))
         return _Gathered(param, sharded, whole, before.leaf)
 
     def _reshard(self) -> None:
@@ -160,8 +159,8 @@ class UnitHooks:
 class Capture(Reductions):
     """The state that all units of a captured module share."""
 
-    def __init__(self, annotate: Annotate) -> None:
-        super().__init__(annotate)
+    def __init__(self) -> None:
+        super().__init__()
         self._units: tuple[UnitHooks, ...] = ()
         self._forward_root: UnitHooks | None = None
         self.is_open = False

@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.subclasses.protocol import Annotate, Policy
+from aotdist.subclasses.protocol import Policy
 from aotdist.torch_seam.fsdp import fsdp_groups, fsdp_state
 
 PARTIAL = "partial_reduced_grad"
@@ -117,14 +117,9 @@ class ShardedParam:
 
 
 class Reductions:
-    """The gradients of a captured module that later backwards reduce.
+    """The gradients of a captured module that later backwards reduce."""
 
-    Args:
-        annotate: tags the nodes of collectives, in forward and in backward.
-    """
-
-    def __init__(self, annotate: Annotate) -> None:
-        self.annotate = annotate
+    def __init__(self) -> None:
         self._taken: set[tuple[ShardedParam, str]] = set()
         self._accumulates: dict[ShardedParam, bool] = {}
         self._switches: dict[Any, tuple[bool, bool]] = {}

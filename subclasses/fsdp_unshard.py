@@ -21,7 +21,7 @@ bit.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,8 +30,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 
+from aotdist.origins import annotate
 from aotdist.subclasses.fsdp_units import PARTIAL, Ranks, Reductions, ShardedParam
-from aotdist.torch_seam.dtensor import local_tensor, make_dtensor
+from aotdist.torch_seam.dtensor import local_tensor, make_dtensor, spec_of_dtype
 from aotdist.torch_seam.fsdp import fsdp_divide_factors, fsdp_unsharded_spec
 from aotdist.torch_seam.proxies import recorded_once
 
@@ -45,7 +46,7 @@ class Unshard(torch.autograd.Function):
     def forward(ctx: Any, sharded: Any, param: ShardedParam, capture: Reductions) -> torch.Tensor:
         """The whole parameter: a plain tensor, or a DTensor on the mesh that it had before `fully_shard`."""
         _remember(ctx, param, capture)
-        with capture.annotate(param.unit, policy=param.policy):
+        with annotate(param.unit, param.policy):
             return gather(local_tensor(sharded), param)
 
     @staticmethod
@@ -55,7 +56,7 @@ class Unshard(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, None, None]:
         """The sharded gradient; None when there is none, or when it is accumulated."""
         (grad,) = grads
-        with ctx.capture.annotate(ctx.param.unit):
+        with annotate(ctx.param.unit):
             return _sharded_grad(grad, ctx.param, ctx.capture), None, None
 
 
@@ -111,17 +112,15 @@ class GatherAgain(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, whole: torch.Tensor, sharded: Any, param: ShardedParam, capture: Reductions
-    ) -> torch.Tensor:
+    def forward(ctx: Any, whole: torch.Tensor, sharded: Any, param: ShardedParam) -> torch.Tensor:
         """The whole parameter, gathered anew; `whole` is the result of `Unshard`."""
-        with capture.annotate(param.unit, policy=param.policy):
+        with annotate(param.unit, param.policy):
             return gather(local_tensor(sharded), param)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """The gradient, for `Unshard` to reduce."""
-        return *grads, None, None, None
+        return *grads, None, None
 
 
 def _remember(ctx: Any, param: ShardedParam, capture: Reductions) -> None:
@@ -285,9 +284,7 @@ class Reduction:
 def unsharded_spec(record: Any, dtype: torch.dtype) -> Any | None:
     """The DTensor spec of the gathered parameter, None for a plain one (no TP)."""
     spec = fsdp_unsharded_spec(record)
-    if spec is None or spec.tensor_meta.dtype == dtype:
-        return spec
-    return replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+    return None if spec is None else spec_of_dtype(spec, dtype)
 
 
 def new_accumulator(record: Any) -> torch.Tensor:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from aotdist.torch_seam.functional import views_unnoticed
-from aotdist.torch_seam.operators import OpOverload
+from aotdist.torch_seam.operators import OpOverload, own_operator
 
 
 def define(schema: str, run: Callable[..., Any], like: Callable[..., Any]) -> OpOverload[..., Any]:
@@ -30,11 +30,7 @@ def define(schema: str, run: Callable[..., Any], like: Callable[..., Any]) -> Op
         with views_unnoticed():
             return run(*args)
 
-    name, _, signature = schema.partition("(")
-    torch.library.define(f"aotdist::{name}", f"({signature}")
-    torch.library.impl(f"aotdist::{name}", "default", run_unnoticed)
-    torch.library.register_fake(f"aotdist::{name}", like)
-    return getattr(torch.ops.aotdist, name).default
+    return own_operator(schema, run_unnoticed, like)
 
 
 def capability_of(device: torch.device) -> tuple[int, int] | None:

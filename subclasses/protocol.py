@@ -17,7 +17,7 @@ import importlib
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
@@ -335,14 +335,6 @@ class WrapperRule:
 Policy: TypeAlias = Literal["must_save", "must_recompute"]
 
 
-class Annotate(Protocol):
-    """Tags the graph nodes that are recorded inside the context."""
-
-    def __call__(self, unit: str, policy: Policy | None = None) -> AbstractContextManager[None]:
-        """Set `node.meta["unit"]` and, if given, `node.meta["policy"]`."""
-        ...
-
-
 class ModuleRule:
     """How a module whose hooks communicate is captured; methods do nothing unless overridden."""
 
@@ -361,8 +353,11 @@ class ModuleRule:
     def prepare(self, root: nn.Module) -> None:
         """Bring the module into the state that a compiled call expects; cheap."""
 
-    def capturing(self, root: nn.Module, annotate: Annotate) -> AbstractContextManager[None]:
-        """Replace the module's hooks while it is traced; restore them exactly."""
+    def capturing(self, root: nn.Module) -> AbstractContextManager[None]:
+        """Replace the module's hooks while it is traced; restore them exactly.
+
+        What the replacements record of a unit goes into `aotdist.origins.annotate`.
+        """
         return nullcontext()
 
     def lifted(self, root: nn.Module) -> Iterable[tuple[str, object, str]]:

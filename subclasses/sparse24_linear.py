@@ -16,10 +16,10 @@ left out.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from types import MappingProxyType
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias, get_args
 
 import torch
@@ -28,13 +28,11 @@ from torch.distributed.tensor import DTensor
 
 from aotdist.errors import BadSettings
 from aotdist.subclasses.conversion import (
+    Conversion,
     ConvertedLayer,
     Filter,
     convert,
-    in_words,
-    refuse_what_is_no_module,
-    sort_linears,
-    undo_all,
+    linears_to_convert,
 )
 from aotdist.subclasses.protocol import CONVERSION
 from aotdist.subclasses.sparse24_operators import choose_24
@@ -135,31 +133,18 @@ class Sparse24Linear(nn.Linear):
 
 
 @dataclass(frozen=True, slots=True)
-class Sparsified:
+class Sparsified(Conversion):
     """What `sparsify_24` did; `print` it.
 
     Args:
-        converted: names of the layers that are 2:4 now.
-        skipped: names of the other linear layers, and why each was left dense.
+        converted: paths of the layers that are 2:4 now.
+        skipped: why each of the other linear layers was left dense, by path.
         dense_bytes: of the converted weights as dense ones; 0 if inputs are sparse.
         packed_bytes: of the converted weights packed, which products read.
     """
 
-    converted: tuple[str, ...]
-    skipped: Mapping[str, str]
     dense_bytes: int
     packed_bytes: int
-    _layers: tuple[ConvertedLayer, ...] = field(repr=False)
-
-    def undo(self) -> None:
-        """Make the layers `nn.Linear`s again, with their original parameters.
-
-        A parameter that stayed dense keeps its present values; one that was packed has those from before.
-
-        Raises:
-            BadSettings: a layer is no longer what `sparsify_24` made it; nothing is changed then.
-        """
-        undo_all(self._layers, "sparsify_24")
 
     def choose(self) -> None:
         """Renew the held choices (`select="held"`), by the present magnitudes; a collective if sharded.
@@ -214,32 +199,26 @@ def sparsify_24(
     """
     scheme = Scheme(operand, mask, select, gradient, decay)
     scheme.check()
-    refuse_what_is_no_module(module)
-    tied = Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
-    chosen, skipped = sort_linears(module, filter, lambda layer: _reason_against(layer, scheme, tied))
-    if not chosen:
-        reasons = in_words(skipped) or "it has no nn.Linear"
-        raise BadSettings(
-            f"no layer of this {type(module).__name__} can be made 2:4: {reasons}",
-            fix="pass a module with linear layers whose sizes are multiples of 8",
-        )
-    weights = [layer.weight for layer in chosen.values() if operand == "weight"]
-    return Sparsified(
-        tuple(chosen),
-        MappingProxyType(skipped),
-        sum(weight.numel() * weight.element_size() for weight in weights),
-        sum(_packed_bytes(weight, mask) for weight in weights),
-        tuple(_convert(path, layer, scheme) for path, layer in chosen.items()),
+    uses = functools.cache(
+        lambda: Counter(id(p) for m in module.modules() for p in m.parameters(recurse=False))
     )
+    chosen, skipped = linears_to_convert(
+        module, filter, lambda layer: _reason_against(layer, scheme, uses()), "be made 2:4"
+    )
+    weights = [layer.weight for layer in chosen.values() if operand == "weight"]
+    dense_bytes = sum(weight.numel() * weight.element_size() for weight in weights)
+    packed_bytes = sum(_packed_bytes(weight, mask) for weight in weights)
+    layers = tuple(_convert(path, layer, scheme) for path, layer in chosen.items())
+    return Sparsified(tuple(chosen), skipped, layers, dense_bytes, packed_bytes)
 
 
-def _reason_against(layer: nn.Linear, scheme: Scheme, tied: Mapping[int, int]) -> str | None:
+def _reason_against(layer: nn.Linear, scheme: Scheme, uses: Mapping[int, int]) -> str | None:
     weight = layer.weight
     if type(weight) is not nn.Parameter:
         return f"has a {type(weight).__name__} for its weight: convert it before it is sharded or quantised"
     if scheme.operand == "input":
         return None if layer.in_features % 8 == 0 else f"takes rows of {layer.in_features}, no multiple of 8"
-    if tied[id(weight)] > 1:
+    if uses[id(weight)] > 1:
         return "shares its weight with another module"
     reasons = refusal(weight, scheme.mask)
     return None if reasons is None else f"has a weight that {reasons[0]}"

@@ -164,3 +164,9 @@ def _meet(distance: int, a: _Steps, b: _Steps) -> bool:
         )
 
     return reachable(0, target)
+
+
+def restrided(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
+    """`tensor` in dense memory, with dimensions in the order of these strides; differentiable."""
+    order = sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
+    return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])

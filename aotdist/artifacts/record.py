@@ -37,7 +37,8 @@ from aotdist.partition.gates import linked
 from aotdist.passes.verify import verify, verify_split
 from aotdist.pipeline import drawn_on
 from aotdist.program import GRADIENT_ROLES, DistinctIdx, Graph, PrimalIdx, Program, Row, Slot, Split
-from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.backwards import Training
+from aotdist.runtime.compilation import Compilation, Inference
 from aotdist.runtime.derive import BackwardRequest, Joint, gradients
 from aotdist.runtime.plan import NodePlan
 from aotdist.settings import Settings
@@ -139,17 +140,17 @@ def _region(region: Training | Inference, values: Values, graphs: Graphs) -> Jso
     match region:
         case Inference(graph=graph):
             return {"graph": graphs.written(graph)}
-        case Training(graphs=held):
-            split = held.split
+        case Training(joint=joint):
+            split = joint.split
             return {
-                "cut": graphs.written(held.cut),
-                "by_choice": graphs.written(held.by_choice),
+                "cut": graphs.written(joint.cut),
+                "by_choice": graphs.written(joint.by_choice),
                 "forward": graphs.written(split.forward),
                 "backward": graphs.written(split.backward),
                 "saved": values.written(split.saved, "the split"),
                 "saved_primals": values.written(split.saved_primals, "the split"),
                 "saved_bytes": split.saved_bytes,
-                "ahead": values.written(region.backwards.ahead, "the backward"),
+                "ahead": values.written(region.ahead, "the backward"),
                 "meets_other_kinds": region.node.variants.of_kinds,
             }
 
@@ -306,16 +307,16 @@ class _Reading:
     ) -> Training:
         by_choice = graphs.read(json["by_choice"])
         recorded = Joint.of(traced, traced.graph, linked(traced.graph), replace(split, backward=by_choice))
-        held = replace(recorded.graphs, split=split)
-        halves = _halves(held.whole, emitted) if emitted else emitter.halves(split, held.whole)
+        whole = recorded.whole
+        halves = _halves(whole, emitted) if emitted else emitter.halves(split, whole)
         ahead = require(self.values.read(json["ahead"]), BackwardRequest, "the backward")
         taken = frozenset(slot for slot in split.backward.ins if slot.role in GRADIENT_ROLES)
         if gradients(self.facts, ahead) != taken or ahead.kinds:
             raise damaged("the backward takes other gradients than those that it is said to be for")
-        return Training.assembled(
+        return Training.of_halves(
             traced,
             plans,
-            replace(recorded, graphs=held, lacks=_LOADED),
+            replace(recorded, split=split, lacks=_LOADED),
             ahead,
             halves,
             emitter,

@@ -44,7 +44,6 @@ from aotdist.capture.results import (
 )
 from aotdist.capture.source import ABSENT, Argument, Source
 from aotdist.errors import UnsupportedProgram
-from aotdist.origins import annotate
 from aotdist.program import Program, Row, Slot
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import is_real, is_wrapper, rule_of
@@ -166,7 +165,7 @@ def _tracing_modules(environment: Environment, stand_ins: tuple[torch.Tensor, ..
         hung = {id(tensor.value): stand_in for tensor, stand_in in pairs}
         stack.enter_context(recurrent_layers_referring_to(environment.modules.values(), hung))
         for claim in environment.rules:
-            stack.enter_context(claim.rule.capturing(claim.root, annotate))
+            stack.enter_context(claim.rule.capturing(claim.root))
         stack.enter_context(following_modules(environment.modules))
         yield
 

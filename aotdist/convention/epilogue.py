@@ -71,13 +71,9 @@ def viewer(step: FunctionView) -> Callable[[torch.Tensor], torch.Tensor] | None:
 
 
 def first_to_make(steps: Sequence[Step], made: Container[int]) -> int:
-    """The position of the first step whose result is not there yet."""
-    return max((at + 1 for at, step in enumerate(steps) if is_made(step, made)), default=0)
-
-
-def is_made(step: Step, made: Container[int]) -> bool:
-    """Whether the result of a step is there, since another view shares the step."""
-    return step.is_common() and step.serial in made
+    """The position of the first step whose result is not there yet; views may share steps."""
+    shared = (at + 1 for at, step in enumerate(steps) if step.is_common() and step.serial in made)
+    return max(shared, default=0)
 
 
 def _picked(result: Any, step: Step) -> torch.Tensor:

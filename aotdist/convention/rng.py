@@ -16,10 +16,11 @@ from typing import Any, TypeAlias
 
 import torch
 
+from aotdist.aliasing.memory import restrided
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import Origins
 from aotdist.program import Call, Slot
-from aotdist.torch_seam.operators import OpOverload, argument_names, with_defaults
+from aotdist.torch_seam.operators import OpOverload, argument_names, own_operator, with_defaults
 from aotdist.torch_seam.trees import pytree
 
 SLOTS = (Slot("rng", "seed"), Slot("rng", "offset"))
@@ -88,11 +89,9 @@ def _fake_words(seed: torch.Tensor, offset: torch.Tensor, start: int, count: int
     return seed.new_empty((count,), dtype=torch.int64)
 
 
-_LIBRARY = torch.library.Library("aotdist", "DEF")
-_LIBRARY.define("philox(Tensor seed, Tensor offset, int start, int count) -> Tensor")
-_LIBRARY.impl("philox", _words, "CompositeExplicitAutograd")
-torch.library.register_fake("aotdist::philox", _fake_words, lib=_LIBRARY)
-PHILOX: OpOverload = torch.ops.aotdist.philox.default
+PHILOX = own_operator(
+    "philox(Tensor seed, Tensor offset, int start, int count) -> Tensor", _words, _fake_words
+)
 """`philox(seed, offset, start, count)`: `count` words from block `offset + start` of the stream of `seed`.
 
 Shapes: seed and offset are int64 without dimensions, the words int64 of 32 bits each.
@@ -116,7 +115,7 @@ class Stream:
         start = self.blocks
         self.blocks += num_blocks(count)
         seed, offset = self._state()
-        return torch.ops.aotdist.philox(seed, offset, start, count)
+        return PHILOX(seed, offset, start, count)
 
     def long_words(self, size: Sequence[int]) -> torch.Tensor:
         """Integers of 62 bits."""
@@ -294,11 +293,7 @@ def functional_draw(
 
 
 def _laid_out(drawn: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    if drawn.stride() == like.stride():
-        return drawn
-    order = sorted(range(like.dim()), key=lambda dim: -like.stride(dim))
-    inverse = sorted(range(like.dim()), key=order.__getitem__)
-    return drawn.permute(order).contiguous().permute(inverse)
+    return drawn if drawn.stride() == like.stride() else restrided(drawn, like.stride())
 
 
 def _refusal(what: str) -> UnsupportedProgram:

@@ -36,7 +36,8 @@ from aotdist.report.nodes import (
 )
 from aotdist.report.summary import counted, format_bytes, named_facts, summary_of
 from aotdist.runtime.artifact import Artifact
-from aotdist.runtime.compilation import Compilation, Training
+from aotdist.runtime.backwards import Training
+from aotdist.runtime.compilation import Compilation
 from aotdist.runtime.ranks import board_of_this_process, poll
 from aotdist.subclasses.protocol import Recipe, Wrapper, leaves
 
@@ -173,7 +174,7 @@ def details_of(artifact: Artifact) -> Details:
     compilation = artifact.compilation
     region = compilation.region
     graphs, emitted = compilation.graphs(), compilation.emitted()
-    split = region.graphs.split if isinstance(region, Training) else None
+    split = region.joint.split if isinstance(region, Training) else None
     return Details(
         name=compilation.captured.name,
         kind="inference" if split is None else "training",

@@ -18,7 +18,7 @@ from aotdist.passes.run import PassRecord
 from aotdist.program import Graph
 from aotdist.report.nodes import num_operations
 from aotdist.runtime.artifact import Artifact
-from aotdist.runtime.compilation import Training
+from aotdist.runtime.backwards import Training
 from aotdist.subclasses.protocol import conversions
 from aotdist.trace.blocks.copies import Copies
 
@@ -137,7 +137,7 @@ def summary_of(artifact: Artifact) -> ArtifactSummary:
         graphs=tuple(
             _graph_summary(name, graph, emitted.get(name)) for name, graph in compilation.graphs().items()
         ),
-        saved_bytes=region.graphs.split.saved_bytes if training else 0,
+        saved_bytes=region.joint.split.saved_bytes if training else 0,
         written=tuple(
             slots[idx].path for idx, fact in facts.inputs.enumerate() if isinstance(fact, DataWritten)
         ),
@@ -162,7 +162,7 @@ def _memory(artifact: Artifact) -> Memory:
         nodes=sum(len(graph.gm.graph.nodes) for graph in graphs),
         code=sum(code.values()),
         constants=sum(constants.values()),
-        trace=isinstance(region, Training) and region.backwards.has_trace(),
+        trace=isinstance(region, Training) and region.has_trace(),
     )
 
 

@@ -13,9 +13,11 @@ from aotdist.capture.captured import Returned
 from aotdist.capture.effects import NOTHING
 from aotdist.codegen.contract import BoxedCall, Emitted
 from aotdist.facts import Facts
+from aotdist.partition.gates import plan_gates
 from aotdist.program import Call, Graph, PrimalIdx
 from aotdist.runtime.backward import Backward
-from aotdist.runtime.compilation import Compilation, Inference, Training, without_tensors
+from aotdist.runtime.backwards import Training
+from aotdist.runtime.compilation import Compilation, Inference, without_tensors
 from aotdist.runtime.double_backward import Nodes
 from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.guards import MISS, Guards
@@ -85,7 +87,7 @@ class Artifacts(list[Artifact]):
                 # Only the newest artifact keeps autograd's graph of its trace, for gradients of gradients.
                 for region in (one.compilation.region for one in self):
                     if isinstance(region, Training):
-                        region.backwards.forget_trace()
+                        region.forget_trace()
             ordered = [artifact, *(one for one in self if one is not artifact)]
             self[:] = ordered[: artifact.compilation.settings.max_artifacts]
 
@@ -179,7 +181,7 @@ def _backward(
         for claim in rules:
             claim.rule.after_backward(claim.root)
 
-    agree_on, ahead = agreeing_on_backwards(compilation, agreed), region.graphs.split.backward
+    agree_on, ahead = agreeing_on_backwards(compilation, agreed), region.joint.split.backward
 
     def guarded(call: BoxedCall, graph: Graph) -> BoxedCall:
         around, call = watch, without_autocast(call)
@@ -188,8 +190,8 @@ def _backward(
             around = None if watch is None else watch.checking(check)
         return _watched(call, around)
 
-    backwards = replace(region.backwards, guarded=guarded)
-    return Backward(region.node, backwards, after if rules else None, compilation.captured.in_backward)
+    region = replace(region, guarded=guarded)
+    return Backward(region, after if rules else None, compilation.captured.in_backward)
 
 
 def nodes_of(region: Training) -> Nodes:
@@ -199,7 +201,7 @@ def nodes_of(region: Training) -> Nodes:
     def guarded(call: BoxedCall, _: Graph) -> BoxedCall:
         return without_autocast(call)
 
-    backward = Backward(region.node, replace(region.backwards, guarded=guarded))
+    backward = Backward(replace(region, guarded=guarded))
     primals = [f"primal_{number}" for number in range(len(region.node.grads))]
 
     @functools.cache
@@ -232,12 +234,11 @@ def _hooks(compilation: Compilation, region: Training, backward: Backward) -> Ho
 
 
 def _gates(compilation: Compilation, region: Training, backward: Backward) -> Gates | None:
-    if not region.gates:
+    facts, gates = compilation.traced.facts, plan_gates(region.joint.cut, compilation.traced.facts)
+    if not gates:
         return None
-    facts = compilation.traced.facts.backward
-    steps = schedule(compilation.plans, region.gates, facts)
-    shielded = tuple(region.node.with_siblings())
-    return Gates(steps, facts, backward.pieces, shielded)
+    steps = schedule(compilation.plans, gates, facts.backward)
+    return Gates(steps, facts.backward, backward.pieces, tuple(region.node.with_siblings()))
 
 
 def _silenced(facts: Facts, node: NodePlan) -> list[PrimalIdx]:

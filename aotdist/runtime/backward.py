@@ -19,7 +19,7 @@ from aotdist.convention.mutation import write_plain
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import short_tracebacks
 from aotdist.partition.gates import Gate
-from aotdist.runtime.backwards import Arrived, Backwards, Compiled
+from aotdist.runtime.backwards import Arrived, Compiled, Training
 from aotdist.runtime.derive import BackwardRequest
 from aotdist.runtime.double_backward import failing_later, laid_out_with_history
 from aotdist.runtime.gate import is_watched
@@ -117,16 +117,19 @@ class Backward:
     """The backward of a node, for every request.
 
     Args:
-        plan: how tensors pass through the node.
-        backwards: the backward graphs, each compiled for its request.
+        program: compiles a backward graph for each request.
         after: called once the gradients are computed, if given.
         in_python: what backwards change in Python.
     """
 
-    plan: NodePlan
-    backwards: Backwards
+    program: Training
     after: Callable[[], None] | None = None
     in_python: InBackward | None = None
+
+    @property
+    def plan(self) -> NodePlan:
+        """How tensors pass through the node."""
+        return self.program.node
 
     @short_tracebacks
     def __call__(self, ctx: Any, *tangents: torch.Tensor | None) -> tuple[Any, ...]:
@@ -222,7 +225,7 @@ class Backward:
                 stage="runtime",
                 fix="convert them before calling `backward`",
             )
-        compiled = self.backwards.of(request, arrived)
+        compiled = self.program.of(request, arrived)
         tangents = specialize_sizes(ctx, compiled.tangents)
         converted = {idx: tangent.converted(arrived[idx]) for idx, tangent in tangents.items()}
         given = [plain for idx, tangent in tangents.items() for plain in tangent.laid_out(converted[idx])]
@@ -287,7 +290,7 @@ class Backward:
             watched=gate is not None or is_watched(ctx),
             gate=gate,
         )
-        double = self.backwards.double(request, arrived)
+        double = self.program.double(request, arrived)
         if double.node is None:
             with torch.no_grad():
                 grads, kept = plainly()

@@ -1,7 +1,7 @@
-"""The backwards of one program, each compiled when it is first requested.
+"""A compiled program with a backward: one is compiled with the forward, the others when they are requested.
 
-`aotdist.runtime.derive` makes their graphs. One of them is compiled ahead, with the forward. Nothing here
-holds a tensor of the call that the program was compiled for.
+`aotdist.runtime.derive` makes their graphs. Nothing here holds a tensor of the call that the program was
+compiled for.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from aotdist.capture.compile_lock import alone
 from aotdist.codegen.contract import BoxedCall
 from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.codegen.rewrites import takes_any_strides, with_reshapes
+from aotdist.convention.stack import Plans
 from aotdist.passes.run import run_passes
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Row
 from aotdist.runtime.derive import BackwardRequest, Joint, derive, derive_double
 from aotdist.runtime.double_backward import DoubleBackward
 from aotdist.runtime.held import Arguments
-from aotdist.runtime.plan import NodePlan, is_plain
+from aotdist.runtime.plan import NodePlan, is_plain, node_plan
 from aotdist.runtime.tangent import Tangent, tangent_like
 from aotdist.subclasses.protocol import Recipe, is_wrapper
 from aotdist.torch_seam.modes import users_modes_off
 from aotdist.trace.later_backwards import Derived, TracedDoubleBackward
 from aotdist.trace.numbers.symbols import Symbols
+from aotdist.trace.trace import Traced
 
 Arrived: TypeAlias = Mapping[NodeOutIdx, torch.Tensor]
 """The tangents that arrived, by the output that they belong to."""
@@ -69,18 +71,18 @@ DoubleBackwards: TypeAlias = Callable[[TracedDoubleBackward, NodePlan], DoubleBa
 
 
 @dataclass(frozen=True)
-class Backwards:
-    """The backwards of one program.
+class Training:
+    """A compiled program with a backward.
 
     Args:
-        joint: what they are derived from.
-        ahead: the request of the one that was compiled with the forward.
+        joint: its graphs, and what its backwards are derived from.
+        ahead: the request of the backward that was compiled with the forward.
         halves: the compiled forward, and that backward.
-        node: how tensors pass through the node.
+        node: how tensors pass through the autograd node.
         symbols: the symbolic sizes.
         emitter: compiles graphs.
         doubles: compiles backwards that are differentiated themselves.
-        guarded: wraps the call of each.
+        guarded: wraps the call of each backward.
     """
 
     joint: Joint
@@ -92,6 +94,25 @@ class Backwards:
     doubles: DoubleBackwards
     guarded: Guard = _as_it_is
     _made: dict[tuple[BackwardRequest, bool], list[Any]] = field(init=False, default_factory=dict)
+
+    @classmethod
+    def of_halves(
+        cls,
+        traced: Traced,
+        plans: Plans,
+        joint: Joint,
+        ahead: BackwardRequest,
+        halves: EmittedHalves,
+        emitter: Emitter,
+        doubles: DoubleBackwards,
+        *,
+        has_other_kinds: bool,
+    ) -> Training:
+        """The program of two compiled halves."""
+        strides = halves.tangent_strides
+        node = node_plan(traced, plans, joint.whole, joint.split, strides, has_other_kinds=has_other_kinds)
+        joint = replace(joint, kept_inputs=node.kept_inputs.slots, any_strides=not strides)
+        return cls(joint, ahead, halves, node, traced.symbols, emitter, doubles)
 
     def has_trace(self) -> bool:
         """Whether autograd's graph of the trace is in memory."""
@@ -141,7 +162,7 @@ class Backwards:
     def _compile(self, request: BackwardRequest) -> Compiled:
         with users_modes_off():
             if request == self.ahead:
-                graph = self.joint.graphs.split.backward
+                graph = self.joint.split.backward
                 derived = Derived(graph, self.joint.facts.backward.grads, {})
                 call = self._called(self.halves.backward.call, graph)
             else:
@@ -176,7 +197,7 @@ class Backwards:
     def _compiled(self, backward: Graph) -> BoxedCall:
         graph, _ = run_passes(backward, "backward", self.emitter.settings)
         before = self.symbols.sizes().guards
-        emitted = self.emitter.another_backward(self.joint.graphs.split, self.halves, graph)
+        emitted = self.emitter.another_backward(self.joint.split, self.halves, graph)
         if any(guard not in before for guard in self.symbols.sizes().guards):
             # It is for some sizes only, and the call has tested none of these guards.
             emitted = self.emitter.reference_backward(graph)

@@ -11,72 +11,17 @@ import torch
 from aotdist.capture.captured import Captured
 from aotdist.capture.source import Argument
 from aotdist.codegen.contract import Emitted
-from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.convention.bases import BasePlan
 from aotdist.convention.dedupe import DedupePlan
 from aotdist.convention.stack import Plans
 from aotdist.convention.subclass import shell_of
-from aotdist.partition.gates import Gate, plan_gates
 from aotdist.passes.collectives import Collective, collectives
 from aotdist.passes.run import PassRecord
-from aotdist.program import Graph, I, PrimalIdx, Program, Row, TrainingGraphs, uncalled
-from aotdist.runtime.backwards import Backwards, DoubleBackwards
-from aotdist.runtime.derive import BackwardRequest, Joint
-from aotdist.runtime.plan import NodePlan, node_plan
+from aotdist.program import Graph, I, PrimalIdx, Program, Row, uncalled
+from aotdist.runtime.backwards import Training
 from aotdist.settings import Settings
 from aotdist.subclasses.protocol import recipe_of
 from aotdist.trace.trace import Traced
-
-
-@dataclass(frozen=True, slots=True)
-class Training:
-    """A compiled program with a backward.
-
-    Args:
-        graphs: its graphs.
-        halves: the compiled forward, and the backward that was compiled with it.
-        node: how tensors pass through the autograd node.
-        backwards: the backwards, compiled on demand.
-        gates: where hooks may watch gradients between results.
-    """
-
-    graphs: TrainingGraphs
-    halves: EmittedHalves
-    node: NodePlan
-    backwards: Backwards
-    gates: tuple[Gate, ...]
-
-    @classmethod
-    def assembled(
-        cls,
-        traced: Traced,
-        plans: Plans,
-        joint: Joint,
-        ahead: BackwardRequest,
-        halves: EmittedHalves,
-        emitter: Emitter,
-        doubles: DoubleBackwards,
-        *,
-        has_other_kinds: bool,
-    ) -> Training:
-        """The program of two compiled halves, with what compiles its other backwards."""
-        graphs = joint.graphs
-        node = node_plan(
-            traced,
-            plans,
-            graphs.whole,
-            graphs.split,
-            halves.tangent_strides,
-            has_other_kinds=has_other_kinds,
-        )
-        joint = replace(joint, kept_inputs=node.kept_inputs.slots, any_strides=not halves.tangent_strides)
-        return cls(
-            graphs=graphs,
-            halves=halves,
-            node=node,
-            backwards=Backwards(joint, ahead, halves, node, traced.symbols, emitter, doubles),
-            gates=plan_gates(graphs.cut, traced.facts),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,17 +85,17 @@ class Compilation:
     def graphs(self) -> dict[str, Graph]:
         """The graphs by name, in the order in which they were made."""
         match self.region:
-            case Training(graphs=graphs):
-                split = graphs.split
-                return {"joint": graphs.joint, "forward": split.forward, "backward": split.backward}
+            case Training(joint=joint):
+                split = joint.split
+                return {"joint": joint.graph, "forward": split.forward, "backward": split.backward}
             case Inference(graph=graph):
                 return {"inference": graph}
 
     def every_graph(self) -> Iterator[Graph]:
         """All graphs that an artifact holds, those for other backwards and for profilers included."""
         match self.region:
-            case Training(graphs=graphs):
-                yield from (graphs.cut, graphs.by_choice, graphs.whole, *self.graphs().values())
+            case Training(joint=joint):
+                yield from (joint.cut, joint.by_choice, joint.whole, *self.graphs().values())
             case Inference(graph=graph):
                 yield graph
         for emitted in self.emitted().values():
@@ -159,8 +104,8 @@ class Compilation:
     def run_graphs(self) -> dict[Literal["forward", "backward"], Graph]:
         """The graphs that run, in order; an inference graph counts as a forward."""
         match self.region:
-            case Training(graphs=graphs):
-                return {"forward": graphs.split.forward, "backward": graphs.split.backward}
+            case Training(joint=joint):
+                return {"forward": joint.split.forward, "backward": joint.split.backward}
             case Inference(graph=graph):
                 return {"forward": graph}
 
@@ -191,7 +136,7 @@ def without_tensors(compilation: Compilation) -> Compilation:
             source.root.example = None
     reached = replace(environment.reached, tensors=[], assignable=replace(assignable, owners=[]))
     region = compilation.region
-    graph = region.graphs.cut if isinstance(region, Training) else region.graph
+    graph = region.joint.cut if isinstance(region, Training) else region.graph
     return replace(
         compilation,
         captured=replace(

@@ -22,7 +22,7 @@ from aotdist.facts import Facts
 from aotdist.partition.builder import returning
 from aotdist.partition.gates import Gate, linked, parts_of
 from aotdist.partition.other_backwards import from_saved, without_tangents
-from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Row, Slot, Split, TrainingGraphs
+from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Row, Slot, Split
 from aotdist.subclasses.protocol import Recipe, leaves, tangent_recipe
 from aotdist.trace.later_backwards import Derived, TracedDoubleBackward
 from aotdist.trace.trace import Traced, Traces
@@ -54,7 +54,11 @@ class Joint:
     """What all backwards of a program are derived from.
 
     Args:
-        graphs: its graphs.
+        cut: the joint graph, cut at its waypoints.
+        graph: the joint graph, not cut.
+        by_choice: the backward, with the results of every choice that was traced separately.
+        whole: the backward of all results.
+        split: the partition of `graph`; its backward is that of `compiled_ahead`, once this is known.
         facts: what the trace showed.
         ins: names of the inputs.
         kept_inputs: names of the plain inputs that are there in the backward besides saved values.
@@ -65,7 +69,11 @@ class Joint:
         lacks: the reason if not: the end of a sentence.
     """
 
-    graphs: TrainingGraphs
+    cut: Graph
+    graph: Graph
+    by_choice: Graph
+    whole: Graph
+    split: Split
     facts: Facts
     ins: Row[PrimalIdx, Slot]
     kept_inputs: Sequence[Slot] = ()
@@ -76,22 +84,21 @@ class Joint:
 
     @classmethod
     def of(
-        cls, traced: Traced, cut: Graph, joint: Graph, split: Split, *, is_cut_by_backend: bool = False
+        cls, traced: Traced, cut: Graph, graph: Graph, split: Split, *, is_cut_by_backend: bool = False
     ) -> Joint:
         """From a joint graph that was partitioned.
 
         Args:
             traced: the program.
             cut: its graph, cut at its waypoints.
-            joint: the same, not cut.
+            graph: the same, not cut.
             split: its halves; the backward has the results of all choices.
             is_cut_by_backend: see above.
         """
-        ins, by_choice = traced.program.ins, split.backward
-        graphs = TrainingGraphs(cut, joint, by_choice, without_choices(by_choice, traced.facts, ins), split)
-        later = traced.later_backwards
+        ins, facts, later = traced.program.ins, traced.facts, traced.later_backwards
         traces = Traces(later) if traced.traces is None and later is not None else traced.traces
-        return cls(graphs, traced.facts, ins, is_cut_by_backend=is_cut_by_backend, traces=traces)
+        graphs = cut, graph, split.backward, without_choices(split.backward, facts, ins)
+        return cls(*graphs, split, facts, ins, is_cut_by_backend=is_cut_by_backend, traces=traces)
 
     def all_results(self) -> tuple[NodeOutIdx, ...]:
         """The differentiable results."""
@@ -105,7 +112,7 @@ def compiled_ahead(joint: Joint) -> BackwardRequest:
     partitions, where results are gradients themselves, and where the backward of some results was traced
     separately, it is the backward of all results.
     """
-    facts, named = joint.facts, joint.graphs.whole.named_placeholders()
+    facts, named = joint.facts, joint.whole.named_placeholders()
     whole = BackwardRequest(joint.all_results())
     if joint.is_cut_by_backend or facts.related or facts.backward.choices or facts.backward.adds_layouts:
         return whole
@@ -134,7 +141,7 @@ def _of_kinds(joint: Joint, request: BackwardRequest) -> Derived:
     if joint.traces is None:
         raise _no_trace(joint, "gradients of other kinds than the results")
     traced = joint.traces.get().of_kinds(dict(zip(request.results, request.kinds, strict=True)))
-    graph = from_saved(traced.graph, joint.graphs.joint, joint.graphs.split, joint.kept_inputs)
+    graph = from_saved(traced.graph, joint.graph, joint.split, joint.kept_inputs)
     return replace(traced, graph=graph)
 
 
@@ -144,7 +151,7 @@ def derive_double(joint: Joint, request: BackwardRequest) -> TracedDoubleBackwar
     Raises:
         UnsupportedProgram: the gradients cannot be differentiated.
     """
-    traces, graphs = joint.traces, joint.graphs
+    traces = joint.traces
     if traces is None or not joint.kept_inputs:
         raise _no_trace(joint, "gradients of gradients (`create_graph=True`)")
     traced = traces.get().differentiable(
@@ -157,39 +164,39 @@ def derive_double(joint: Joint, request: BackwardRequest) -> TracedDoubleBackwar
     tangents = [slot for slot in traced.graph.ins if slot.role == "tangent" and slot.path in outs]
     if not traced.has_history:
         return traced
-    graph = from_saved(traced.graph, graphs.joint, graphs.split, joint.kept_inputs, first, tangents)
+    graph = from_saved(traced.graph, joint.graph, joint.split, joint.kept_inputs, first, tangents)
     return replace(traced, graph=graph)
 
 
 def _in_one_go(joint: Joint, request: BackwardRequest) -> Derived:
-    choices, graphs = joint.facts.backward.choices, joint.graphs
-    choice = next((choice for choice in choices if choice.outs == request.results), None)
+    choices = (choice for choice in joint.facts.backward.choices if choice.outs == request.results)
+    choice = next(choices, None)
     returned = joint.facts.backward.grads
     if choice is None:
-        return Derived(_without_others(joint, graphs.whole, request), returned, {})
+        return Derived(_without_others(joint, joint.whole, request), returned, {})
     slots = choice.slots(joint.ins)
-    some = _recorded(joint, linked(graphs.cut), slots) if joint.is_cut_by_backend else None
-    some = returning(graphs.by_choice, slots) if some is None else some
+    some = _recorded(joint, linked(joint.cut), slots) if joint.is_cut_by_backend else None
+    some = returning(joint.by_choice, slots) if some is None else some
     returned = Row[PrimalIdx, "Recipe | None"](map(choice.grads.get, returned.indices()))
     return Derived(_without_others(joint, some, request), returned, {}, choice.kept)
 
 
 def _in_parts(joint: Joint, request: BackwardRequest) -> Derived:
-    graphs, gate, backward = joint.graphs, request.gate, joint.facts.backward
+    gate, backward = request.gate, joint.facts.backward
     points = backward.waypoints
     asked = () if gate is None else tuple((points[position], k) for position, k in gate.pieces)
-    outs = [slot for point, k in asked for slot in point.piece_slots(k)] if asked else graphs.whole.outs
+    outs = [slot for point, k in asked for slot in point.piece_slots(k)] if asked else joint.whole.outs
     if joint.is_cut_by_backend:
-        graph = _recorded(joint, graphs.cut, outs)
+        graph = _recorded(joint, joint.cut, outs)
     else:
-        graph = returning(parts_of(graphs.cut, graphs.split), outs)
+        graph = returning(parts_of(joint.cut, joint.split), outs)
     returned = backward.grads if gate is None else tuple(point.pieces[k] for point, k in asked)
     return Derived(_without_others(joint, graph, request), returned, {})
 
 
 def _recorded(joint: Joint, recorded: Graph, outs: Sequence[Slot]) -> Graph:
     """Some results of the recorded backward, computed from the values that the backend's partition saves."""
-    return from_saved(returning(recorded, outs), joint.graphs.joint, joint.graphs.split, joint.kept_inputs)
+    return from_saved(returning(recorded, outs), joint.graph, joint.split, joint.kept_inputs)
 
 
 def _without_others(joint: Joint, graph: Graph, request: BackwardRequest) -> Graph:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from aotdist.aliasing.memory import restrided
 from aotdist.codegen.contract import Strides
 from aotdist.codegen.emit import with_strides
 from aotdist.convention.subclass import shell_of
@@ -20,7 +21,7 @@ from aotdist.facts import Untouched
 from aotdist.program import GRADIENT_ROLES, Call, Graph, NodeOutIdx, PrimalIdx, Program, Row, Slot, uncalled
 from aotdist.runtime.held import Arguments, check_kept_inputs
 from aotdist.runtime.plan import NodePlan
-from aotdist.runtime.tangent import Tangent, restrided, tangent_like
+from aotdist.runtime.tangent import Tangent, tangent_like
 from aotdist.sizes import Expression, evaluate
 from aotdist.subclasses.protocol import Constant, recipe_of
 from aotdist.torch_seam.autograd import failing_in_backward

@@ -37,7 +37,7 @@ from aotdist.torch_seam.autograd import (
     runs_in_backward,
     sequence_nr,
 )
-from aotdist.torch_seam.hooks import hooks_of, hooks_of_gradient
+from aotdist.torch_seam.tensors import hooks_of, hooks_of_gradient
 
 Step: TypeAlias = "tuple[PrimalIdx, NodeOutIdx, int] | Gate | OutIdx | MetadataWrite"
 """A step outside of the node: an input is written, results pass a gate, an output or its metadata is made."""

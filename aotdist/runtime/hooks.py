@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from aotdist.torch_seam.autograd import call_after_backward, node_base
-from aotdist.torch_seam.hooks import (
+from aotdist.torch_seam.tensors import (
     gradients_heard,
     hooks_after_accumulation,
     hooks_of_gradient,

@@ -267,7 +267,7 @@ def _print_backward(
     printer.line(f"del {', '.join(names)}")
     if plan.saved.frees:
         printer.line(printer.call(let_go, "ctx"))
-    printer.line(f"results = {printer.bind('BACKWARD', backward.backwards.of_all())}(args)")
+    printer.line(f"results = {printer.bind('BACKWARD', backward.program.of_all())}(args)")
     _print_gradients(printer, plan, backward.after, changes, has_symbols=bool(symbols))
 
 

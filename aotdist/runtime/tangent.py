@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from aotdist.aliasing.memory import restrided
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Role, Slot
 from aotdist.sizes import is_symbolic
@@ -152,12 +153,6 @@ def _materialised(plain: torch.Tensor, stride: tuple[int, ...] | None) -> torch.
     if plain._is_zerotensor():
         return plain.clone()
     return plain.resolve_conj().resolve_neg() if plain.is_conj() or plain.is_neg() else plain
-
-
-def restrided(tensor: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    """`tensor` in dense memory, with dimensions in the order of these strides; differentiable."""
-    order = sorted(range(len(stride)), key=stride.__getitem__, reverse=True)
-    return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(len(order))])
 
 
 def rebuilt(recipe: Recipe) -> Any:

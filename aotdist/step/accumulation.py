@@ -14,9 +14,9 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import SparseRows
 from aotdist.torch_seam.autograd import in_backward, nodes_behind
 from aotdist.torch_seam.control_flow import hands_out_more
-from aotdist.torch_seam.hooks import has_grad_hooks
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.patches import replaced_here
+from aotdist.torch_seam.tensors import has_grad_hooks
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.failures import refusal
 from aotdist.trace.stand_ins import current_inputs
@@ -113,13 +113,13 @@ class Accumulation(TorchFunctionMode):
     def _leaf(self, tensor: torch.Tensor) -> _Leaf | None:
         """The record of a leaf, given the user's tensor or its stand-in; None for any other tensor."""
         inputs = current_inputs()
-        met = inputs.of_example(tensor)
-        found = self._leaves.get(id(tensor if met is None else met))
+        stand_in = inputs.of_example(tensor)
+        found = self._leaves.get(id(tensor if stand_in is None else stand_in))
         if found is not None:
             return found
-        before = tensor.grad if tensor.is_leaf else None  # a user's tensor is met by that
-        met = inputs.of_example(tensor)
-        tensor = tensor if met is None else met
+        before = tensor.grad if tensor.is_leaf else None  # reading it makes a stand-in for a user's tensor
+        stand_in = inputs.of_example(tensor)
+        tensor = tensor if stand_in is None else stand_in
         if not tensor.is_leaf:
             return None
         begun = before.again() if isinstance(before, SparseRows) else before

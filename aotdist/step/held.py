@@ -77,19 +77,10 @@ class HeldState:
 
     @contextmanager
     def put_back(self) -> Generator[None]:
-        """Restore the items of all containers when the context is left."""
-        try:
-            yield
-        finally:
-            for container in self.containers:
-                container.undo()
-
-    @contextmanager
-    def attributes_unchanged(self) -> Generator[None]:
-        """Refuse changes of the optimizers' attributes inside of the context, and put them back.
+        """Restore the items of all containers, and all attributes, when the context is left.
 
         Raises:
-            UnsupportedProgram: an attribute was changed.
+            UnsupportedProgram: an attribute was changed in the context.
         """
         try:
             yield
@@ -101,10 +92,9 @@ class HeldState:
                             stage="capture",
                             fix="let it keep what changes in `state` or in `param_groups`",
                         )
-        except BaseException:
-            for _, attributes in self.attributes:
-                attributes.undo()
-            raise
+        finally:
+            for watched in (*self.containers, *(attributes for _, attributes in self.attributes)):
+                watched.undo()
 
     def now(self, optimizers: Sequence[torch.optim.Optimizer]) -> HeldState | None:
         """The same with the current numbers; None if anything else has changed.

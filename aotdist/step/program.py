@@ -156,13 +156,13 @@ class StepProgram:
             self._now = None
         if self._asked is not None:
             self._choices.append(self._asked)
-        done.put(now.held)
+        done.assign(now.held)
         stepped, schedules = self._traces[done.trace]
         for optimizer in stepped:
             note_step(optimizer)
         for schedule, (args, kwargs) in zip(schedules, done.later, strict=True):
             schedule.step(*args, **kwargs)
-        return done.given()
+        return done.read_result()
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepResult:
         """The step, on stand-ins."""
@@ -176,13 +176,7 @@ class StepProgram:
         scalars = Scalars([*known, *numbers.read_off()], node_here)
         accumulation = Accumulation()
         done = StepResult(trace=len(self._traces))
-        with (
-            held.put_back(),
-            accumulation.running(),
-            held.attributes_unchanged(),
-            scalars.followed(),
-            formulas_under_modes(),
-        ):
+        with held.put_back(), accumulation.running(), scalars.followed(), formulas_under_modes():
             for place in held.numbers:
                 place.put(*_read(place, given))
             ahead = [[(place, _read(place, given)) for place in places] for places in now.ahead]
@@ -192,15 +186,17 @@ class StepProgram:
             written = functools.partial(_written_by, held=held)
             steps = TracedSteps(self._optimizers, scalars, written, ahead, now.asked)
             with steps.intercepted():
-                done.give(accumulation.as_given(self._run(*args, **kwargs)))
+                done.note_result(accumulation.as_given(self._run(*args, **kwargs)))
             if held.has_grown():
                 raise MakesState
             numbers.take_back()
-            done.note(held, {id(place.value): {**given, **copies}[place.path] for place in held.tensors}, put)
+            stand_ins = {id(place.value): {**given, **copies}[place.path] for place in held.tensors}
+            done.note_replaced(held, stand_ins, put)
         scalars.is_over = True
         _refuse_skipped(steps, done)
         done.assigned, done.cleared = accumulation.assigned(), accumulation.cleared()
-        done.overwrite([*accumulation.begun(), *((given[path], copy) for path, copy in copies.items())])
+        copied = ((given[path], copy) for path, copy in copies.items())
+        done.note_overwritten([*accumulation.begun(), *copied])
         done.later = [*steps.later]
         self._traces.append((steps.stepped, steps.schedules))
         guard = scalars.guard()

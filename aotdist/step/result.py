@@ -60,7 +60,7 @@ class StepResult:
     later: list[Any] = field(default_factory=list[Any])
     trace: int = 0
 
-    def give(self, result: Any) -> None:
+    def note_result(self, result: Any) -> None:
         """Note what the user's function returned."""
         leaves, spec = pytree.tree_flatten(result)
         self.read = tuple(at for at, leaf in enumerate(leaves) if isinstance(leaf, TracedNumber))
@@ -68,7 +68,7 @@ class StepResult:
             leaves[at] = leaves[at].scalars.carrying(leaves[at])
         self.result = pytree.tree_unflatten(leaves, spec)
 
-    def given(self) -> Any:
+    def read_result(self) -> Any:
         """What the user's function returned, with numbers read off their tensors."""
         if not self.read:
             return self.result
@@ -77,13 +77,15 @@ class StepResult:
             leaves[at] = leaves[at].item()
         return pytree.tree_unflatten(leaves, spec)
 
-    def note(self, held: HeldState, stand_ins: Mapping[int, torch.Tensor], put: Sequence[Any]) -> None:
-        """Note what the optimizers have replaced.
+    def note_replaced(
+        self, held: HeldState, stand_ins: Mapping[int, torch.Tensor], put: Sequence[Any]
+    ) -> None:
+        """Note which tensors and numbers the optimizers have replaced.
 
         Args:
             held: what the optimizers held before.
             stand_ins: of its tensors, by identity; where one is still there, nothing was replaced.
-            put: the traced numbers that stood for its numbers.
+            put: the traced numbers that its numbers were replaced by for the trace.
 
         Raises:
             UnsupportedProgram: a value was replaced by one of another kind.
@@ -109,13 +111,13 @@ class StepResult:
             else:
                 raise _other_kind(place, value)
 
-    def overwrite(self, begun: Sequence[tuple[torch.Tensor, SparseRows]]) -> None:
+    def note_overwritten(self, begun: Sequence[tuple[torch.Tensor, SparseRows]]) -> None:
         """Note the sparse tensors that were written, given each with the copy that the trace wrote."""
         written = [(before, now) for before, now in begun if now.num_writes]
         self.overwritten = [(before, now.again()) for before, now in written]
         self.bumps = tuple(now.num_writes for _, now in written)
 
-    def put(self, held: HeldState) -> None:
+    def assign(self, held: HeldState) -> None:
         """Assign, after a call, what the step assigns."""
         for at, tensor in self.tensors.items():
             held.tensors[at].put(tensor)

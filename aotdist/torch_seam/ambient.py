@@ -1,4 +1,4 @@
-"""State around a call: device contexts, choices of kernels, autocast, generators, filters of warnings."""
+"""State that a call depends on: default device, kernel choices, autocast, generators, warning filters."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -54,8 +54,8 @@ def kernel_choices() -> tuple[bool, ...]:
 def attention_kernels() -> list[SDPBackend]:
     """The kernels that attention may choose from, in this process's order of preference.
 
-    PyTorch puts cuDNN first on some GPUs when it first meets one. Which cuDNN the machine of another GPU has
-    cannot be known, so here it is as before: cuDNN last, unless the program orders otherwise.
+    PyTorch puts cuDNN first on some GPUs once it has initialised one. Which cuDNN another machine has cannot
+    be known, so here cuDNN stays last, unless the program orders otherwise.
     """
     flash, efficient, formula, cudnn, *_ = kernel_choices()
     allowed = {
@@ -150,17 +150,17 @@ def generator_id(generator: torch.Generator) -> int:
 
 
 def default_generator_is(generator: torch.Generator) -> AbstractContextManager[None]:
-    """`torch.random` seeds `generator` for the default one, and asks it for its state, in this thread."""
+    """In this thread, `torch.random` (`manual_seed`, `get_rng_state`) uses `generator` as the default one."""
     return _DEFAULT.applied(generator)
 
 
 def times_seeded_elsewhere() -> int:
-    """How often threads without a generator of their own have set the default one by `torch.random`."""
+    """How often `torch.random` has seeded the default generator, in threads that have no other one."""
     return _INSTEAD.times_seeded
 
 
 class _DefaultGenerator:
-    """What stands for the default generator in `torch.random`."""
+    """Replaces the default generator in `torch.random`."""
 
     times_seeded = 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,12 +15,12 @@ import torch
 from torch.distributions import constraints, distribution
 
 from aotdist.torch_seam import patches
-from aotdist.torch_seam.patches import Patch, replaced_here
+from aotdist.torch_seam.patches import all_replaced_here, replaced_here
 
 NoteCheck: TypeAlias = Callable[[type[Exception], torch.Tensor, Callable[[], object] | None], bool]
 """Takes error, condition and message, as `torch._check_tensor_all_with`; True if it handles the check."""
 
-_check_now, _is_all_true_now = torch._check_tensor_all_with, torch._is_all_true
+_definite: Any = type(constraints.positive_definite)
 
 
 def intercept_checks(note: NoteCheck) -> AbstractContextManager[None]:
@@ -27,7 +28,24 @@ def intercept_checks(note: NoteCheck) -> AbstractContextManager[None]:
 
     They are those of `torch._check_tensor_all` and of the validation in `torch.distributions`.
     """
-    return _CHECKS.applied(note)
+
+    def check(check_now: Callable[..., None], error_type: Any, cond: Any, message: Any = None) -> None:
+        is_condition = isinstance(cond, torch.Tensor) and cond.dtype == torch.bool
+        if not is_condition or not note(error_type, cond, message):
+            check_now(error_type, cond, message)
+
+    def is_all_true(is_now: Callable[..., Any], valid: torch.Tensor) -> torch.Tensor | bool:
+        asking = sys._getframe(2)
+        is_validation = asking.f_globals is vars(distribution)
+        if is_validation and note(ValueError, valid, functools.partial(_invalid, asking)):
+            return True
+        return is_now(valid)
+
+    return all_replaced_here(
+        (torch, "_check_tensor_all_with", check),
+        (torch, "_is_all_true", is_all_true),
+        (_definite, "check", _is_definite),
+    )
 
 
 def check_all(error: type[Exception], condition: torch.Tensor, message: str) -> None:
@@ -41,42 +59,9 @@ def raise_check(error: type[Exception], message: str | None) -> None:
     torch._check_with(error, False, say)  # noqa: FBT003
 
 
-def _note_check(
-    error_type: type[Exception], cond: torch.Tensor, message: Callable[[], object] | None = None
-) -> None:
-    note = _CHECKS.value
-    is_condition = isinstance(cond, torch.Tensor) and cond.dtype == torch.bool
-    if note is None or not is_condition or not note(error_type, cond, message):
-        _check_now(error_type, cond, message)
-
-
-def _note_validation(valid: torch.Tensor) -> torch.Tensor | bool:
-    note, frame = _CHECKS.value, inspect.currentframe()
-    asking = None if frame is None else frame.f_back
-    if note is None or asking is None or asking.f_globals is not vars(distribution):
-        return _is_all_true_now(valid)
-    return note(ValueError, valid, functools.partial(_invalid, asking)) or _is_all_true_now(valid)
-
-
-_definite: Any = type(constraints.positive_definite)
-_is_definite_now = _definite.check
-
-
-def _is_definite(constraint: Any, value: torch.Tensor) -> torch.Tensor:
+def _is_definite(check: Any, constraint: Any, value: torch.Tensor) -> torch.Tensor:
     """Whether matrices are positive definite; PyTorch's own check branches on whether they are symmetric."""
-    if _CHECKS.value is None:
-        return _is_definite_now(constraint, value)
     return constraints.symmetric.check(value) & torch.linalg.cholesky_ex(value).info.eq(0)
-
-
-_CHECKS = Patch[NoteCheck](
-    "check_hearers",
-    lambda: [
-        (torch, "_check_tensor_all_with", _note_check),
-        (torch, "_is_all_true", _note_validation),
-        (_definite, "check", _is_definite),
-    ],
-)
 
 
 def _invalid(asking: types.FrameType) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
 
 from aotdist.torch_seam.modes import class_functions_off
-from aotdist.torch_seam.patches import Patch
+from aotdist.torch_seam.patches import all_replaced_here
 
 Remake: TypeAlias = Callable[[torch.Tensor | None, type[torch.Tensor], Callable[..., torch.Tensor]], Any]
 """Called when a tensor is converted to a class, with the operator that autograd sees: `alias` or `detach`.
@@ -21,7 +21,6 @@ It returns the tensor of that class, or None to let PyTorch make it. There is no
 """
 
 _ALIAS, _DETACH = torch.ops.aten.alias.default, torch.ops.aten.detach.default
-_make_subclass, _make_parameter = torch.Tensor._make_subclass, torch.nn.Parameter.__new__
 
 is_wrapper_class = functools.cache(is_traceable_wrapper_subclass_type)
 """Whether tensors of a class say themselves how they are flattened."""
@@ -40,53 +39,37 @@ def intercept_classes(callback: Remake) -> AbstractContextManager[None]:
     By `as_subclass`, `_make_subclass`, `nn.Parameter` or the class itself, called with a tensor. None of
     these is a torch function, so no mode sees them.
     """
-    return _CLASSES.applied(callback)
 
+    def as_subclass(make: Any, tensor: torch.Tensor, cls: Any) -> torch.Tensor:
+        made = callback(tensor, cls, _ALIAS)
+        return make(tensor, cls) if made is None else made
 
-def _intercepted(
-    tensor: torch.Tensor | None, cls: type[torch.Tensor], op: Callable[..., torch.Tensor]
-) -> Any:
-    callback = _CLASSES.value
-    return None if callback is None else callback(tensor, cls, op)
+    def of_class(make: Any, cls: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        is_given = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
+        made = callback(args[0] if is_given else None, cls, _ALIAS)
+        return make(cls, *args, **kwargs) if made is None else made
 
+    def make_subclass(
+        make: Any, cls: Any, data: torch.Tensor, require_grad: bool = False, **options: Any
+    ) -> torch.Tensor:
+        made = None if options else callback(data, cls, _DETACH)
+        return make(cls, data, require_grad, **options) if made is None else _leaf(made, require_grad)
 
-def _as_subclass(tensor: torch.Tensor, cls: type[torch.Tensor]) -> torch.Tensor:
-    made = _intercepted(tensor, cls, _ALIAS)
-    return torch._C.TensorBase.as_subclass(tensor, cls) if made is None else made
+    def parameter(make: Any, cls: Any, data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
+        made = None if data is None else callback(data, cls, _DETACH)
+        return make(cls, data, requires_grad) if made is None else _leaf(made, requires_grad)
 
-
-def _subclass_of_data(
-    cls: type[torch.Tensor], data: torch.Tensor, require_grad: bool = False, **options: Any
-) -> torch.Tensor:
-    made = None if options else _intercepted(data, cls, _DETACH)
-    return _make_subclass(cls, data, require_grad, **options) if made is None else _leaf(made, require_grad)
-
-
-def _parameter(cls: type[torch.Tensor], data: torch.Tensor | None = None, requires_grad: bool = True) -> Any:
-    made = None if data is None else _intercepted(data, cls, _DETACH)
-    return _make_parameter(cls, data, requires_grad) if made is None else _leaf(made, requires_grad)
+    return all_replaced_here(
+        (torch.Tensor, "as_subclass", as_subclass),
+        (torch.Tensor, "__new__", of_class),
+        (torch.Tensor, "_make_subclass", make_subclass),
+        (torch.nn.Parameter, "__new__", parameter),
+    )
 
 
 def _leaf(made: torch.Tensor, requires_grad: bool) -> torch.Tensor:
     with class_functions_off():  # a mode sees it, and notes it
         return made.requires_grad_() if requires_grad else made
-
-
-def _of_class(cls: type[torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
-    is_given = len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor)
-    made = _intercepted(args[0] if is_given else None, cls, _ALIAS)
-    return torch._C.TensorBase.__new__(cls, *args, **kwargs) if made is None else made
-
-
-_CLASSES = Patch[Remake](
-    "class_hearers",
-    lambda: [
-        (torch.Tensor, "as_subclass", _as_subclass),
-        (torch.Tensor, "__new__", staticmethod(_of_class)),
-        (torch.Tensor, "_make_subclass", staticmethod(_subclass_of_data)),
-        (torch.nn.Parameter, "__new__", staticmethod(_parameter)),
-    ],
-)
 
 
 def attributes_from_users(tensor: torch.Tensor) -> dict[str, Any]:

@@ -14,12 +14,11 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction as _ReentrantCheckpoint
 from torch.utils.checkpoint import _CachedTorchDispatchMode as _Recomputing
-from torch.utils.checkpoint import _is_compiling as _checkpoint_is_compiling
 from torch.utils.checkpoint import checkpoint
 
 from aotdist.torch_seam.autograd import Region, is_read_otherwise, next_sequence_nr
 from aotdist.torch_seam.classes import overrides_torch_functions
-from aotdist.torch_seam.patches import Patch, replaced_here
+from aotdist.torch_seam.patches import Patch, all_replaced_here, replaced_here
 from aotdist.torch_seam.trees import pytree
 
 _CONTROL_FLOW = frozenset(
@@ -33,14 +32,18 @@ _CONTROL_FLOW = frozenset(
 
 
 def calling_to_be_traced() -> AbstractContextManager[None]:
-    """In this context and thread, functions of PyTorch that cannot be traced as they are can be.
+    """In this context and thread, `torch.cond` and the like, and selective checkpoints, can be traced.
 
-    `torch.cond` and the like have Dynamo trace the functions that they take, unless Dynamo is tracing
-    already; here they find that it is, and call their operators with the functions themselves. Selective
-    checkpoints save what their policy says and recompute the rest, each time the trace runs the backward; for
-    a compiler they would save all and tag it.
+    `torch.cond` has Dynamo trace its branches unless Dynamo is tracing already; here it is told so, and calls
+    its operator with the branches themselves. Selective checkpoints save what their policy says and recompute
+    the rest whenever the trace runs the backward; under a compiler they would save everything, with tags.
     """
-    return _TRACES.applied(True)
+    return all_replaced_here(
+        (torch.compiler, "is_dynamo_compiling", _says_yes_to_control_flow),
+        (_cond_module(), "cond_op", _cond_of_trees),
+        (torch.utils.checkpoint, "_is_compiling", lambda *_: False),
+        (_Recomputing, "__enter__", _takes_of_a_copy),
+    )
 
 
 def recomputing_reentrant_checkpoints() -> AbstractContextManager[None]:
@@ -52,9 +55,9 @@ def recomputing_reentrant_checkpoints() -> AbstractContextManager[None]:
 
 
 def hands_out_more(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether `tensors` follow from more than the results of a reentrant checkpoint.
+    """Whether `tensors` depend on values inside of a reentrant checkpoint besides its results.
 
-    In eager, nothing else that it hands out has a history.
+    In eager only the results of such a checkpoint have a history.
     """
     regions = _RECOMPUTES.value
     return bool(regions) and is_read_otherwise(tensors, regions)
@@ -101,35 +104,16 @@ _SAID_TO_COMPILE = Patch[bool](
         (torch.compiler.is_compiling, "__code__", _flag_as_bool.__code__),
     ],
 )
-_TRACES = Patch[bool](
-    "calls_to_be_traced",
-    lambda: [
-        (torch.compiler, "is_dynamo_compiling", _says_yes_to_control_flow),
-        (_cond_module(), "cond_op", _cond_of_trees),
-        (torch.utils.checkpoint, "_is_compiling", _asks_for_tags),
-        (_Recomputing, "__enter__", _takes_of_a_copy),
-    ],
-)
-
-
 _RECOMPUTES = Patch[list[Region]](
     "recomputes", lambda: [(torch.utils.checkpoint, "CheckpointFunction", _Recomputed)]
 )
 
 
-def _asks_for_tags(*args: Any) -> bool:
-    return not _TRACES.value and _checkpoint_is_compiling(*args)
-
-
-_enters = _Recomputing.__enter__
-
-
-def _takes_of_a_copy(recomputing: Any) -> Any:
+def _takes_of_a_copy(enter: Callable[..., Any], recomputing: Any) -> Any:
     """Reading what a selective checkpoint saved consumes it: give each backward a copy."""
-    if _TRACES.value:
-        saved = vars(recomputing).setdefault("_all_saved", recomputing.storage)
-        recomputing.storage = {key: copy.copy(found) for key, found in saved.items()}
-    return _enters(recomputing)
+    saved = vars(recomputing).setdefault("_all_saved", recomputing.storage)
+    recomputing.storage = {key: copy.copy(found) for key, found in saved.items()}
+    return enter(recomputing)
 
 
 class _Recomputed:
@@ -158,26 +142,21 @@ def _cond_module() -> Any:
 
 
 def _cond_of_trees(
-    pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any
+    cond: Any, pred: Any, true_fn: Callable[..., Any], false_fn: Callable[..., Any], operands: Any
 ) -> Any:
     """The operator takes flat operands only; `torch.cond` takes trees, which Dynamo flattens elsewhere."""
     flat, spec = pytree.tree_flatten(tuple(operands))
-    if not _TRACES.value or spec == pytree.tree_structure((0,) * len(flat)):
-        return torch.ops.higher_order.cond(pred, true_fn, false_fn, operands)
+    if spec == pytree.tree_structure((0,) * len(flat)):
+        return cond(pred, true_fn, false_fn, operands)
 
     def flattened(fn: Callable[..., Any]) -> Callable[..., Any]:
         return lambda *leaves: fn(*pytree.tree_unflatten(leaves, spec))
 
-    return torch.ops.higher_order.cond(pred, flattened(true_fn), flattened(false_fn), tuple(flat))
+    return cond(pred, flattened(true_fn), flattened(false_fn), tuple(flat))
 
 
-_asks_dynamo = torch.compiler.is_dynamo_compiling
-
-
-def _says_yes_to_control_flow() -> bool:
-    frame = inspect.currentframe()
-    asking = "" if frame is None or frame.f_back is None else frame.f_back.f_globals.get("__name__", "")
-    return bool(_TRACES.value and asking in _CONTROL_FLOW) or _asks_dynamo()
+def _says_yes_to_control_flow(is_dynamo_compiling: Callable[[], bool]) -> bool:
+    return sys._getframe(2).f_globals.get("__name__") in _CONTROL_FLOW or is_dynamo_compiling()
 
 
 _FAST_PATHS = {

@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Generator, Hashable
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
-from aotdist.torch_seam.patches import replaced_here
+from aotdist.torch_seam.patches import all_replaced_here, replaced_here
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
 
@@ -54,7 +54,11 @@ def with_placements(context: Any, placements: tuple[Any, ...]) -> Any:
 
 def retyped_spec(tensor: DTensor, dtype: torch.dtype) -> Any:
     """The spec of a DTensor placed like `tensor`, of another dtype."""
-    spec: Any = tensor._spec
+    return spec_of_dtype(tensor._spec, dtype)
+
+
+def spec_of_dtype(spec: Any, dtype: torch.dtype) -> Any:
+    """A spec of the same placements, for another dtype."""
     if spec.tensor_meta.dtype == dtype:
         return spec
     return dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
@@ -98,9 +102,7 @@ def _context_parallel_options() -> Hashable:
 @contextmanager
 def dtensor_traced() -> Generator[None]:
     """Around a trace through operators on DTensors, which keep things, and compute, besides the program."""
-    with ExitStack() as stack:
-        for context in (_handlers_kept(), _masks_apart(), _shards_measured_aside()):
-            stack.enter_context(context)
+    with _handlers_kept(), _masks_apart(), _shards_measured_aside():
         yield
 
 
@@ -152,8 +154,7 @@ def _masks_apart() -> Generator[None]:
             buffer.data, buffer.refcount = data, refcount
 
 
-@contextmanager
-def _shards_measured_aside() -> Generator[None]:
+def _shards_measured_aside() -> AbstractContextManager[None]:
     """Sizes and offsets of shards are found, with small tensors of numbers, as if nothing was traced."""
     from torch.distributed.tensor import _utils
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -164,14 +165,10 @@ def _shards_measured_aside() -> Generator[None]:
         with no_modes(), torch_functions_off():
             return measure(*args, **kwargs)
 
-    with ExitStack() as stack:
-        for owner, name in (
-            (_utils, "_compute_local_shape_and_global_offset"),
-            (_StridedShard, "local_shard_size_and_offset"),
-        ):
-            if inspect.isfunction(vars(owner).get(name)):  # an inherited one is another kind of method
-                stack.enter_context(replaced_here(owner, name, measured))
-        yield
+    return all_replaced_here(
+        (_utils, "_compute_local_shape_and_global_offset", measured),
+        (_StridedShard, "local_shard_size_and_offset", measured),
+    )
 
 
 def masks_rows(placement: Any) -> bool:

@@ -128,10 +128,10 @@ _AS_WRITTEN = Patch[bool]("compiled_as_written", _stance_in_force)
 
 @functools.cache
 def keep_from_dynamo(call_of: Callable[[torch.nn.Module], Callable[..., Any] | None]) -> None:
-    """Have Dynamo break its graphs where compiled calls of ours are called, and call them.
+    """Have Dynamo break its graph at a call that we compiled, and run it.
 
-    It skips our frames. Calls of modules it inlines, whatever calling them would run, so it is told where a
-    call is ours; not for `torch.export`, which has no graphs to break.
+    Dynamo skips our frames, but it inlines the forward of a module whatever its call has been replaced by. So
+    its rule for modules asks here first; not under `torch.export`, which cannot break graphs.
 
     Args:
         call_of: the call of a module that is ours, or None.
@@ -163,9 +163,9 @@ _RUNS_IN_CALLS = (
 
 @functools.cache
 def skip_our_frames() -> None:
-    """Have Dynamo skip the frames of calls and backwards: it would compile them where it breaks its graphs.
+    """Have Dynamo skip the frames of our calls and backwards, which it would compile after a graph break.
 
-    The rest of the package is models and layers, or runs with Dynamo off.
+    The rest of the package is models and layers, or runs while Dynamo is off.
     """
     from torch._dynamo import trace_rules
 

@@ -1,4 +1,4 @@
-"""Process groups, the store that ranks met in, and worlds without other ranks."""
+"""Process groups, the store of `init_process_group`, and fake worlds without other ranks."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore as TCPStore
 
 from aotdist.torch_seam.dtensor import forget_shardings
-from aotdist.torch_seam.patches import replaced_here
+from aotdist.torch_seam.patches import all_replaced_here, replaced_here
 
 
 def runs_on_gloo(group_name: Any, device: torch.device) -> bool:
@@ -59,8 +59,7 @@ AllToAll: TypeAlias = Callable[[torch.Tensor, torch.Tensor, Sequence[Any], Seque
 """Takes output, input, output splits, input splits, and the name of the group."""
 
 
-@contextmanager
-def all_to_all_of_symbols(instead: AllToAll) -> Generator[None]:
+def all_to_all_of_symbols(instead: AllToAll) -> AbstractContextManager[None]:
     """`dist.all_to_all_single` of symbolic splits calls `instead`: PyTorch's function needs numbers."""
 
     def exchange(
@@ -81,8 +80,7 @@ def all_to_all_of_symbols(instead: AllToAll) -> Generator[None]:
         return finished_work() if async_op else None
 
     name = "all_to_all_single"
-    with replaced_here(dist, name, exchange), replaced_here(dist.distributed_c10d, name, exchange):
-        yield
+    return all_replaced_here((dist, name, exchange), (dist.distributed_c10d, name, exchange))
 
 
 def group_name_of(group: Any) -> str:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import copy_context
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -329,24 +329,17 @@ def inductor_extensions() -> Iterator[tuple[Any, Any]]:
                 yield from getattr(sys.modules[module], table, {}).items()
 
 
-class CppKernelBatch(Protocol):
-    """Takes over the C++ kernels of one generated module."""
-
-    def add(self, argtypes: Sequence[str], source: str) -> Any | None:
-        """What the module's global for this kernel shall be; None leaves the kernel to Inductor."""
-        ...
-
-    def submit(self, scope: dict[str, Any]) -> None:
-        """The module, whose globals are `scope`, has named all its kernels."""
-        ...
-
-
-def cpp_kernels_batched(make_batch: Callable[[], CppKernelBatch]) -> AbstractContextManager[None]:
+def cpp_kernels_batched(make_batch: Callable[[], Any]) -> AbstractContextManager[None]:
     """Modules that Inductor generates or loads in this thread meanwhile leave their C++ kernels to batches.
 
     Generated modules ask `torch._inductor.async_compile.AsyncCompile` for each kernel and then wait
     for all. They look the class up when they run, so a subclass under that name gets both calls; other
     threads that meet it meanwhile have no batch and get the original's behaviour.
+
+    Args:
+        make_batch: makes the batch of a module. Its `add(argtypes, source)` returns what the module's global
+            for a kernel shall be, or None to leave the kernel to Inductor; its `submit(scope)` is called with
+            the module's globals when all kernels are named.
     """
     return _KERNELS.applied(make_batch)
 
@@ -372,4 +365,4 @@ def _batching_class() -> list[Place]:
     return [(async_compile, "AsyncCompile", BatchingCompile)]
 
 
-_KERNELS = Patch[Callable[[], CppKernelBatch]]("kernel_batches", _batching_class)
+_KERNELS = Patch[Callable[[], Any]]("kernel_batches", _batching_class)

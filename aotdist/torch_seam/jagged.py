@@ -8,8 +8,8 @@ made with the same offsets have the same.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal, TypeAlias
 from weakref import WeakKeyDictionary
@@ -23,7 +23,7 @@ from torch.nested._internal.nested_tensor import NestedTensor as NestedTensor
 from torch.nn.attention import SDPBackend
 
 from aotdist.torch_seam.modes import no_modes
-from aotdist.torch_seam.patches import replaced_here
+from aotdist.torch_seam.patches import all_replaced_here
 from aotdist.torch_seam.symbols import new_ragged
 
 MAKES_JAGGED = torch.ops.aten._nested_view_from_jagged.default
@@ -42,21 +42,19 @@ Attend: TypeAlias = Callable[[Any, Any, Any, float, float | None], torch.Tensor]
 """Attention of query, key and value, with the probability of dropout, and the scale."""
 
 
-@contextmanager
-def jagged_traced(attend: Attend) -> Generator[None]:
+def jagged_traced(attend: Attend) -> AbstractContextManager[None]:
     """In this context and thread, jagged tensors can be traced.
 
     Args:
         attend: what attention calls where eager would make strided nested tensors.
     """
-    with (
-        replaced_here(FakeTensorMode, "create_symbolic_nested_int", _ragged_size),
-        replaced_here(nested_tensor, "_nt_view_dummy", lambda original: _unmet_dummy()),
-        replaced_here(NestedTensor, "_get_max_seqlen", partial(_length, "max")),
-        replaced_here(NestedTensor, "_get_min_seqlen", partial(_length, "min")),
-        replaced_here(ops, "jagged_scaled_dot_product_attention", partial(_jagged_attention, attend)),
-    ):
-        yield
+    return all_replaced_here(
+        (FakeTensorMode, "create_symbolic_nested_int", _ragged_size),
+        (nested_tensor, "_nt_view_dummy", lambda original: _unmet_dummy()),
+        (NestedTensor, "_get_max_seqlen", partial(_length, "max")),
+        (NestedTensor, "_get_min_seqlen", partial(_length, "min")),
+        (ops, "jagged_scaled_dot_product_attention", partial(_jagged_attention, attend)),
+    )
 
 
 def _ragged_size(original: Any, mode: FakeTensorMode, *, nt_tensor_id: int | None = None) -> Any:
@@ -111,7 +109,7 @@ def _length(which: Literal["min", "max"], original: Any, jagged: NestedTensor) -
 
 @functools.cache
 def _unmet_dummy() -> torch.Tensor:
-    """What `MAKES_JAGGED` is given to be dispatched by, as no tensor that the program meets."""
+    """A jagged tensor for `MAKES_JAGGED` to be dispatched by, which is no tensor of the program."""
     with no_modes(), torch.no_grad():
         with FakeTensorMode():
             values, offsets = torch.zeros(3, 3), torch.zeros(3, dtype=torch.int64)
@@ -130,7 +128,7 @@ def same_rows(values: torch.Tensor, like: Any) -> torch.Tensor:
 
 
 def share_ragged_size(fake: torch.Tensor, like: torch.Tensor) -> None:
-    """Let a fake have the ragged size of the offsets (or lengths) that it stands for, if these have one.
+    """Give a fake the ragged size of the offsets (or lengths) that it was made for, if these have one.
 
     Args:
         fake: of a plain tensor.

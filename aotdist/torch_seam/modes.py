@@ -1,4 +1,4 @@
-"""Modes and `__torch_function__`: which of them see an operation, and how to switch them off."""
+"""Torch-function and dispatch modes, and the `__torch_function__` of classes: how to switch them off."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
@@ -72,10 +72,10 @@ def users_modes_off() -> Generator[None]:
 
 
 def set_aside(dispatch: Callable[..., T]) -> Callable[..., T]:
-    """Decorates the `__torch_dispatch__` of a mode of tracing, which PyTorch sets aside while it calls that.
+    """Decorates the `__torch_dispatch__` of a tracing mode, which PyTorch takes off the stack meanwhile.
 
-    It puts the mode back afterwards, and ends the process if the place is taken: by the mode itself, where an
-    interrupt came while a context (`with self`) was left.
+    PyTorch puts the mode back afterwards, and aborts the process if its place is taken: by the mode itself,
+    if an interrupt came while a `with self` was left.
     """
 
     @functools.wraps(dispatch)

@@ -65,7 +65,7 @@ def is_operator(func: Any) -> bool:
 
 @functools.cache
 def has_effects(op: OpOverload) -> bool:
-    """Whether PyTorch keeps an operator, and the order of such, for what it does: it prints, or raises."""
+    """Whether PyTorch orders an operator by effect tokens, and never removes it: it prints, or raises."""
     from torch._higher_order_ops import effects
 
     asked: Any = effects.has_effects
@@ -165,7 +165,7 @@ def can_decompose(op: OpOverload) -> bool:
 
 @functools.cache
 def is_functional(op: OpOverload) -> bool:
-    """Whether functionalisation takes an operator of PyTorch's as it is: it has no rule for it."""
+    """Whether functionalisation passes an operator of PyTorch through unchanged, as it has no rule for it."""
     return _is_pure(op) and not (_has_functional_rule(op) or op.is_view)
 
 
@@ -199,7 +199,7 @@ def is_left_whole_in_inference(func: Any) -> bool:
 
 
 def makes_views(op: OpOverload) -> bool:
-    """Whether autograd sees to it, for an operator as a whole, that what it returns are views."""
+    """Whether autograd tracks the results of an operator as views (it has an `ADInplaceOrView` kernel)."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "ADInplaceOrView")
 
 

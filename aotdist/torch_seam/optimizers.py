@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from aotdist.torch_seam.patches import replaced_here
+from aotdist.torch_seam.patches import all_replaced_here
 
 _SCHEDULES: tuple[Any, ...] = (
     lr_scheduler.LRScheduler,
@@ -98,14 +98,10 @@ def intercept_steps(
         yield
 
 
-@contextmanager
-def intercept_schedules(step: Callable[..., None]) -> Generator[None]:
+def intercept_schedules(step: Callable[..., None]) -> AbstractContextManager[None]:
     """In this context and thread, `step` is called instead of the steps of learning-rate schedules.
 
     Args:
         step: called with the method, the schedule, and its arguments.
     """
-    with ExitStack() as stack:
-        for schedule in _SCHEDULES:
-            stack.enter_context(replaced_here(schedule, "step", step))
-        yield
+    return all_replaced_here(*((schedule, "step", step) for schedule in _SCHEDULES))

@@ -1,9 +1,10 @@
-"""Functions of PyTorch replaced for the time of a context, hooks where PyTorch has none, and shared locks."""
+"""Replaces functions of PyTorch inside of a context, for one thread; and the locks that all threads share."""
 
 # pyright: basic, reportPrivateUsage=false, reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -66,9 +67,10 @@ _here = _Here()
 
 
 def hand_on(mode: Any) -> None:
-    """Threads of the autograd engine's that run a backward under `mode` see the values of this thread.
+    """Let the engine's threads that run a backward under `mode` use the values of this thread.
 
-    The engine hands the modes on from the thread that asked for the backward, and no context variables.
+    The engine passes dispatch modes from the thread that called `backward` to its own threads; it passes no
+    context variables.
 
     Args:
         mode: one that functionalises.
@@ -85,15 +87,15 @@ def _values() -> dict[str, Any]:
 
 
 class Patch(Generic[T]):
-    """Replaces attributes of PyTorch's, or of Python's, while any thread asks for it.
+    """Replaces attributes of PyTorch, or of Python, while at least one thread has it applied.
 
     This package replaces attributes in no other way, and `PATCHES` has all patches. All threads then call the
-    replacement, which looks at its thread's `value`: in a thread that did not ask, that is None, and the
-    replacement has to do what the original does.
+    replacement, which reads the `value` of its thread. In a thread that has not applied the patch, that is
+    None, and the replacement does what the original does.
 
     Args:
         name: of the value; no two of them have the same.
-        places: says what is replaced, and by what; called once, when a thread asks for the first time.
+        places: returns what is replaced, and by what; called once, when the patch is first applied.
     """
 
     lock = process_lock()
@@ -117,7 +119,7 @@ class Patch(Generic[T]):
         return (_here.values or _values()).get(self._name)
 
     def original(self, owner: Any, name: str) -> Any:
-        """What was there when the attribute was last replaced, as `owner` gives it."""
+        """What `owner.name` was before it was last replaced."""
         return self._before[id(owner), name][1]
 
     @contextmanager
@@ -148,7 +150,7 @@ class Patch(Generic[T]):
                 self._replace(*place) if wanted else self._put_back(*place)
 
     def settle_in_child(self) -> None:
-        """The other threads are gone: this process was forked, and has the thread that calls this."""
+        """In a forked process, drop the other threads: only the one that calls this exists."""
         self._threads &= {threading.get_ident()}
         self.settle()
 
@@ -171,7 +173,7 @@ PATCHES: dict[str, Patch[Any]] = {}
 
 
 def _held_by(owner: Any, name: str) -> Any:
-    """What is in the dictionary of `owner`, which may inherit the attribute; the code of a function."""
+    """The entry in the `__dict__` of `owner`, absent if inherited; for `__code__`, the code of a function."""
     return owner.__code__ if name == "__code__" else vars(owner).get(name, _ABSENT)
 
 
@@ -192,8 +194,17 @@ def replaced_here(owner: Any, name: str, instead: Callable[..., Any]) -> Abstrac
     return _patch_of(owner, name).applied(instead)
 
 
+@contextmanager
+def all_replaced_here(*places: Place) -> Generator[None]:
+    """`replaced_here` for several functions: the owner of each, its name, and what is called instead."""
+    with ExitStack() as stack:
+        for place in places:
+            stack.enter_context(replaced_here(*place))
+        yield
+
+
 def replaced_besides(owner: Any, name: str, instead: Callable[..., Any]) -> AbstractContextManager[None]:
-    """As `replaced_here`; a replacement that is there already is then the function that was there."""
+    """As `replaced_here`, but `instead` is given a replacement that is in force, in place of the original."""
     patch = _patch_of(owner, name)
     if (outer := patch.value) is None:
         return patch.applied(instead)
@@ -207,15 +218,17 @@ def _patch_of(owner: Any, name: str) -> Patch[Callable[..., Any]]:
         instead, original = patch.value, patch.original(owner, name)
         return original(*args, **kwargs) if instead is None else instead(original, *args, **kwargs)
 
-    patch = Patch[Callable[..., Any]](f"{owner!r}.{name}", lambda: [(owner, name, here)])
+    is_static = name == "__new__" or isinstance(inspect.getattr_static(owner, name), staticmethod)
+    place = owner, name, staticmethod(here) if is_static else here
+    patch = Patch[Callable[..., Any]](f"{owner!r}.{name}", lambda: [place])
     return patch
 
 
 @contextmanager
 def formulas_under_modes() -> Generator[None]:
-    """Formulas of backwards that start inside run under all torch-function modes of now.
+    """Backwards that start inside run their formulas under all torch-function modes that are on now.
 
-    `torch.autograd.grad` and `backward` are torch functions: each mode is popped for as long as they run.
+    `torch.autograd.grad` and `backward` are torch functions, so each mode is off for as long as they run.
     """
     modes = overrides._get_current_function_mode_stack()
 
@@ -248,9 +261,9 @@ def intercept_autocast(callback: Callable[[], None]) -> AbstractContextManager[N
 
 
 def intercept_saved_tensor_hooks(mode: TorchFunctionMode) -> AbstractContextManager[None]:
-    """Hooks of saved tensors that this thread makes in the context run under `mode`.
+    """Saved-tensor hooks that this thread registers in the context run under `mode`.
 
-    Autograd calls them in the middle of another torch function, where torch-function modes are off.
+    Autograd calls them inside of another torch function, where torch-function modes are off.
     """
 
     def make(

@@ -21,7 +21,7 @@ from aotdist.torch_seam.patches import Patch
 Swap: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 BINDS_APPLY = isinstance(vars(torch.autograd.Function)["apply"], types.ClassMethodDescriptorType)
-"""Whether `apply` of an autograd function is in C++ (from torch 2.14 on): bound before, it is unheard."""
+"""Whether `Function.apply` is in C++ (from torch 2.14 on), so that one bound earlier is not replaced."""
 
 _TAKE_TENSORS = (
     (vmap, "_add_batch_dim"),

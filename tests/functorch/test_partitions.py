@@ -114,7 +114,7 @@ def test_min_cut_saves_less_than_default():
             lambda x: x.sin().cos().exp().sin(), Compilers().named("any"), partition_fn=partition
         )
         compiled(leaf(64)).sum().backward()
-        return compiled.artifacts[0].compilation.region.graphs.split.saved_bytes
+        return compiled.artifacts[0].compilation.region.joint.split.saved_bytes
 
     sizes = {name: saved_bytes(partition) for name, partition in PARTITIONS.items()}
     assert sizes["min_cut"] < sizes["default"]

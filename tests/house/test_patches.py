@@ -10,6 +10,7 @@ import math
 import pkgutil
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ from torch._inductor import async_compile
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import aotdist
+from aotdist.torch_seam.checks import intercept_checks
+from aotdist.torch_seam.classes import intercept_classes
+from aotdist.torch_seam.control_flow import calling_to_be_traced
 from aotdist.torch_seam.patches import PATCHES, _held_by, replaced_here
 from aotdist.torch_seam.trees import pytree
 from tests.house.tree import package_files, parse
@@ -202,13 +206,10 @@ def transforms() -> Any:
 
 LOOKS: dict[str, Callable[[], Any]] = {
     "own_attributes": attributes,
-    "class_hearers": classes,
     "kernel_batches": batches,
     "compiled_as_written": lambda: _stance.stance,
-    "check_hearers": checks,
     "prints_heard": said,
     "said_to_compile": torch.compiler.is_compiling,
-    "calls_to_be_traced": traced_calls,
     "recomputes": recomputed,
     "default_generator": seeds,
     "numbers_of_data_followed": numbers,
@@ -254,6 +255,26 @@ def test_other_threads_meet_the_librarys_own_functions():
     if failures:
         raise failures[0]
     assert seen == expected
+
+
+@pytest.mark.parametrize(
+    ("replaced", "look"),
+    [
+        (lambda: intercept_classes(Poison()), classes),
+        (lambda: intercept_checks(Poison()), checks),
+        (calling_to_be_traced, traced_calls),
+    ],
+    ids=["classes", "checks", "control flow"],
+)
+def test_other_threads_meet_functions_as_they_were(
+    replaced: Callable[[], AbstractContextManager[None]], look: Callable[[], Any]
+):
+    expected, seen = told(look()), list[str]()
+    thread = threading.Thread(target=lambda: seen.append(told(look())))
+    with replaced():
+        thread.start()
+        thread.join()
+    assert seen == [expected]
 
 
 def test_functions_that_are_replaced_by_name():

@@ -10,19 +10,22 @@ from hypothesis import strategies as st
 
 from aotdist.passes.collectives import Collective
 from aotdist.runtime.ranks.sequence import (
+    Differ,
     Group,
+    Refused,
     Sequenced,
     Shared,
     Step,
     describe_difference,
     digest,
+    judge,
     parties_of,
     shown_steps,
     steps_of,
+    verdict_from_notice,
     view,
     widest,
 )
-from aotdist.runtime.ranks.verdict import Differ, Refused, judge, verdict_from_notice
 
 GROUPS = {
     "everyone": Group("everyone", (0, 1, 2, 3), 0),

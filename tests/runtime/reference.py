@@ -17,7 +17,8 @@ from aotdist.program import Call
 from aotdist.runtime import artifact as runtime
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.backward import Backward
-from aotdist.runtime.compilation import Compilation, Inference, Training
+from aotdist.runtime.backwards import Training
+from aotdist.runtime.compilation import Compilation, Inference
 from aotdist.runtime.gate import Gates, make_gate
 from aotdist.runtime.held import run_once
 from aotdist.runtime.hooks import shield, with_silenced_hooks

@@ -140,7 +140,7 @@ def test_gradients_of_gradients_once_others_were_compiled(name: str) -> None:
         compiled(torch.randn(size, 4, dtype=torch.float64, requires_grad=True)).sum().backward()
     for size in (3, 2):
         artifact = next(a for a in compiled.artifacts if a.fit.examples[0].shape[0] == size)
-        assert artifact.compilation.region.backwards.has_trace() is (size == 3)
+        assert artifact.compilation.region.has_trace() is (size == 3)
         (grad, second), (expected, of_eager) = twice(compiled, size), twice(fn, size)
         assert torch.equal(grad, expected)
         torch.testing.assert_close(second, of_eager, rtol=1e-10, atol=1e-12)
@@ -150,7 +150,7 @@ def test_a_trace_that_was_used_stays() -> None:
     compiled = aotdist.compile(lambda x: F.gelu(x @ WEIGHT), backend="fx")
     twice(compiled, 2)
     compiled(torch.randn(3, 4, dtype=torch.float64, requires_grad=True))
-    assert compiled.artifacts[1].compilation.region.backwards.has_trace()
+    assert compiled.artifacts[1].compilation.region.has_trace()
 
 
 def test_what_eager_cannot_differentiate_twice_keeps_no_trace() -> None:
@@ -161,7 +161,7 @@ def test_what_eager_cannot_differentiate_twice_keeps_no_trace() -> None:
     for length in (3, 4):
         x = torch.randn(1, 2, length, 8, requires_grad=True)
         compiled(x).sum().backward()
-    assert not compiled.artifacts[1].compilation.region.backwards.has_trace()
+    assert not compiled.artifacts[1].compilation.region.has_trace()
     x = torch.randn(1, 2, 3, 8, requires_grad=True)
     (expected,) = torch.autograd.grad(attention(x).sum(), x)
     (grad,) = torch.autograd.grad(compiled(x).sum(), x, create_graph=True)

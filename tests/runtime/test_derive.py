@@ -12,7 +12,7 @@ import torch
 from aotdist.facts import BackwardFacts, Facts, Fresh, NodeOut, OutputFact, Untouched
 from aotdist.partition.gates import Gate
 from aotdist.partition.policy import partition
-from aotdist.program import Graph, NodeOutIdx, OutIdx, PrimalIdx, Row, Slot, TrainingGraphs
+from aotdist.program import Graph, NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.runtime.derive import BackwardRequest, Joint, compiled_ahead, derive, without_choices
 from aotdist.subclasses.protocol import recipe_of
 from tests.partition.joint_graphs import record_joint
@@ -53,19 +53,19 @@ def joint_of(fn: Fn, primals: Sequence[torch.Tensor]) -> Joint:
     )
     ins = Row[PrimalIdx, Slot](Slot("primal", f"p{k}") for k in range(num))
     halves = type(split)(split.forward, backward, split.saved, split.saved_primals, split.saved_bytes)
-    graphs = TrainingGraphs(recorded, recorded, backward, without_choices(backward, facts, ins), halves)
-    return Joint(graphs, facts, ins)
+    whole = without_choices(backward, facts, ins)
+    return Joint(recorded, recorded, backward, whole, halves, facts, ins)
 
 
 def run(
     joint: Joint, graph: Graph, primals: Sequence[torch.Tensor], grads: dict[Slot, torch.Tensor]
 ) -> list[Any]:
     """The results of a backward, from what the forward saves."""
-    forward = joint.graphs.split.forward
+    forward = joint.split.forward
     given = dict(zip((Slot("primal", f"p{k}") for k in range(len(primals))), primals, strict=True))
     with torch.no_grad():
         results = dict(zip(forward.outs, forward.gm(*(given[slot] for slot in forward.ins)), strict=True))
-        held = {slot: given[at] for slot, at in joint.graphs.split.saved_primals.items()} | results | grads
+        held = {slot: given[at] for slot, at in joint.split.saved_primals.items()} | results | grads
         return list(graph.gm(*(held[slot] for slot in graph.ins)))
 
 

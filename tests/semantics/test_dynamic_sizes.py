@@ -18,7 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import aotdist
 from aotdist.api import compiled_call
 from aotdist.errors import BadSettings, InternalError, UnsupportedProgram
-from aotdist.runtime.proof import prove_guards
+from aotdist.runtime.guards import prove_guards
 from aotdist.sizes import Measure, Sizes
 from tests.semantics.meshes import mesh as mesh
 from tests.semantics.meshes import sharded

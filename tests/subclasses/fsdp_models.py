@@ -67,7 +67,7 @@ def seeded(make: Callable[[], nn.Module]) -> nn.Module:
 
 @dataclass
 class Notes:
-    """An `Annotate` that remembers what it was asked."""
+    """Remembers what `aotdist.origins.annotate` is asked, which it replaces."""
 
     seen: list[tuple[str, Policy | None]] = field(default_factory=list)
 
@@ -77,11 +77,11 @@ class Notes:
 
 
 @contextmanager
-def captured(model: nn.Module, notes: Notes | None = None) -> Iterator[None]:
+def captured(model: nn.Module) -> Iterator[None]:
     """Run `model` as if it were captured: prepared before, its hooks swapped meanwhile."""
     MODULE_RULE.check(model)
     MODULE_RULE.prepare(model)
-    with MODULE_RULE.capturing(model, notes or Notes()):
+    with MODULE_RULE.capturing(model):
         yield
 
 

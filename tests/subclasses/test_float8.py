@@ -324,7 +324,7 @@ def test_an_unknown_recipe() -> None:
 
 
 def test_without_torchao(monkeypatch: pytest.MonkeyPatch) -> None:
-    import aotdist.subclasses.float8_torchao as adapter
+    import aotdist.subclasses.float8 as adapter
 
     def missing(name: str) -> None:
         raise ImportError(f"No module named {name!r}")

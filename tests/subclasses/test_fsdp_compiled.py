@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from aotdist.api import compile as compile_module
+from aotdist.subclasses import fsdp_unshard
 from tests.ranks.harness import World
 from tests.subclasses.fsdp_models import (
     Net,
@@ -192,7 +194,7 @@ def tags_case() -> None:
     """Each unit's chains carry its name; what a resharding unit gathers is to be gathered again."""
     model = seeded(lambda: shard_blocks(Net(), line(2)))
     notes = Notes()
-    with captured(model, notes):
+    with mock.patch.object(fsdp_unshard, "annotate", notes), captured(model):
         loss = model(tokens())
         gathers = Counter(notes.seen)
         notes.seen.clear()

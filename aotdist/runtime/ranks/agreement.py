@@ -47,20 +47,24 @@ from aotdist.runtime.ranks.failing import (
 )
 from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import (
+    Differ,
+    Refused,
     Sequenced,
     Step,
+    Verdict,
     describe_difference,
     digest,
     groups_of,
     groups_with_peers,
+    judge,
     parties_of,
     runs_alike,
     shown_steps,
     steps_of,
+    verdict_from_notice,
     view,
     widest,
 )
-from aotdist.runtime.ranks.verdict import Differ, Refused, Verdict, judge, verdict_from_notice
 from aotdist.settings import Settings
 
 log = logging.getLogger(__name__)

@@ -20,7 +20,8 @@ A backward that is compiled at once has its guards tested before the forward; on
 some of the results, or to be differentiated) tests those that it adds before it runs. Strides are compared by
 the sizes of the example, so a layout never becomes a guard by being looked at. Sizes of 0 and 1 are numbers;
 inputs that share memory keep their sizes; if a PyTorch operator does not take symbols, the program is traced
-again with numbers, with a warning. Guards are simplified: `runtime/proof.py` proves that nothing was lost.
+again with numbers, with a warning. Guards are simplified: `prove_guards` (`runtime/guards.py`) proves that
+nothing was lost.
 
 With `dynamic="auto"` a program's second shape opens the dimensions in which it differs from artifacts of the
 same modes (`runtime/signature.py`). The call is traced with numbers and with symbols, as for numbers that a
