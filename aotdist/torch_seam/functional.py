@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
@@ -34,6 +34,7 @@ from aotdist.torch_seam.tensors import storage_id, unwrapped
 from aotdist.torch_seam.trees import pytree
 
 _META = torch.device("meta")
+_NOTHING = nullcontext()
 _COUNTS_WRITES = torch._C.DispatchKeySet(torch._C.DispatchKey.ADInplaceOrView)
 
 
@@ -95,16 +96,37 @@ def new_fake(
         num_bytes: size of a storage of its own, in bytes; as large as need be, if not given.
         memory: a storage that it lies in; one of its own, if not given.
     """
+    with below_modes():
+        return _new_fake(mode, size, stride, dtype, device, offset, num_bytes, memory)
+
+
+@contextmanager
+def below_modes() -> Generator[None]:
+    """Neither modes nor subclasses see what is computed in this context; to enter it takes 2 us."""
     with torch_functions_off(), torch._C._DisableTorchDispatch():
-        meta = torch.empty_strided(size, stride, dtype=dtype, device=_META)
-        if memory is None:
-            own = meta.untyped_storage().nbytes()
-            if comparable(offset) == 0 and (num_bytes is None or comparable(num_bytes) == comparable(own)):
-                return _fake_of(mode, meta, device)
-            room = own + offset * dtype.itemsize if num_bytes is None else num_bytes
-            memory = torch.empty(room, dtype=torch.uint8, device=_META).untyped_storage()
-        meta.set_(memory, offset, size, stride)
-        return _fake_of(mode, meta, device)
+        yield
+
+
+def _new_fake(
+    mode: FakeTensorMode,
+    size: Sequence[int],
+    stride: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    offset: int,
+    num_bytes: int | None,
+    memory: torch.UntypedStorage | None,
+) -> FakeTensor:
+    """`new_fake` where that is `below_modes`."""
+    meta = torch.empty_strided(size, stride, dtype=dtype, device=_META)
+    if memory is None:
+        own = meta.untyped_storage().nbytes()
+        if comparable(offset) == 0 and (num_bytes is None or comparable(num_bytes) == comparable(own)):
+            return _fake_of(mode, meta, device)
+        room = own + offset * dtype.itemsize if num_bytes is None else num_bytes
+        memory = torch.empty(room, dtype=torch.uint8, device=_META).untyped_storage()
+    meta.set_(memory, offset, size, stride)
+    return _fake_of(mode, meta, device)
 
 
 def _fake_of(mode: FakeTensorMode, meta: torch.Tensor, device: torch.device) -> FakeTensor:
@@ -193,15 +215,19 @@ class FakeMetadata:
 
     def made(self, mode: FakeTensorMode, owner: torch.Tensor | None) -> FakeTensor:
         """A fake with these metadata, in new memory or in that of `owner`."""
+        with below_modes():
+            return self.made_below_modes(mode, owner)
+
+    def made_below_modes(self, mode: FakeTensorMode, owner: torch.Tensor | None) -> FakeTensor:
+        """`made` where that is `below_modes`."""
         numbers: Any = self.size, self.stride, self.offset, self.memory
         if self.symbols:
             size, stride, *others = numbers
             numbers = [*map(number_of, size)], [*map(number_of, stride)], *map(number_of, others)
         size, stride, offset, num_bytes = numbers
         memory = None if owner is None else owner.untyped_storage()
-        own = self.dtype, self.device
-        with unrecorded_numbers() if self.symbols else nullcontext():
-            return new_fake(mode, size, stride, *own, offset=offset, num_bytes=num_bytes, memory=memory)
+        with unrecorded_numbers() if self.symbols else _NOTHING:
+            return _new_fake(mode, size, stride, self.dtype, self.device, offset, num_bytes, memory)
 
 
 def may_be_made_anew(mode: FakeTensorMode) -> bool:
