@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
 from aotdist.capture.code import is_users_class
@@ -29,7 +29,7 @@ from aotdist.torch_seam.functional import (
     is_functional_base,
 )
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
-from aotdist.torch_seam.nodes import add_node
+from aotdist.torch_seam.nodes import Appender
 from aotdist.torch_seam.operators import is_operator
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
@@ -68,14 +68,14 @@ class Step:
         """A node of a graph."""
         return cls(node, node.args, dict(node.kwargs), _NUMBERED.sub("", node.name))
 
-    def copied(self, graph: Graph, now: Mapping[Node, Node], meta: Mapping[str, Any]) -> Node:
-        """The same operation at the end of a graph, on what `now` has for the nodes that it was given."""
+    def copied(self, appender: Appender, now: Mapping[Node, Node], meta: Mapping[str, Any]) -> Node:
+        """The same operation in a graph, on what `now` has for the nodes that it was given."""
 
         def given(node: Node) -> Node:
             return now.get(node, node)
 
         args, kwargs = map_arg(self.args, given), self.kwargs and map_arg(self.kwargs, given)
-        return add_node(graph, "call_function", self.node.target, args, kwargs, self.name, meta)
+        return appender.add("call_function", self.node.target, args, kwargs, self.name, meta)
 
 
 class FakeCopier:
@@ -165,6 +165,7 @@ class Copying:
     def copy(self, steps: Sequence[Step]) -> None:
         """Record copies."""
         tracer, now, module = self.recorder.tracer, self.now, functools.cache(self.module)
+        appender = Appender(tracer.graph)
         with below_modes():
             values = [self.like(step.node.meta.get("val")) for step in steps]
         for step, value in zip(steps, values, strict=True):
@@ -174,7 +175,7 @@ class Copying:
                 serial = node.meta["serial"]
                 node.meta.update(recorded)
             else:
-                node, serial = step.copied(tracer.graph, now, recorded), tracer.next_serial()
+                node, serial = step.copied(appender, now, recorded), tracer.next_serial()
             now[step.node], meta = node, node.meta
             meta["module"], meta["serial"] = module(recorded["module"]), serial
             if "seq_nr" in recorded:
