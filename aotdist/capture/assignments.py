@@ -340,10 +340,12 @@ def _contents(places: Iterable[_Place]) -> tuple[list[_Content], list[_Content]]
     """What containers hold: the empty ones, of which `len` is not the user's code, and the others."""
     empty, others = list[_Content](), list[_Content]()
     for place, container in places:
-        held, seen = shared(container), _seen(container)
-        before = with_shared(seen) if isinstance(seen, dict) else seen
-        is_empty = type(container) in (list, dict) and not seen
-        (empty if is_empty else others).append(_Content(place, held, before, seen))
+        held, now = shared(container), own(container)
+        if type(now) in (list, dict) and not now:
+            empty.append(_Content(place, held, type(now)(), now))
+        else:
+            seen = _copied(now)
+            others.append(_Content(place, held, with_shared(seen) if isinstance(seen, dict) else seen, seen))
     return empty, others
 
 
@@ -355,11 +357,9 @@ def _item(place: Source, cls: type[Any] | None, position: int, key: Any) -> Sour
 
 def _kept(container: _Container) -> _Container:
     """The items of a container for this thread; for dictionaries of a module's state, the shared ones."""
-    seen = _seen(container)
+    seen = _copied(own(container))
     return with_shared(seen) if isinstance(seen, dict) else seen
 
 
-def _seen(container: _Container) -> _Container:
-    """The items of a container for this thread."""
-    held = own(container)
+def _copied(held: _Container) -> _Container:
     return held.copy() if type(held) is dict else kept_by(held)
