@@ -21,7 +21,17 @@ from aotdist.capture.environment import Reached
 from aotdist.capture.instances import ArgumentObject
 from aotdist.capture.leaked_tensors import hides_traced, is_text_of_traced, is_traced, refusal, shows_traced
 from aotdist.capture.module_attributes import OF_EVERY_MODULE
-from aotdist.capture.source import ABSENT, Applied, Attribute, Held, Source, Step, keeper_of, kept_by
+from aotdist.capture.source import (
+    ABSENT,
+    Applied,
+    Argument,
+    Attribute,
+    Held,
+    Source,
+    Step,
+    keeper_of,
+    kept_by,
+)
 from aotdist.capture.watched import Watched, are_same, assign, fill
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import numbers_of_data
@@ -32,8 +42,6 @@ from aotdist.torch_seam.trees import pytree
 _Container: TypeAlias = list[Any] | dict[Any, Any]
 _Place: TypeAlias = tuple[tuple[str, Any, tuple[Step, ...]], _Container]
 """A container, and the arguments of its `Source`."""
-
-
 _ITS_ATTRIBUTES = (Attribute("__dict__"),)
 
 
@@ -60,13 +68,12 @@ class _Content(NamedTuple):
 
     def watched(self) -> Watched:
         """It, at a place where each call finds its own one."""
-        source, held = Source(*self.place), self.held
-        if source.is_of_argument or not source.steps:
-            place = source
-        elif source.steps == _ITS_ATTRIBUTES:
-            place = Source(source.path, held)
+        (path, root, steps), held = self.place, self.held
+        if isinstance(root, Argument):
+            place = Source(path, root, steps)
         else:
-            place = Source(source.path, Held(source, held))
+            is_itself = steps in ((), _ITS_ATTRIBUTES)
+            place = Source(path, held if is_itself else Held(Source(path, root, steps), held))
         entry = functools.partial(_item, place, keeper_of(held))
         return Watched(place, held, self.before, functools.partial(_kept, held), entry)
 
@@ -152,8 +159,7 @@ class Assignments:
 
     def _watched(self) -> Iterator[Watched]:
         """The containers that hold something else than before, and all variables."""
-        yield from (content.watched() for content in self._contents if content.has_changed())
-        yield from self._variables
+        yield from _watched(self._contents, self._variables)
         yield from (content.watched() for content in self._empty if own(content.held))
 
     def side_effects(self) -> list[str]:
@@ -324,12 +330,12 @@ def changed_outside_of_modules(reached: Reached) -> Callable[[], bool]:
     # Most tensors have no attributes; a deep model has thousands: 0.01 us each instead of 5, for each block.
     empty, contents = _contents(_containers(reached))
     filled, variables = [own(content.held) for content in empty], list(_variables(reached))
+    return lambda: any(filled) or any(True for one in _watched(contents, variables) for _ in one.changed())
 
-    def is_changed() -> bool:
-        is_same = not any(filled) and not any(content.has_changed() for content in contents)
-        return not is_same or any(True for one in variables for _ in one.changed())
 
-    return is_changed
+def _watched(contents: Iterable[_Content], variables: Iterable[Watched]) -> Iterator[Watched]:
+    yield from (content.watched() for content in contents if content.has_changed())
+    yield from variables
 
 
 def _variable(source: Source) -> Watched:

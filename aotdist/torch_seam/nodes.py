@@ -55,13 +55,10 @@ class Appender:
         node.meta.update(meta)
         self._named[node] = name
         graph._insert(node)
-        if op != "call_function":
-            self._table[op, None][node] = None
-        elif (calls := self._calls.get(id(target))) is None:
-            calls = self._calls[id(target)] = self._table[op, target]
-            calls[node] = None
-        else:
-            calls[node] = None
+        alike = self._calls.get(id(target)) if op == "call_function" else self._table[op, None]
+        if alike is None:
+            alike = self._calls[id(target)] = self._table[op, target]
+        alike[node] = None
         graph._len += 1
         return node
 
@@ -135,8 +132,7 @@ def copy_node(graph: Graph, node: Node, now: Callable[[Node], Any], name: str | 
 
 def copied_graph(graph: Graph) -> Graph:
     """The same graph in nodes of its own; what their `meta` holds is shared."""
-    made, copies = Graph(tracer_cls=graph._tracer_cls), dict[Node, Node]()
-    appender = Appender(made)
+    copies, appender = dict[Node, Node](), Appender(made := Graph(tracer_cls=graph._tracer_cls))
     for node in graph.nodes:
         copies[node] = appender.copy(node, copies.__getitem__, node.name)
     made._codegen = copy.deepcopy(graph._codegen)

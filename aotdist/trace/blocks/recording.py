@@ -70,11 +70,7 @@ class Step:
 
     def copied(self, appender: Appender, now: Mapping[Node, Node], meta: Mapping[str, Any]) -> Node:
         """The same operation in a graph, on what `now` has for the nodes that it was given."""
-
-        def given(node: Node) -> Node:
-            return now.get(node, node)
-
-        args, kwargs = map_arg(self.args, given), self.kwargs and map_arg(self.kwargs, given)
+        args, kwargs = map_arg((self.args, self.kwargs), lambda node: now.get(node, node))
         return appender.add("call_function", self.node.target, args, kwargs, self.name, meta)
 
 
