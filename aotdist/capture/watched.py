@@ -41,7 +41,7 @@ class Watched:
         if self.entry is None:
             if not self._is_whole_same(before, now):
                 yield self.place, before, now
-        elif _are_same(before, now):
+        elif are_same(before, now):
             return
         elif isinstance(before, dict):
             yield from self._entries(self.entry, before, now)
@@ -78,7 +78,7 @@ class Watched:
                 place.write(before)
 
 
-def _are_same(before: Any, now: Any) -> bool:
+def are_same(before: Any, now: Any) -> bool:
     """Whether dictionaries or lists hold the same objects; quick, for the thousands in a deep model."""
     if len(before) != len(now) or not all(map(operator.is_, before, now)):
         return False

@@ -249,7 +249,7 @@ def _region(node: Node, writer: _Writer, dying: list[str]) -> Statement:
 
 
 def _places(names: Sequence[str]) -> str:
-    return ", ".join(["%s"] * len(names))
+    return "%s" if len(names) == 1 else ", ".join(["%s"] * len(names))
 
 
 def _return(graph: Graph, writer: _Writer) -> Iterator[str]:
@@ -399,6 +399,7 @@ def as_strided_scatter(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch
 _LITERALS = frozenset({int, bool, type(None), type(Ellipsis)})
 
 
+@functools.lru_cache(4096)
 def _provenance(module: str, source: str) -> str:
     """Where the user's program asked for a node: the module's path and the source line, if known."""
     return " ".join("   ".join(filter(None, (module, source))).splitlines())
@@ -411,4 +412,13 @@ def _slot(slot: Slot) -> str:
 
 def _shape(node: Node) -> str:
     value = node.meta.get("val")
-    return tensor_text(value.dtype, value.shape) if isinstance(value, torch.Tensor) else ""
+    if not isinstance(value, torch.Tensor):
+        return ""
+    try:
+        return _known_text(value.dtype, value.shape)
+    except TypeError:  # a symbol has no hash
+        return tensor_text(value.dtype, value.shape)
+
+
+_known_text = functools.lru_cache(4096)(tensor_text)
+"""The texts of sizes, of which a graph has few; it takes 1 us to format one."""

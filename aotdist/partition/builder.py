@@ -18,7 +18,7 @@ from torch.fx import GraphModule, Node
 
 from aotdist.partition.traits import is_size
 from aotdist.program import Graph, Slot
-from aotdist.torch_seam.nodes import add_node, copy_node, inputs_of, spell_number
+from aotdist.torch_seam.nodes import Appender, inputs_of, spell_number
 from aotdist.torch_seam.operators import operator_name
 from aotdist.torch_seam.proxies import graph_module
 
@@ -36,20 +36,24 @@ class GraphBuilder:
         self.source = source
         self.graph = FxGraph()
         self.env: dict[Node, Node] = {}
+        self._appender = Appender(self.graph)
 
     def placeholder(self, node: Node, name: str | None = None) -> Node:
         """A new argument in the place of `node`, called as `node` is or `name`."""
         name = node.name if name is None else name
-        self.env[node] = add_node(self.graph, "placeholder", name, (), {}, name, node.meta)
+        self.env[node] = self._appender.add("placeholder", name, (), {}, name, node.meta)
         return self.env[node]
 
     def copy(self, node: Node) -> Node:
         """The same operation on the new graph's values."""
-        return self._copy(node, node.name)
+        self.env[node] = copy = self._appender.copy(node, self.env.__getitem__, node.name)
+        return copy
 
     def copy_as_theirs(self, node: Node) -> Node:
         """`copy`, called as PyTorch's tracer calls it; a constant keeps its name."""
-        return self._copy(node, node.name if node.op == "get_attr" else operator_name(node.target))
+        name = node.name if node.op == "get_attr" else operator_name(node.target)
+        self.env[node] = copy = self._appender.copy(node, self.env.__getitem__, name)
+        return copy
 
     def copy_all(self, nodes: Iterable[Node]) -> None:
         """`copy` each, in order."""
@@ -58,7 +62,7 @@ class GraphBuilder:
 
     def call(self, target: Any, args: tuple[Any, ...], like: Node, name: str, **meta: Any) -> Node:
         """A new operation on *new* nodes, with `like`'s metadata overridden by `meta`."""
-        return add_node(self.graph, "call_function", target, args, {}, name, {**like.meta, **meta})
+        return self._appender.add("call_function", target, args, {}, name, {**like.meta, **meta})
 
     def number(self, value: int | torch.SymInt) -> int | Node:
         """A number, computed from the new graph's sizes if it is symbolic."""
@@ -71,10 +75,6 @@ class GraphBuilder:
         """Closes the graph; `results` are nodes of the new graph."""
         self.graph.output(tuple(results))
         return Graph(graph_module(self.source, self.graph), tuple(ins), tuple(outs))
-
-    def _copy(self, node: Node, name: str | None) -> Node:
-        self.env[node] = copy_node(self.graph, node, self.env.__getitem__, name)
-        return self.env[node]
 
 
 def returning(graph: Graph, outs: Sequence[Slot]) -> Graph:

@@ -8,11 +8,10 @@ that no compiler fuses across.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable
-from typing import Any
 
 from torch.fx import Node
 
-from aotdist.partition.traits import is_effectful, is_getitem, is_view, is_wait
+from aotdist.partition.traits import WAIT, is_getitem, is_view, op_is_effectful, op_is_view
 from aotdist.torch_seam.nodes import inputs_of
 from aotdist.torch_seam.operators import OpOverload, cached_by_operator
 
@@ -69,27 +68,26 @@ _FUSED_ONCE = REDUCTIONS | LOOKUPS | RANDOM
 
 
 @cached_by_operator
-def _op_is_cheap(op: Any) -> bool:
-    return isinstance(op, OpOverload) and op.name().partition(".")[0] in _CHEAP
+def _op_is_cheap(op: OpOverload) -> bool:
+    is_free = op.name().partition(".")[0] in _CHEAP or op_is_view(op)
+    return is_free and not op_is_effectful(op)
 
 
 @cached_by_operator
-def _op_is_fused_once(op: Any) -> bool:
-    return isinstance(op, OpOverload) and op.name().partition(".")[0] in _FUSED_ONCE
+def _op_is_border(op: OpOverload) -> bool:
+    return op is not WAIT and not _op_is_cheap(op) and op.name().partition(".")[0] not in _FUSED_ONCE
 
 
 def is_cheap(node: Node) -> bool:
     """Whether a compiler would fuse the node away: running it again costs next to nothing."""
-    if node.op != "call_function" or is_effectful(node):
-        return False
-    return _op_is_cheap(node.target) or is_view(node)
+    return _op_is_cheap(node.target) if isinstance(node.target, OpOverload) else is_view(node)
 
 
 def is_border(node: Node) -> bool:
     """Whether fusion ends here: a library call, a collective, an operator that we don't know."""
-    if node.op != "call_function" or is_getitem(node) or is_wait(node):
-        return False
-    return not is_cheap(node) and not _op_is_fused_once(node.target)
+    if isinstance(node.target, OpOverload):
+        return _op_is_border(node.target)
+    return node.op == "call_function" and not is_getitem(node)
 
 
 def chain_breaks(order: Iterable[Node], fixed: Container[Node]) -> set[Node]:

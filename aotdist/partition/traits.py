@@ -17,7 +17,8 @@ from aotdist.torch_seam.operators import OpOverload, cached_by_operator
 from aotdist.torch_seam.symbols import SYMBOLIC, estimate
 
 _COLLECTIVES = "_c10d_functional"
-_WAIT = torch.ops._c10d_functional.wait_tensor.default
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+"""Waits for a collective."""
 
 _VIEWS_IN_FACT = frozenset({"aten::_unsafe_view"})
 """Operators whose result shares its argument's storage although their schema does not say so."""
@@ -30,7 +31,8 @@ _SOMETIMES_VIEWS = frozenset({"aten::reshape", "aten::contiguous", "aten::to", "
 
 
 @cached_by_operator
-def _op_is_view(op: OpOverload) -> bool:
+def op_is_view(op: OpOverload) -> bool:
+    """Whether the operator's results are views of its first argument, see `is_view`."""
     name = op.name().partition(".")[0]
     if name in _SOMETIMES_VIEWS:
         return False
@@ -44,7 +46,7 @@ def is_view(node: Node) -> bool:
     if node.target is operator.getitem:
         source = node.args[0]
         return isinstance(source, Node) and is_view(source)
-    return isinstance(node.target, OpOverload) and _op_is_view(node.target)
+    return isinstance(node.target, OpOverload) and op_is_view(node.target)
 
 
 def may_share(node: Node) -> bool:
@@ -52,7 +54,7 @@ def may_share(node: Node) -> bool:
     if not isinstance(node.target, OpOverload):
         return node.op == "call_function"
     name = node.target.name().partition(".")[0]
-    return _op_is_view(node.target) or name in _SOMETIMES_VIEWS or node.target.namespace == _COLLECTIVES
+    return op_is_view(node.target) or name in _SOMETIMES_VIEWS or node.target.namespace == _COLLECTIVES
 
 
 def is_size(node: Node) -> bool:
@@ -67,12 +69,12 @@ def is_getitem(node: Node) -> bool:
 
 def is_wait(node: Node) -> bool:
     """Whether the node waits for a collective."""
-    return node.target is _WAIT
+    return node.target is WAIT
 
 
 @cached_by_operator
 def _op_is_collective(op: OpOverload) -> bool:
-    return op.namespace == _COLLECTIVES and op is not _WAIT
+    return op.namespace == _COLLECTIVES and op is not WAIT
 
 
 def is_collective(node: Node) -> bool:
@@ -101,9 +103,10 @@ def is_random(node: Node) -> bool:
 
 
 @cached_by_operator
-def _op_is_effectful(op: OpOverload) -> bool:
+def op_is_effectful(op: OpOverload) -> bool:
+    """Whether the operator runs for more than its results, see `is_effectful`."""
     probe = torch.fx.Graph().create_node("call_function", op)
-    return op is not _WAIT and (op in _CHECKS or probe.is_impure())
+    return op is not WAIT and (op in _CHECKS or probe.is_impure())
 
 
 def is_effectful(node: Node) -> bool:
@@ -115,8 +118,8 @@ def is_effectful(node: Node) -> bool:
     if node.op != "call_function":
         return False
     if isinstance(node.target, OpOverload):
-        return _op_is_effectful(node.target)
-    return is_random(node) or node.is_impure()
+        return op_is_effectful(node.target)
+    return node.target is not operator.getitem and node.is_impure()
 
 
 def is_copy_back(node: Node) -> bool:

@@ -170,8 +170,8 @@ class _Simplifier:
     def _key(self, node: Node) -> Hashable:
         if node.target is _ATEN.max.default:  # the same in any order of elements
             return (node.target, self._magnitudes(node.all_input_nodes[0]))
-        kwargs = tuple((name, self._freeze(value)) for name, value in node.kwargs.items())
-        return (id(node.target), self._freeze(node.args), kwargs)  # PyTorch hashes operators in Python
+        kwargs = node.kwargs and tuple((name, self._freeze(value)) for name, value in node.kwargs.items())
+        return (id(node.target), self._freeze(node.args), kwargs or ())  # PyTorch hashes operators in Python
 
     def _magnitudes(self, node: Node) -> Hashable:
         """Equal for tensors of the same magnitudes in any order and shape; else, the tensor."""
@@ -183,13 +183,14 @@ class _Simplifier:
         return (node.target, self._value(source))
 
     def _freeze(self, argument: Any) -> Hashable:
-        if isinstance(argument, Node):
-            return self._value(argument)
+        kind = type(argument)
+        if kind is Node:
+            return self.value_of.get(argument, argument)
         if isinstance(argument, (list, tuple)):
             return tuple(map(self._freeze, argument))
         if isinstance(argument, (float, complex)):
-            return (type(argument), repr(argument))  # zeros of either sign are equal, and are not the same
-        return (type(argument), argument)
+            return (kind, repr(argument))  # zeros of either sign are equal, and are not the same
+        return (kind, argument)
 
 
 def _is_repeatable(node: Node) -> bool:

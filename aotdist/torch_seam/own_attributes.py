@@ -130,7 +130,7 @@ def shared(value: Any) -> Any:
 def with_shared(items: dict[Any, Any]) -> dict[Any, Any]:
     """A dictionary with what all threads share for each of its values; see `shared`."""
     held = _OWN.value
-    if held is None:
+    if held is None or held.shared.keys().isdisjoint(map(id, items.values())):
         return items
     return {key: held.shared.get(id(value), value) for key, value in items.items()}
 

@@ -11,8 +11,15 @@ from dataclasses import dataclass
 import torch
 from torch.fx import Node
 
-from aotdist.torch_seam.functional import FakeMetadata, FunctionalTensor, functional_value, is_functional_base
+from aotdist.torch_seam.functional import (
+    FakeMetadata,
+    FunctionalTensor,
+    below_modes,
+    functional_value,
+    is_functional_base,
+)
 from aotdist.torch_seam.modes import torch_functions_off
+from aotdist.torch_seam.nodes import Appender
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.trace.blocks.kinds import Unfit, metadata_of
 from aotdist.trace.blocks.recording import (
@@ -97,9 +104,10 @@ class Functions:
         recorder, tracer, now = self._recorder, self._recorder.tracer, {chain.given: given}
         memory = {storage_id(chain.given.meta["val"]): given.meta["val"]}
         like = FakeCopier(chain.metadata, recorder, memory)
-        for step in chain.steps:
-            meta = {name: value for name, value in step.node.meta.items() if name not in STAMPED}
-            now[step.node] = step.copied(
-                tracer.graph, now, meta | tracer.stamp() | {"val": like(step.node.meta["val"])}
-            )
+        appender = Appender(tracer.graph)
+        with below_modes():
+            values = [like(step.node.meta["val"]) for step in chain.steps]
+        for step, value in zip(chain.steps, values, strict=True):
+            meta = {name: held for name, held in step.node.meta.items() if name not in STAMPED}
+            now[step.node] = step.copied(appender, now, meta | tracer.stamp() | {"val": value})
         return recorder.traced_value(now[chain.result])

@@ -335,7 +335,7 @@ class _Call:
         left_out = {
             node for one, adds in zip(recorded.sent, adds_up, strict=True) if not adds for node in one.sums
         }
-        copying.copy(step for step in recorded.steps if step.node not in left_out)
+        copying.copy([step for step in recorded.steps if step.node not in left_out])
         found: list[torch.Tensor | None] = []
         for one, adds in zip(recorded.sent, adds_up, strict=True):
             rest = (None,) * (len(one.pieces) - 1)

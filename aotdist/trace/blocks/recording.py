@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import operator
 import re
@@ -11,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.fx import Graph, Node
+from torch.fx import Node
 from torch.fx.node import map_arg
 
 from aotdist.capture.code import is_users_class
@@ -20,9 +21,15 @@ from aotdist.convention.rng import draws_nothing
 from aotdist.subclasses.protocol import Recipe, plain_tensors, rebuild, recipe_of
 from aotdist.torch_seam.autograd import saves_tensors
 from aotdist.torch_seam.block_gradients import consumers_within, functions_of
-from aotdist.torch_seam.functional import FakeMetadata, FakeTensor, FunctionalTensor, is_functional_base
+from aotdist.torch_seam.functional import (
+    FakeMetadata,
+    FakeTensor,
+    FunctionalTensor,
+    below_modes,
+    is_functional_base,
+)
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
-from aotdist.torch_seam.nodes import add_node
+from aotdist.torch_seam.nodes import Appender
 from aotdist.torch_seam.operators import is_operator
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
@@ -61,14 +68,14 @@ class Step:
         """A node of a graph."""
         return cls(node, node.args, dict(node.kwargs), _NUMBERED.sub("", node.name))
 
-    def copied(self, graph: Graph, now: Mapping[Node, Node], meta: Mapping[str, Any]) -> Node:
-        """The same operation at the end of a graph, on what `now` has for the nodes that it was given."""
+    def copied(self, appender: Appender, now: Mapping[Node, Node], meta: Mapping[str, Any]) -> Node:
+        """The same operation in a graph, on what `now` has for the nodes that it was given."""
         args, kwargs = map_arg((self.args, self.kwargs), lambda node: now.get(node, node))
-        return add_node(graph, "call_function", self.node.target, args, kwargs, self.name, meta)
+        return appender.add("call_function", self.node.target, args, kwargs, self.name, meta)
 
 
 class FakeCopier:
-    """Makes fakes with the metadata of recorded nodes, which share memory where those do.
+    """Makes fakes with the metadata of recorded nodes, which share memory where those do; see `below_modes`.
 
     Args:
         known: the metadata of recorded fakes, by identity.
@@ -102,8 +109,10 @@ class FakeCopier:
         made = self._made.get(id(value))
         if made is None:
             like, memory = self._known[id(value)], storage_id(value)
-            made = self._made[id(value)] = like.made(self._recorder.fake_mode, self._memory.get(memory))
-            self._memory.setdefault(memory, made)
+            owner = self._memory.get(memory)
+            made = self._made[id(value)] = like.made_below_modes(self._recorder.fake_mode, owner)
+            if owner is None:
+                self._memory[memory] = made
         return made
 
 
@@ -149,20 +158,26 @@ class Copying:
     module: Callable[[str], str]
     seq_offset: int
 
-    def copy(self, steps: Iterable[Step]) -> None:
+    def copy(self, steps: Sequence[Step]) -> None:
         """Record copies."""
-        tracer, now = self.recorder.tracer, self.now
-        for step in steps:
-            meta: dict[str, Any] = {**step.node.meta, "module": self.module(step.node.meta["module"])}
-            if "seq_nr" in meta:
-                meta["seq_nr"] += self.seq_offset
-            if "val" in meta:
-                meta["val"] = self.like(meta["val"])
+        tracer, now, module = self.recorder.tracer, self.now, functools.cache(self.module)
+        appender = Appender(tracer.graph)
+        with below_modes():
+            values = [self.like(step.node.meta.get("val")) for step in steps]
+        for step, value in zip(steps, values, strict=True):
+            recorded = step.node.meta
             if step.node.op == "get_attr":
-                now[step.node] = node = tracer.constant(str(step.node.target))
-                node.meta.update(meta, serial=node.meta["serial"])
+                node = tracer.constant(str(step.node.target))
+                serial = node.meta["serial"]
+                node.meta.update(recorded)
             else:
-                now[step.node] = step.copied(tracer.graph, now, meta | {"serial": tracer.next_serial()})
+                node, serial = step.copied(appender, now, recorded), tracer.next_serial()
+            now[step.node], meta = node, node.meta
+            meta["module"], meta["serial"] = module(recorded["module"]), serial
+            if "seq_nr" in recorded:
+                meta["seq_nr"] += self.seq_offset
+            if "val" in recorded:
+                meta["val"] = value
 
     def snapshot(self) -> Copying:
         """A copy of this, so that what is copied by it is not added here."""
