@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -139,3 +140,18 @@ def test_a_cached_function_keeps_nothing_of_a_trace() -> None:
     for columns in (2, 5):
         x = torch.randn(3, columns)
         assert torch.equal(compiled(x), lower(3) @ x)
+
+
+def test_an_object_may_answer_for_every_attribute() -> None:
+    """einx's backends have a function for each name, which raises when it is called (x_transformers)."""
+
+    class Backend:
+        def __getattr__(self, name: str) -> Callable[[], object]:
+            def refuse() -> object:
+                raise RuntimeError(f"{name} is not supported")
+
+            return refuse
+
+    backend = Backend()
+    call = compiled(lambda x: x * (2 if backend else 1))
+    assert torch.equal(call(torch.ones(2)), torch.full((2,), 2.0))
