@@ -7,7 +7,8 @@
 - *Writes with symbolic sizes* are run on meta tensors first, to find wrong shapes, and many fail there:
   `clamp_`, and all that promote 16-bit floats. They are done by the functional twin.
 - *Products in place* of 16 bits and a number round that first, on a CPU, and functional ones do not.
-- *Averages over all pixels* become channels-last by `as_strided_`. Here that is `as_strided`, whose backward is the same.
+- *Averages over all pixels* become channels-last by `as_strided_`: here, by `as_strided`, whose backward
+  is the same.
 - *Random masks* are drawn in the order of memory, which a functional operator does not keep.
 - *Lists of tensors* are written one after the other, so each may show what was written before.
 
