@@ -21,7 +21,7 @@ from aotdist.codegen.rewritten_blocks import prepared_by_blocks
 from aotdist.convention.stack import Plans
 from aotdist.errors import PassesPrograms
 from aotdist.job import Job
-from aotdist.partition.builder import collector_paused, let_objects_age
+from aotdist.partition.builder import collector_paused
 from aotdist.partition.gates import linked
 from aotdist.partition.policy import Policy, partition, remade
 from aotdist.passes.linear_losses import WHOLE
@@ -251,7 +251,6 @@ def _compile_training(
         split = replace(split, forward=forward, backward=backward)
     graphs = replace(recorded.graphs, split=split)
     recorded = replace(recorded, graphs=graphs)
-    let_objects_age()
     with times.stage("codegen"):
         halves = emitter.halves(split, graphs.whole)
     has_other_kinds = later is not None and later.meets_other_kinds()
@@ -294,7 +293,6 @@ def _compile_inference(
         joint = remade(joint) if _policy(emitter) == "min_cut" else joint
     with times.stage("passes"):
         graph, records = run_passes(joint, "forward", emitter.settings)
-    let_objects_age()
     with times.stage("codegen"):
         emitted = emitter.inference(graph)
     return Inference(graph, emitted), records
