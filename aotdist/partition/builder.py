@@ -122,7 +122,7 @@ def collector_paused() -> Generator[None]:
     """
     enabled = gc.isenabled()
     if enabled:
-        gc.collect(1)  # what the last program left: 24 programs grow a process by 20 MiB, without this by 150
+        gc.collect(1)  # what the last program left: 24 programs grow a process by 20 MiB, not by 120
     gc.disable()
     try:
         yield
