@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -155,3 +156,21 @@ def test_an_object_may_answer_for_every_attribute() -> None:
     backend = Backend()
     call = compiled(lambda x: x * (2 if backend else 1))
     assert torch.equal(call(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_of_a_logger_only_its_level_counts() -> None:
+    """`handlers` and `manager` are names that the program reads, and lead to all loggers of the process."""
+    logger, sums = logging.Logger("quiet", logging.WARNING), list[torch.Tensor]()
+    holder = SimpleNamespace(handlers=2.0, manager=1.0)
+
+    @compiled
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        if logger.isEnabledFor(logging.DEBUG):
+            sums.append(x.sum())
+        return x * holder.handlers * holder.manager
+
+    scaled(torch.ones(2))
+    assert "loggerDict" not in scaled.source
+    logger.setLevel(logging.DEBUG)
+    scaled(torch.ones(2))
+    assert [one.item() for one in sums] == [2.0]
