@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import aotdist
+from aotdist.capture.code import is_users_code
 
 compiled = functools.partial(aotdist.compile, backend="fx")
 
@@ -160,7 +161,7 @@ def test_an_object_may_answer_for_every_attribute() -> None:
 
 def test_of_a_logger_only_its_level_counts() -> None:
     """`handlers` and `manager` are names that the program reads, and lead to all loggers of the process."""
-    logger, sums = logging.Logger("quiet", logging.WARNING), list[torch.Tensor]()
+    logger, sums = logging.getLogger("tests.closures"), list[torch.Tensor]()
     holder = SimpleNamespace(handlers=2.0, manager=1.0)
 
     @compiled
@@ -174,3 +175,10 @@ def test_of_a_logger_only_its_level_counts() -> None:
     logger.setLevel(logging.DEBUG)
     scaled(torch.ones(2))
     assert [one.item() for one in sums] == [2.0]
+
+
+@pytest.mark.parametrize("folder", ["lib/python3/dist-packages", ".local/lib/python3.12/site-packages"])
+def test_packages_of_other_environments_are_not_the_users(folder: str) -> None:
+    code = compile("def scale(x): return x * FACTOR", f"/home/me/{folder}/layers.py", "exec")
+    assert not is_users_code(code)
+    assert is_users_code(code.replace(co_filename="/home/me/layers.py"))
