@@ -21,7 +21,7 @@ from aotdist.codegen.rewritten_blocks import prepared_by_blocks
 from aotdist.convention.stack import Plans
 from aotdist.errors import PassesPrograms
 from aotdist.job import Job
-from aotdist.partition.builder import collector_paused, let_objects_age
+from aotdist.partition.builder import collector_paused
 from aotdist.partition.gates import linked
 from aotdist.partition.policy import Policy, partition, remade
 from aotdist.passes.linear_losses import WHOLE
@@ -249,7 +249,6 @@ def _compile_training(
         backward, records_of_backward = run_passes(derive(recorded, ahead).graph, "backward", settings)
         split = replace(split, forward=forward, backward=backward)
     recorded = replace(recorded, split=split)
-    let_objects_age()
     with times.stage("codegen"):
         halves = emitter.halves(split, recorded.whole)
     has_other_kinds = later is not None and later.meets_other_kinds()
@@ -292,7 +291,6 @@ def _compile_inference(
         joint = remade(joint) if _policy(emitter) == "min_cut" else joint
     with times.stage("passes"):
         graph, records = run_passes(joint, "forward", emitter.settings)
-    let_objects_age()
     with times.stage("codegen"):
         emitted = emitter.inference(graph)
     return Inference(graph, emitted), records

@@ -195,8 +195,9 @@ class _Trace:
     def outputs(self, run: Callable[[], Any], *, reports_side_effects: bool) -> list[Any]:
         """Run the user's code; returns the program's outputs."""
         assignments, reached = self.environment.assignments(), self.environment.reached
+        classes = {type(module) for _, outer in reached.modules for module in outer.modules()}
         with (
-            no_python_random(reached.python_generators),
+            no_python_random(reached.python_generators, classes),
             none_advanced((*reached.opaque, *reached.assignable.owners)),
         ):
             outs, how = self._run(run, assignments)

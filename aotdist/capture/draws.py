@@ -1,9 +1,9 @@
 """Refuses random numbers of Python and NumPy, and items of iterators: only the capture would draw them.
 
 All threads share the generators of `random` and `numpy.random`, so the functions that draw from them are
-replaced for the thread that captures. Functions that were imported before (`from random import random`) are
-not; so the states of generators that the program reaches are compared, too. `next` and loops over data
-loaders are refused for iterators from before the call.
+replaced for the thread that captures, also where the file of a module's class has imported them (`from random
+import random`). Of generators that the program reaches, the states are compared, too. `next` and loops over
+data loaders are refused for iterators from before the call.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import builtins
 import functools
 import pickle
 import random
+import sys
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
 
 import numpy as np
+from torch import nn
 from torch.utils.data import DataLoader
 
 from aotdist.capture.code import is_users_class
@@ -39,11 +41,14 @@ def is_python_generator(value: Any) -> bool:
 
 
 @contextmanager
-def no_python_random(own: Iterable[tuple[str, Any]]) -> Generator[None]:
+def no_python_random(
+    own: Iterable[tuple[str, Any]], classes: Iterable[type[nn.Module]] = ()
+) -> Generator[None]:
     """Refuse random numbers of Python and NumPy in this context; generators keep their states.
 
     Args:
         own: generators that the program reaches, by name.
+        classes: of the program's modules, which may be of libraries.
 
     Raises:
         UnsupportedProgram: naming the generator.
@@ -52,6 +57,7 @@ def no_python_random(own: Iterable[tuple[str, Any]]) -> Generator[None]:
     names |= {id(generator): f"the generator of {name}" for name, _, generator in _SHARED}
     reached = {id(generator): generator for _, generator in own}
     before = [(one, _pickled_state(one)) for one in reached.values()]
+    files = {sys.modules[cls.__module__] for cls in classes if cls.__module__ in sys.modules}
 
     def refuse_known(original: Callable[..., Any], generator: random.Random, *args: Any) -> Any:
         return _refuse(names[id(generator)]) if id(generator) in names else original(generator, *args)
@@ -62,8 +68,9 @@ def no_python_random(own: Iterable[tuple[str, Any]]) -> Generator[None]:
         for _, module, generator in _SHARED:
             if id(generator) not in reached:
                 refuse = functools.partial(_refuse, names[id(generator)])
-                for name in _functions_of(module, generator):
-                    stack.enter_context(replaced_here(module, name, refuse))
+                for file in {module, *files}:
+                    for name in _functions_of(file, generator):
+                        stack.enter_context(replaced_here(file, name, refuse))
         for name in ("random", "getrandbits"):  # they leave no state by which draws could be noticed
             refuse = functools.partial(_refuse, "the system's generator")
             stack.enter_context(replaced_here(random.SystemRandom, name, refuse))

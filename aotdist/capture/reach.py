@@ -53,6 +53,7 @@ _BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.Wrappe
 _FUNCTION_METHODS = frozenset({"forward", "setup_context", "backward", "jvp"})
 _TENSOR_METHODS = frozenset({"__torch_function__", "__new__", "__init__", "__getattr__", "__setattr__"})
 _CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__"})
+_CACHE = type(functools.lru_cache(len))
 _LIBRARY_CONTAINERS = (collections.UserDict, collections.UserList, collections.ChainMap)
 """Containers whose methods are not entered; they keep their items in an attribute."""
 
@@ -267,7 +268,7 @@ class _Walk:
 
     def _object(self, source: Source, value: Any) -> None:
         self.code.names |= names_of_state(type(value))
-        if hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
+        if isinstance(value, _CACHE):
             self.reached.caches.append(value)
         if hasattr(value, "__dict__") and not isinstance(value, (type, types.ModuleType)):
             self.reached.assignable.owners.append((source, value))

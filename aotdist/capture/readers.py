@@ -1,7 +1,8 @@
 """What a program reads through objects that are no containers.
 
 Functions have cells and defaults. Context variables, weak references and arrays keep their identity while
-their content changes, so an artifact is specialised on the content.
+their content changes, so an artifact is specialised on the content. So it is on the level of a logger, from
+which all loggers of the process could be reached.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import array
 import contextvars
 import functools
+import logging
 import os
 import types
 import weakref
@@ -40,6 +42,8 @@ def reader_of(value: Any, names: Container[str]) -> Callable[[Any], Any] | None:
         return referent
     if value is os.environ:
         return environment
+    if isinstance(value, logging.Logger):
+        return effective_level
     if isinstance(value, (bytearray, array.array)):
         return items if len(memoryview(value).cast("B")) <= _LARGEST_ARRAY else None
     if not isinstance(value, (np.ndarray, np.generic)):
@@ -52,6 +56,11 @@ def reader_of(value: Any, names: Container[str]) -> Callable[[Any], Any] | None:
 def is_array(value: Any) -> bool:
     """Whether `value` is a numpy array."""
     return isinstance(value, np.ndarray)
+
+
+def effective_level(logger: logging.Logger) -> str:
+    """The name of the lowest level that a logger reports: numbers may become symbols."""
+    return logging.getLevelName(logger.getEffectiveLevel())
 
 
 def value_of_variable(variable: contextvars.ContextVar[Any]) -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import logging
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 from torch import nn
 
 import aotdist
+from aotdist.capture.code import is_users_code
 
 compiled = functools.partial(aotdist.compile, backend="fx")
 
@@ -139,3 +142,43 @@ def test_a_cached_function_keeps_nothing_of_a_trace() -> None:
     for columns in (2, 5):
         x = torch.randn(3, columns)
         assert torch.equal(compiled(x), lower(3) @ x)
+
+
+def test_an_object_may_answer_for_every_attribute() -> None:
+    """einx's backends have a function for each name, which raises when it is called (x_transformers)."""
+
+    class Backend:
+        def __getattr__(self, name: str) -> Callable[[], object]:
+            def refuse() -> object:
+                raise RuntimeError(f"{name} is not supported")
+
+            return refuse
+
+    backend = Backend()
+    call = compiled(lambda x: x * (2 if backend else 1))
+    assert torch.equal(call(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_of_a_logger_only_its_level_counts() -> None:
+    """`handlers` and `manager` are names that the program reads, and lead to all loggers of the process."""
+    logger, sums = logging.getLogger("tests.closures"), list[torch.Tensor]()
+    holder = SimpleNamespace(handlers=2.0, manager=1.0)
+
+    @compiled
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        if logger.isEnabledFor(logging.DEBUG):
+            sums.append(x.sum())
+        return x * holder.handlers * holder.manager
+
+    scaled(torch.ones(2))
+    assert "loggerDict" not in scaled.source
+    logger.setLevel(logging.DEBUG)
+    scaled(torch.ones(2))
+    assert [one.item() for one in sums] == [2.0]
+
+
+@pytest.mark.parametrize("folder", ["lib/python3/dist-packages", ".local/lib/python3.12/site-packages"])
+def test_packages_of_other_environments_are_not_the_users(folder: str) -> None:
+    code = compile("def scale(x): return x * FACTOR", f"/home/me/{folder}/layers.py", "exec")
+    assert not is_users_code(code)
+    assert is_users_code(code.replace(co_filename="/home/me/layers.py"))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +37,28 @@ def test_refused_and_nothing_is_drawn(name: str) -> None:
 def test_the_line_that_draws_is_named() -> None:
     with pytest.raises(UnsupportedProgram, match=r"\n  at .*np\.random\.rand\(\)"):
         aotdist.compile(lambda x: x * float(np.random.rand()), backend="fx")(torch.ones(2))
+
+
+LIBRARY = """
+from random import random
+from torch import nn
+
+class LayerDrop(nn.Module):
+    def forward(self, x):
+        return x if random() < 0.5 else x * 2
+"""
+
+
+def test_a_library_that_imported_the_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers that x_transformers drops: as captured, one would be dropped at every call, or never."""
+    library = types.ModuleType("a_library")
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+    exec(compile(LIBRARY, "/home/me/lib/python3.12/site-packages/a_library.py", "exec"), vars(library))
+    before = random.getstate()
+    with pytest.raises(UnsupportedProgram, match="draws from the generator of `random`"):
+        aotdist.compile(library.LayerDrop(), backend="fx")(torch.ones(2))
+    assert random.getstate() == before
+    assert isinstance(library.random(), float)
 
 
 OF_ONES_OWN: dict[str, Callable[[random.Random], float]] = {

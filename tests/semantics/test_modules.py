@@ -78,6 +78,19 @@ class FrozenHalf(nn.Module):
         return self.second(self.first(x).relu())
 
 
+class LayerScale(nn.Module):
+    """Channels-last images, a weight for each channel, and their average, as at the end of ConvNeXt."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.scale = nn.Linear(384, 384), nn.Parameter(torch.randn(384, 1, 1))
+        self.head = nn.Linear(384, 5)
+
+    def forward(self, x):
+        images = self.mix(x).permute(0, 3, 1, 2) * self.scale
+        return self.head(F.adaptive_avg_pool2d(images, 1).flatten(1))
+
+
 def batch(*size: int) -> torch.Tensor:
     return torch.randn(*(size or (6, 4)), requires_grad=True)
 
@@ -93,6 +106,7 @@ MODULES: dict[str, Callable[[], Scene]] = {
         nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last),
         (torch.randn(2, 3, 5, 5).to(memory_format=torch.channels_last),),
     ),
+    "an average of channels-last images": lambda: Scene(LayerScale(), (batch(2, 2, 2, 384),)),
     "batch norm": lambda: Scene(nn.BatchNorm1d(4), (batch(),)),
     "batch norm of images": lambda: Scene(nn.BatchNorm2d(3), (batch(2, 3, 4, 4),)),
     "batch norm without statistics": lambda: Scene(nn.BatchNorm1d(4, track_running_stats=False), (batch(),)),

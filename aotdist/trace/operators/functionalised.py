@@ -7,7 +7,8 @@
 - *Writes with symbolic sizes* are run on meta tensors first, to find wrong shapes, and many fail there:
   `clamp_`, and all that promote 16-bit floats. They are done by the functional twin.
 - *Products in place* of 16 bits and a number round that first, on a CPU, and functional ones do not.
-- *Averages over all pixels* become channels-last by `as_strided_`. Here they are averages by rows.
+- *Averages over all pixels* become channels-last by `as_strided_`: here, by `as_strided`, whose backward
+  is the same.
 - *Random masks* are drawn in the order of memory, which a functional operator does not keep.
 - *Lists of tensors* are written one after the other, so each may show what was written before.
 
@@ -233,8 +234,10 @@ def _averaged(func: Callable[..., Any], input: Tensor, output_size: Any) -> Tens
     images = input.unsqueeze(-2) if num_dims == 1 else input
     if made != [1] * num_dims or suggest_memory_format(images) is not channels_last:
         return NotImplemented
-    average = images.movedim(1, -1).mean(tuple(range(1, images.dim() - 1)), keepdim=True)
-    laid_out = average.movedim(-1, 1).clone()  # which is no view in eager
+    pixels = tuple(range(2, images.dim()))
+    average, num_channels = images.mean(pixels, keepdim=True), images.shape[1]
+    strides = (num_channels, 1, *(num_channels for _ in pixels))
+    laid_out = average.as_strided(average.shape, strides).clone()  # which is no view in eager
     return laid_out.squeeze(-2) if num_dims == 1 else laid_out
 
 
