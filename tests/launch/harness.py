@@ -67,7 +67,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class GoesOn:
-    """A job that goes on with a copy of another one; not the first of its ranks, who copy when they have met.
+    """A job that goes on with a copy of another one; of several ranks not the first, as they must have met.
 
     Args:
         name: of the other one, which has run before.
