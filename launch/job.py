@@ -22,7 +22,7 @@ from aotdist.launch.loop import Trainer, write_sample
 from aotdist.launch.metrics import METRICS_FILE, EndRecord, cut_metrics
 from aotdist.launch.model import Decoder, build_decoder, num_parameters
 from aotdist.launch.optim import build_optimizer
-from aotdist.launch.parallel import Place, World, join, spread
+from aotdist.launch.parallel import Place, World, distribute, join
 from aotdist.launch.profiling import PROFILE_FOLDER, StepProfiler, require_gpu_for_snapshots
 from aotdist.launch.progress import Reporter, make_reporter
 from aotdist.launch.resuming import batch_ranks, describe_ranks, earlier_run, with_same_batch
@@ -63,7 +63,7 @@ def run_job(
     model = build_decoder(options.model, seq_len=options.data.seq_len, seed=options.run.seed)
     facts = _facts(options, world, corpus, model)
     _convert(model, options)
-    spread(model, world, options)
+    distribute(model, world, options)
     settings = options.compile.settings(Settings.from_environment())
     aotdist.compile(model, backend=options.compile.backend, settings=settings)
     state = TrainState(model, build_optimizer(model, options.optim), _training_stream(options, world, corpus))

@@ -1,4 +1,4 @@
-"""What keeps the records of a run: the files in its folder, and optionally TensorBoard or Weights & Biases.
+"""Loggers of a run's records: files in its folder, and optionally TensorBoard or Weights & Biases.
 
 All of them write into the run's folder: nothing leaves the machine unless `WANDB_MODE` says so.
 """

@@ -28,8 +28,8 @@ from torch.distributed.tensor.parallel import (
 
 from aotdist.errors import AotdistError, BadSettings
 from aotdist.launch.config import JobOptions, ParallelOptions
-from aotdist.launch.corner import own_corner
 from aotdist.launch.model import Decoder
+from aotdist.launch.start_store import store_of_start
 from aotdist.torch_seam.dtensor import flatten_axes
 
 T = TypeVar("T")
@@ -255,7 +255,7 @@ def _join_group(device: torch.device, timeout_s: float) -> None:
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=own_corner(store, rank, world_size, timeout_s),
+        store=store_of_start(store, rank, world_size, timeout_s),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
@@ -293,7 +293,7 @@ def _meshes(layout: Layout, device: torch.device) -> tuple[DeviceMesh | None, De
     return mesh[dp_axes] if dp_axes else None, mesh[TP_AXIS] if TP_AXIS in axes else None
 
 
-def spread(model: Decoder, world: World, options: JobOptions) -> None:
+def distribute(model: Decoder, world: World, options: JobOptions) -> None:
     """Move the model to its device and distribute it: first TP, then FSDP2, block by block.
 
     Raises:

@@ -28,7 +28,7 @@ class RunInUse(AotdistError):
 
 
 class RunLock(ExitStack):
-    """What rank 0 takes before it writes into a run's folder; other ranks have one that is never taken.
+    """The lock that rank 0 takes before it writes into a run's folder; other ranks never take theirs.
 
     Leaving the context releases the lock.
     """

@@ -204,12 +204,12 @@ def _inputs(compilation: Compilation) -> Iterator[TensorFacts]:
     facts, program = compilation.traced.facts, compilation.traced.program
     duplicates = dict(_duplicate_inputs(compilation.captured.program.ins, compilation.deduped))
     for idx, slot in program.ins.enumerate():
-        said = list(_facts_of_input(facts, idx)) or ["only read"]
+        phrases = list(_facts_of_input(facts, idx)) or ["only read"]
         if compilation.bases.is_new(idx):
-            said.append("memory that several inputs lie in, one of which is written")
+            phrases.append("memory that several inputs lie in, one of which is written")
         if str(slot) in duplicates:
-            said.append(f"the same tensor as {duplicates[str(slot)]}")
-        yield TensorFacts(str(slot), _recipe_text(facts.recipes[idx]), tuple(said))
+            phrases.append(f"the same tensor as {duplicates[str(slot)]}")
+        yield TensorFacts(str(slot), _recipe_text(facts.recipes[idx]), tuple(phrases))
 
 
 def _duplicate_inputs(ins: Row[ArgIdx, Slot], plan: DedupePlan) -> Iterator[tuple[str, str]]:
@@ -227,10 +227,10 @@ def _outputs(compilation: Compilation) -> Iterator[TensorFacts]:
         if isinstance(fact, NotATensor) and isinstance(fact.value, Returned):
             continue  # the structure of the results, which is an output of its own
         made = facts.node_outs[fact.value] if isinstance(fact, Fresh) else None
-        said = list(_facts_of_output(fact, ins, names))
+        phrases = list(_facts_of_output(fact, ins, names))
         if made is not None and made.differentiable:
-            said.append("takes a gradient")
-        yield TensorFacts(names[idx], "" if made is None else _recipe_text(made.recipe), tuple(said))
+            phrases.append("takes a gradient")
+        yield TensorFacts(names[idx], "" if made is None else _recipe_text(made.recipe), tuple(phrases))
 
 
 def _recipe_text(recipe: Recipe) -> str:
@@ -243,7 +243,7 @@ def _recipe_text(recipe: Recipe) -> str:
 
 def _facts_of_input(facts: Facts, idx: PrimalIdx) -> Iterator[str]:
     """What happens to an input, one phrase each; none if it is only read."""
-    yield from _data(facts.inputs[idx])
+    yield from _facts_of_writes(facts.inputs[idx])
     if idx in facts.backward.writes:
         yield "written in backward, copied back after the graph"
     repeated = [write for write in facts.metadata_writes() if write.target == IsInput(idx)]
@@ -254,7 +254,7 @@ def _facts_of_input(facts: Facts, idx: PrimalIdx) -> Iterator[str]:
         yield "gets a gradient"
 
 
-def _data(fact: InputFact) -> Iterator[str]:
+def _facts_of_writes(fact: InputFact) -> Iterator[str]:
     match fact:
         case DataWritten(differentiable=True):
             yield "written in forward, copied back outside of the graph, where its gradient passes"

@@ -129,7 +129,7 @@ def _nodes(graph: Graph, saved: Iterable[Slot], default_phase: str) -> Iterator[
     nodes = [node for node in graph.gm.graph.nodes if node.op != "output"]
     position = {node: at for at, node in enumerate(nodes)}
     kept = {slot.path for slot in saved}
-    said = _said(graph)
+    roles = _roles(graph)
     for node in nodes:
         sequence = node.meta.get("seq_nr", -1)
         yield GraphNode(
@@ -143,21 +143,21 @@ def _nodes(graph: Graph, saved: Iterable[Slot], default_phase: str) -> Iterator[
             source=node.meta.get("source") or "",
             sequence=sequence if sequence >= 0 else None,
             reads=tuple(position[read] for read in node.all_input_nodes),
-            results=tuple(said.get(node, ())),
+            results=tuple(roles.get(node, ())),
             is_saved=_saved_path(node) in kept,
         )
 
 
-def _said(graph: Graph) -> dict[Node, list[str]]:
+def _roles(graph: Graph) -> dict[Node, list[str]]:
     """Which arguments and results of the graph nodes are, in words."""
-    said = {
+    roles = {
         node: [_ARGUMENTS.get(slot.role, "{}").format(slot)]
         for slot, node in graph.named_placeholders().items()
     }
     for slot, node in graph.named_results().items():
         if node is not None and slot.role != "saved":
-            said.setdefault(node, []).append(_RESULTS.get(slot.role, "{}").format(slot))
-    return said
+            roles.setdefault(node, []).append(_RESULTS.get(slot.role, "{}").format(slot))
+    return roles
 
 
 _ARGUMENTS: dict[Role, str] = {

@@ -133,13 +133,13 @@ def profile(
         with torch_profiler():  # marks of modules are made when a profiler first runs
             step()
     losses = list[float | None]()
-    with torch_profiler() as found:
+    with torch_profiler() as recorded:
         for number in range(steps):
             with record_function(f"{STEP_MARK}{number}"):
                 result = step()
                 _synchronize()
             losses.append(_loss_in(result))
-    return replace(profile_of(found, target), losses=tuple(loss for loss in losses if loss is not None))
+    return replace(profile_of(recorded, target), losses=tuple(loss for loss in losses if loss is not None))
 
 
 def _loss_in(result: Any) -> float | None:
@@ -153,14 +153,14 @@ def _loss_in(result: Any) -> float | None:
     return result if isinstance(result, float) else None
 
 
-def profile_of(found: torch_profile, path: Path | None) -> Profile:
+def profile_of(recorded: torch_profile, path: Path | None) -> Profile:
     """The profile of what PyTorch's profiler recorded, in steps that are marked with `STEP_MARK`.
 
     Args:
-        found: the stopped profiler.
+        recorded: the stopped profiler.
         path: where to write the trace with our lanes in it, compressed if it ends in `.gz`; None for nowhere.
     """
-    trace = trace_of(found)
+    trace = trace_of(recorded)
     lanes = lanes_of(trace["traceEvents"])
     if path is not None:
         whole = {**trace, "traceEvents": [*_events(lanes), *trace["traceEvents"]]}
@@ -169,11 +169,11 @@ def profile_of(found: torch_profile, path: Path | None) -> Profile:
     return _profile(lanes, path)
 
 
-def trace_of(found: torch_profile) -> dict[str, Any]:
+def trace_of(recorded: torch_profile) -> dict[str, Any]:
     """The recorded trace, in Chrome's format."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
-        found.export_chrome_trace(str(path))
+        recorded.export_chrome_trace(str(path))
         return json.loads(path.read_bytes())
 
 
@@ -272,25 +272,25 @@ def _most_first(seconds: Mapping[str, float]) -> dict[str, float]:
     return dict(sorted(seconds.items(), key=lambda item: -item[1]))
 
 
-def _text(found: Profile) -> Iterator[str]:
-    steps = found.steps or (0.0,)
-    whole = fmean(steps)
+def _text(profile: Profile) -> Iterator[str]:
+    steps = profile.steps or (0.0,)
+    whole, typical = fmean(steps), median(steps)
     yield (
-        f"{len(found.steps)} steps, {1e3 * whole:.1f} ms each on average (median {1e3 * median(steps):.1f}); "
-        f"exposed communication {found.exposed_percent:.1f} %"
+        f"{len(profile.steps)} steps, {1e3 * whole:.1f} ms each on average (median {1e3 * typical:.1f}); "
+        f"exposed communication {profile.exposed_percent:.1f} %"
     )
-    if found.losses:
-        yield f"  loss {', '.join(f'{loss:.4g}' for loss in found.losses)}"
-    yield from _table("phase, of a step", found.phases, whole)
-    yield from _table("module", found.modules, whole)
-    for group in found.groups:
+    if profile.losses:
+        yield f"  loss {', '.join(f'{loss:.4g}' for loss in profile.losses)}"
+    yield from _table("phase, of a step", profile.phases, whole)
+    yield from _table("module", profile.modules, whole)
+    for group in profile.groups:
         yield (
             f"  {group.name}: {group.collectives:,g} collectives, {_share(group.seconds, whole)}, "
             f"exposed {_share(group.exposed_seconds, whole)}"
         )
-    yield from _table("waits for", found.waits, whole)
-    if found.path is not None:
-        yield f"  trace: {found.path}"
+    yield from _table("waits for", profile.waits, whole)
+    if profile.path is not None:
+        yield f"  trace: {profile.path}"
 
 
 def _table(title: str, seconds: Mapping[str, float], whole: float) -> Iterator[str]:

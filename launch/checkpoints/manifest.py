@@ -82,7 +82,7 @@ class FileFacts:
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """A checkpoint but for the values of its tensors.
+    """Everything about a checkpoint except the values of its tensors.
 
     Args:
         tensors: dtype and whole shape of each, as `float32[64, 32]`.

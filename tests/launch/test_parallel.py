@@ -9,7 +9,7 @@ from aotdist import BadSettings
 from aotdist.launch import parallel, shutdown, train
 from aotdist.launch.config import JobOptions, ModelOptions, ParallelOptions
 from aotdist.launch.model import build_decoder
-from aotdist.launch.parallel import Layout, Place, join, spread, sync_gradients
+from aotdist.launch.parallel import Layout, Place, distribute, join, sync_gradients
 
 
 def test_torchruns_variables_say_where_a_process_stands():
@@ -108,7 +108,7 @@ def test_tp_asks_for_sizes_that_split(monkeypatch):
     four = dataclasses.replace(world, layout=Layout(1, 1, 4), tp_mesh=object())
     monkeypatch.setattr(parallel, "_split_matrices", lambda model, mesh: pytest.fail("was split"))
     with pytest.raises(BadSettings, match="--model.num-kv-heads 2 does not split over 4 TP ranks"):
-        spread(build_decoder(options.model, seq_len=8, seed=0), four, options)
+        distribute(build_decoder(options.model, seq_len=8, seed=0), four, options)
 
 
 def test_a_plain_model_has_no_gradient_sync_to_switch():

@@ -1,9 +1,8 @@
-"""A prefix of torchrun's store for the ranks of one start.
+"""A part of torchrun's store for the ranks of one start, under a prefix that they agree on.
 
 The store outlives the ranks, and no environment variable differs at each start: when a machine joins,
 torchrun restarts all ranks without counting that as a restart, and the new machine counts from 0. So rank 0
-chooses a random name, and every rank asks for it with a random word of its own, which no earlier start has
-used.
+chooses a random name, and every other rank asks for it under a random key, which no earlier start has used.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from aotdist.torch_seam.groups import PrefixStore, Store
 _POLL_S = 0.02
 
 
-def own_corner(store: Store, rank: int, world_size: int, timeout_s: float) -> Store:
+def store_of_start(store: Store, rank: int, world_size: int, timeout_s: float) -> Store:
     """A new part of the store, which the ranks of this start share.
 
     Args:
@@ -31,15 +30,15 @@ def own_corner(store: Store, rank: int, world_size: int, timeout_s: float) -> St
         name = secrets.token_hex(8)
         _answer(store, name, set(range(1, world_size)), timeout_s)
     else:
-        word = secrets.token_hex(8)
-        store.set(f"asks/{rank}", word)
-        name = store.get(f"told/{word}").decode()
+        key = secrets.token_hex(8)
+        store.set(f"asks/{rank}", key)
+        name = store.get(f"told/{key}").decode()
         store.set(f"knows/{name}/{rank}", "")
     return PrefixStore(f"start-{name}", store)
 
 
 def _answer(store: Store, name: str, waiting: set[int], timeout_s: float) -> None:
-    """Answer every word in the store, also words of earlier starts, until all ranks have the name."""
+    """Answer every key in the store, also keys of earlier starts, until all ranks have the name."""
     deadline = time.monotonic() + timeout_s
     while waiting:
         if time.monotonic() > deadline:
