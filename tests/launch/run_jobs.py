@@ -6,6 +6,7 @@ folder of the job begins as a copy of that one, without checkpoints of later ste
 """
 
 import json
+import os
 import shutil
 import sys
 from pathlib import Path
