@@ -174,7 +174,7 @@ def steps_ahead(schedules: Sequence[Any], held: HeldState) -> list[list[HeldItem
             copied = copies[id(optimizer)] = types.SimpleNamespace(**vars(optimizer))
             copied.param_groups = [dict(group) for group in optimizer.param_groups]
         if id(schedule) not in copies:
-            copies[id(schedule)] = _with_optimizer(schedule, copies[id(optimizer)])
+            copies[id(schedule)] = copy.deepcopy(schedule, {id(optimizer): copies[id(optimizer)]})
         try:
             copies[id(schedule)].step()
         except Exception:  # it has come to its end; the step itself will say so
@@ -188,15 +188,6 @@ def steps_ahead(schedules: Sequence[Any], held: HeldState) -> list[list[HeldItem
                     return found
         found.append(items)
     return found
-
-
-def _with_optimizer(schedule: Any, optimizer: Any) -> Any:
-    """A copy of a schedule, and of the schedules in it, for another optimizer."""
-    copied = copy.copy(schedule)
-    copied.optimizer = optimizer
-    if hasattr(schedule, "_schedulers"):
-        copied._schedulers = [_with_optimizer(one, optimizer) for one in schedule._schedulers]
-    return copied
 
 
 class TracedSteps:

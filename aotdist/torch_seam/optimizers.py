@@ -19,19 +19,12 @@ from torch.optim.optimizer import (
 
 from aotdist.torch_seam.patches import replaced_here
 
-_SCHEDULES: tuple[Any, ...] = (
-    lr_scheduler.LRScheduler,
-    lr_scheduler.SequentialLR,
-    lr_scheduler.ChainedScheduler,
-    lr_scheduler.ReduceLROnPlateau,
-)
-"""The classes that say what a schedule's step is."""
-
 
 def method_of_schedule(target: Any) -> str | None:
     """The name, as `StepLR.step`, of what is the method of a schedule; None of anything else."""
-    owner = getattr(target, "__self__", None)
-    return f"{type(owner).__name__}.{target.__name__}" if isinstance(owner, _SCHEDULES) else None
+    if not isinstance(owner := getattr(target, "__self__", None), lr_scheduler.LRScheduler):
+        return None
+    return f"{type(owner).__name__}.{target.__name__}"
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,6 +99,12 @@ def intercept_schedules(step: Callable[..., None]) -> Generator[None]:
         step: called with the method, the schedule, and its arguments.
     """
     with ExitStack() as stack:
-        for schedule in _SCHEDULES:
+        for schedule in _saying_what_a_step_is(lr_scheduler.LRScheduler):
             stack.enter_context(replaced_here(schedule, "step", step))
         yield
+
+
+def _saying_what_a_step_is(schedule: type) -> set[type]:
+    """Those of a class of schedules and its subclasses, users' too, that define `step`."""
+    found = set[type]().union(*map(_saying_what_a_step_is, schedule.__subclasses__()))
+    return found | {schedule} if "step" in vars(schedule) else found
