@@ -291,7 +291,8 @@ class TracedSteps:
         groups = schedule.optimizer.param_groups
         self._are_known &= self._are_by_schedules(groups) and not (args or kwargs)
         self.schedules.append(schedule)
-        self.later.append((args, kwargs))
+        # A loss is given with its history, which is gone after `backward()`.
+        self.later.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs)))
         number = len(self.schedules)
         is_asked = len(self._asked) >= number and all(map(operator.is_, self.schedules, self._asked))
         if self._are_known and is_asked and len(self._ahead) >= number:

@@ -403,6 +403,13 @@ def method() -> Written:
     return Written(trainer.training_step, [trainer.model], keeps, lambda: (trainer.steps, trainer.history))
 
 
+class Patient(lr_scheduler.ReduceLROnPlateau):
+    """Is given a loss with its history, of which PyTorch's own warns."""
+
+    def step(self, metrics: Any, epoch: Any = None) -> None:
+        super().step(metrics.detach())
+
+
 def scheduled(make: Callable[[torch.optim.Optimizer], Any], by_loss: bool = False) -> Written:
     model = classifier()
     optimizer = adamw(model.parameters())
@@ -413,7 +420,7 @@ def scheduled(make: Callable[[torch.optim.Optimizer], Any], by_loss: bool = Fals
         loss.backward()
         optimizer.step()
         rate = optimizer.param_groups[0]["lr"]
-        schedule.step(*([loss.detach()] if by_loss else []))
+        schedule.step(*([loss] if by_loss else []))
         optimizer.zero_grad()
         return loss.detach(), rate
 
@@ -428,9 +435,7 @@ SCHEDULES: dict[str, Build] = {
     "CosineAnnealingWarmRestarts": lambda: scheduled(
         lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)
     ),
-    "ReduceLROnPlateau": lambda: scheduled(
-        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1), by_loss=True
-    ),
+    "ReduceLROnPlateau": lambda: scheduled(lambda optimizer: Patient(optimizer, patience=1), by_loss=True),
 }
 STEPS |= {name: (build, 1) for name, build in SCHEDULES.items()}
 
