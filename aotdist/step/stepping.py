@@ -241,6 +241,9 @@ class TracedSteps:
                 "update": self._update,
             }.items():
                 stack.enter_context(replaced_here(scaler, name, _where_enabled(instead)))
+            for own in scaler.__subclasses__():
+                if "scale" in vars(own) and own.__module__.startswith("torch."):
+                    stack.enter_context(replaced_here(own, "scale", _where_enabled(_refuse_scaler)))
             stack.enter_context(intercept_schedules(self._schedule))
             stack.enter_context(replaced_here(lr_scheduler.LRScheduler, "get_last_lr", self._last_rates))
             yield
@@ -323,6 +326,14 @@ def _where_enabled(instead: Callable[..., Any]) -> Callable[..., Any]:
         return (instead if scaler.is_enabled() else original)(scaler, *args, **kwargs)
 
     return chosen
+
+
+def _refuse_scaler(scaler: torch.amp.GradScaler, outputs: Any) -> None:
+    """Refuse a scaler of PyTorch's that does by itself what ours replaces."""
+    raise refusal(
+        f"a {type(scaler).__name__}, which is FSDP1's, scales inside of a compiled step",
+        fix="use `torch.amp.GradScaler`: with FSDP2 all ranks see which gradients overflowed",
+    )
 
 
 def _refuse_made_inside(optimizer: torch.optim.Optimizer) -> None:
