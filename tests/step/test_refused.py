@@ -124,6 +124,7 @@ def _rate_by_hand() -> Callable[[], Any]:
     return loop.step(after=after)
 
 
+FSDP1S = ShardedGradScaler("cpu", init_scale=2.0)
 OUTDATED = "the epoch of a schedule is read after its step, or a learning rate that depends on what"
 
 REFUSED: dict[str, tuple[Callable[[], Callable[[], Any]], str]] = {
@@ -138,7 +139,7 @@ REFUSED: dict[str, tuple[Callable[[], Callable[[], Any]], str]] = {
     ),
     "text of the loss": (lambda: Loop().step(between=lambda loss: f"{loss.item():.3f}"), "a text .* needs"),
     "a scaler of FSDP1": (
-        lambda: Loop().step(between=ShardedGradScaler("cpu", init_scale=2.0).scale),
+        lambda: Loop().step(between=lambda loss: FSDP1S.scale(loss)),
         "a ShardedGradScaler, which is FSDP1's",
     ),
     "rate assigned": (_assigns_rate, "a learning rate is assigned after a schedule's step"),
