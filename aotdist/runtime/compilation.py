@@ -72,7 +72,7 @@ class Compilation:
 
     def used_trace(self) -> bool:
         """Whether a backward was requested that the joint graph does not give, as with `create_graph`."""
-        return isinstance(self.region, Training) and self.region.backwards.used_trace()
+        return isinstance(self.region, Training) and self.region.used_trace()
 
     def emitted(self) -> dict[str, Emitted]:
         """The emitted code, by the name of the graph."""

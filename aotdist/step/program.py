@@ -160,9 +160,10 @@ class StepProgram:
         stepped, schedules = self._traces[done.trace]
         for optimizer in stepped:
             note_step(optimizer)
-        for schedule, (args, kwargs) in zip(schedules, done.later, strict=True):
+        result, later = done.read_results()
+        for schedule, (args, kwargs) in zip(schedules, later, strict=True):
             schedule.step(*args, **kwargs)
-        return done.read_result()
+        return result
 
     def _traced(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepResult:
         """The step, on stand-ins."""
@@ -186,7 +187,7 @@ class StepProgram:
             written = functools.partial(_written_by, held=held)
             steps = TracedSteps(self._optimizers, scalars, written, ahead, now.asked)
             with steps.intercepted():
-                done.note_result(accumulation.as_given(self._run(*args, **kwargs)))
+                done.note_results(accumulation.as_given(self._run(*args, **kwargs)), steps.later)
             if held.has_grown():
                 raise MakesState
             numbers.take_back()
@@ -197,7 +198,6 @@ class StepProgram:
         done.assigned, done.cleared = accumulation.assigned(), accumulation.cleared()
         copied = ((given[path], copy) for path, copy in copies.items())
         done.note_overwritten([*accumulation.begun(), *copied])
-        done.later = [*steps.later]
         self._traces.append((steps.stepped, steps.schedules))
         guard = scalars.guard()
         self._asked = None if guard is None else _Choice(guard, numbers.keys)

@@ -33,7 +33,8 @@ class StepResult:
     """What a step returns; a pytree of tensors.
 
     Args:
-        result: what the user's function returned; traced numbers in it are tensors.
+        result: what the user's function returned, and the arguments of the schedules' steps (see
+            `aotdist.step.stepping.TracedSteps`); traced numbers in them are tensors.
         read: positions of these numbers among the leaves of `result`.
         assigned: inputs of the step with their new gradients.
         cleared: inputs whose gradient is None now.
@@ -41,7 +42,6 @@ class StepResult:
         bumps: how often each of these was written.
         tensors: new tensors in the place of some that the optimizers hold, by position.
         numbers: new values of numbers that they hold, by position, as tensors.
-        later: arguments of the schedules' steps; see `aotdist.step.stepping.TracedSteps`.
         trace: the number of the trace, among those of its program.
     """
 
@@ -57,19 +57,18 @@ class StepResult:
     bumps: tuple[int, ...] = ()
     tensors: dict[int, torch.Tensor] = field(default_factory=dict[int, torch.Tensor])
     numbers: dict[int, list[torch.Tensor]] = field(default_factory=dict[int, list[torch.Tensor]])
-    later: list[Any] = field(default_factory=list[Any])
     trace: int = 0
 
-    def note_result(self, result: Any) -> None:
-        """Note what the user's function returned."""
-        leaves, spec = pytree.tree_flatten(result)
+    def note_results(self, result: Any, later: Sequence[Any]) -> None:
+        """Note what the user's function returned, and the arguments of the schedules' steps."""
+        leaves, spec = pytree.tree_flatten((result, list(later)))
         self.read = tuple(at for at, leaf in enumerate(leaves) if isinstance(leaf, TracedNumber))
         for at in self.read:
             leaves[at] = leaves[at].scalars.carrying(leaves[at])
         self.result = pytree.tree_unflatten(leaves, spec)
 
-    def read_result(self) -> Any:
-        """What the user's function returned, with numbers read off their tensors."""
+    def read_results(self) -> tuple[Any, list[Any]]:
+        """What `note_results` was given, with numbers read off their tensors."""
         if not self.read:
             return self.result
         leaves, spec = pytree.tree_flatten(self.result)
@@ -134,11 +133,7 @@ class StepResult:
 
 def _flatten(done: StepResult) -> tuple[list[Any], Any]:
     written = [done.assigned, done.cleared, done.overwritten]
-    return [done.result, *written, done.tensors, done.numbers, done.later], (
-        done.read,
-        done.bumps,
-        done.trace,
-    )
+    return [done.result, *written, done.tensors, done.numbers], (done.read, done.bumps, done.trace)
 
 
 def _unflatten(parts: Iterable[Any], rest: Any) -> StepResult:

@@ -174,7 +174,7 @@ def steps_ahead(schedules: Sequence[Any], held: HeldState) -> list[list[HeldItem
             copied = copies[id(optimizer)] = types.SimpleNamespace(**vars(optimizer))
             copied.param_groups = [dict(group) for group in optimizer.param_groups]
         if id(schedule) not in copies:
-            copies[id(schedule)] = _with_optimizer(schedule, copies[id(optimizer)])
+            copies[id(schedule)] = copy.deepcopy(schedule, {id(optimizer): copies[id(optimizer)]})
         try:
             copies[id(schedule)].step()
         except Exception:  # it has come to its end; the step itself will say so
@@ -188,15 +188,6 @@ def steps_ahead(schedules: Sequence[Any], held: HeldState) -> list[list[HeldItem
                     return found
         found.append(items)
     return found
-
-
-def _with_optimizer(schedule: Any, optimizer: Any) -> Any:
-    """A copy of a schedule, and of the schedules in it, for another optimizer."""
-    copied = copy.copy(schedule)
-    copied.optimizer = optimizer
-    if hasattr(schedule, "_schedulers"):
-        copied._schedulers = [_with_optimizer(one, optimizer) for one in schedule._schedulers]
-    return copied
 
 
 class TracedSteps:
@@ -250,6 +241,9 @@ class TracedSteps:
                 "update": self._update,
             }.items():
                 stack.enter_context(replaced_here(scaler, name, _where_enabled(instead)))
+            for own in scaler.__subclasses__():
+                if "scale" in vars(own) and own.__module__.startswith("torch."):
+                    stack.enter_context(replaced_here(own, "scale", _where_enabled(_refuse_scaler)))
             stack.enter_context(intercept_schedules(self._schedule))
             stack.enter_context(replaced_here(lr_scheduler.LRScheduler, "get_last_lr", self._last_rates))
             yield
@@ -300,7 +294,8 @@ class TracedSteps:
         groups = schedule.optimizer.param_groups
         self._are_known &= self._are_by_schedules(groups) and not (args or kwargs)
         self.schedules.append(schedule)
-        self.later.append((args, kwargs))
+        # A loss is given with its history, which is gone after `backward()`.
+        self.later.append(pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs)))
         number = len(self.schedules)
         is_asked = len(self._asked) >= number and all(map(operator.is_, self.schedules, self._asked))
         if self._are_known and is_asked and len(self._ahead) >= number:
@@ -331,6 +326,14 @@ def _where_enabled(instead: Callable[..., Any]) -> Callable[..., Any]:
         return (instead if scaler.is_enabled() else original)(scaler, *args, **kwargs)
 
     return chosen
+
+
+def _refuse_scaler(scaler: torch.amp.GradScaler, outputs: Any) -> None:
+    """Refuse a scaler of PyTorch's that does by itself what ours replaces."""
+    raise refusal(
+        f"a {type(scaler).__name__}, which is FSDP1's, scales inside of a compiled step",
+        fix="use `torch.amp.GradScaler`: with FSDP2 all ranks see which gradients overflowed",
+    )
 
 
 def _refuse_made_inside(optimizer: torch.optim.Optimizer) -> None:

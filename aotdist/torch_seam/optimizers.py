@@ -19,19 +19,12 @@ from torch.optim.optimizer import (
 
 from aotdist.torch_seam.patches import all_replaced_here
 
-_SCHEDULES: tuple[Any, ...] = (
-    lr_scheduler.LRScheduler,
-    lr_scheduler.SequentialLR,
-    lr_scheduler.ChainedScheduler,
-    lr_scheduler.ReduceLROnPlateau,
-)
-"""The classes that say what a schedule's step is."""
-
 
 def method_of_schedule(target: Any) -> str | None:
     """The name, as `StepLR.step`, of what is the method of a schedule; None of anything else."""
-    owner = getattr(target, "__self__", None)
-    return f"{type(owner).__name__}.{target.__name__}" if isinstance(owner, _SCHEDULES) else None
+    if not isinstance(owner := getattr(target, "__self__", None), lr_scheduler.LRScheduler):
+        return None
+    return f"{type(owner).__name__}.{target.__name__}"
 
 
 def scaler_state(scaler: torch.amp.GradScaler) -> tuple[torch.Tensor, torch.Tensor]:
@@ -104,4 +97,11 @@ def intercept_schedules(step: Callable[..., None]) -> AbstractContextManager[Non
     Args:
         step: called with the method, the schedule, and its arguments.
     """
-    return all_replaced_here(*((schedule, "step", step) for schedule in _SCHEDULES))
+    schedules = _classes_with_steps(lr_scheduler.LRScheduler)
+    return all_replaced_here(*((schedule, "step", step) for schedule in schedules))
+
+
+def _classes_with_steps(schedule: type) -> set[type]:
+    """Those of a class of schedules and its subclasses, users' too, that define `step`."""
+    found = set[type]().union(*map(_classes_with_steps, schedule.__subclasses__()))
+    return found | {schedule} if "step" in vars(schedule) else found

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import functional as F
 from torch.optim import lr_scheduler, swa_utils
 
@@ -123,6 +124,7 @@ def _rate_by_hand() -> Callable[[], Any]:
     return loop.step(after=after)
 
 
+FSDP1S = ShardedGradScaler("cpu", init_scale=2.0)
 OUTDATED = "the epoch of a schedule is read after its step, or a learning rate that depends on what"
 
 REFUSED: dict[str, tuple[Callable[[], Callable[[], Any]], str]] = {
@@ -136,6 +138,10 @@ REFUSED: dict[str, tuple[Callable[[], Callable[[], Any]], str]] = {
         "depends on a number, or a size, that is read off a tensor",
     ),
     "text of the loss": (lambda: Loop().step(between=lambda loss: f"{loss.item():.3f}"), "a text .* needs"),
+    "a scaler of FSDP1": (
+        lambda: Loop().step(between=lambda loss: FSDP1S.scale(loss)),
+        "a ShardedGradScaler, which is FSDP1's",
+    ),
     "rate assigned": (_assigns_rate, "a learning rate is assigned after a schedule's step"),
     "epoch": (_epoch, OUTDATED),
     "rate by the loss": (_rate_by_loss, OUTDATED),

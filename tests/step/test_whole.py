@@ -403,6 +403,13 @@ def method() -> Written:
     return Written(trainer.training_step, [trainer.model], keeps, lambda: (trainer.steps, trainer.history))
 
 
+class Patient(lr_scheduler.ReduceLROnPlateau):
+    """Is given a loss with its history, of which PyTorch's own warns."""
+
+    def step(self, metrics: Any, epoch: Any = None) -> None:
+        super().step(metrics.detach())
+
+
 def scheduled(make: Callable[[torch.optim.Optimizer], Any], by_loss: bool = False) -> Written:
     model = classifier()
     optimizer = adamw(model.parameters())
@@ -413,7 +420,7 @@ def scheduled(make: Callable[[torch.optim.Optimizer], Any], by_loss: bool = Fals
         loss.backward()
         optimizer.step()
         rate = optimizer.param_groups[0]["lr"]
-        schedule.step(*([loss.detach()] if by_loss else []))
+        schedule.step(*([loss] if by_loss else []))
         optimizer.zero_grad()
         return loss.detach(), rate
 
@@ -425,9 +432,10 @@ SCHEDULES: dict[str, Build] = {
     "OneCycleLR": lambda: scheduled(
         lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
     ),
-    "ReduceLROnPlateau": lambda: scheduled(
-        lambda optimizer: lr_scheduler.ReduceLROnPlateau(optimizer, patience=1), by_loss=True
+    "CosineAnnealingWarmRestarts": lambda: scheduled(
+        lambda optimizer: lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)
     ),
+    "ReduceLROnPlateau": lambda: scheduled(lambda optimizer: Patient(optimizer, patience=1), by_loss=True),
 }
 STEPS |= {name: (build, 1) for name, build in SCHEDULES.items()}
 
@@ -474,6 +482,44 @@ def logged(*makers: Callable[[torch.optim.Optimizer], Any]) -> Written:
     return Written(step, [model], [optimizer, *schedules], logs=lambda: copy.deepcopy(log))
 
 
+class WarmedUp(lr_scheduler.LRScheduler):
+    """Another schedule, after three steps of its own."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.after = lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[Any]:
+        return [rate * (self.last_epoch + 1) / 4 for rate in self.base_lrs]
+
+    def step(self, epoch: int | None = None) -> None:
+        if self.last_epoch < 3:
+            super().step()
+        else:
+            self.after.step()
+            self._last_lr = self.after.get_last_lr()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "after": self.after.state_dict()}
+
+
+@written("schedules given the epoch, of which a batch is a part", programs=2)
+def of_epochs() -> Written:
+    model = classifier()
+    optimizer = adamw(model.parameters())
+    schedule = lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 2)
+
+    def step(x: torch.Tensor, y: torch.Tensor, at: int) -> torch.Tensor:
+        loss = cross_entropy(model, x, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step(at / 3)  # type: ignore[arg-type]
+        return loss.detach()
+
+    return Written(step, [model], [optimizer, schedule], batch=lambda at: (*labelled(at), at))
+
+
 def _in_turn(optimizer: torch.optim.Optimizer) -> Any:
     schedules = [
         lr_scheduler.LinearLR(optimizer, 0.1, total_iters=3),
@@ -494,6 +540,7 @@ STEPS |= {
         lambda: logged(lambda of: lr_scheduler.OneCycleLR(of, 0.1, total_steps=30)),
         1,
     ),
+    "rates logged, a schedule of one's own in which another steps": (lambda: logged(WarmedUp), 2),
     "rates logged, one schedule after the other": (lambda: logged(_in_turn), 1),
     "rates logged, two schedules at once": (lambda: logged(_at_once), 1),
     "rates logged, two schedules, each steps": (lambda: logged(_at_once, _in_turn), 1),
