@@ -179,6 +179,6 @@ def test_of_a_logger_only_its_level_counts() -> None:
 
 @pytest.mark.parametrize("folder", ["lib/python3/dist-packages", ".local/lib/python3.12/site-packages"])
 def test_packages_of_other_environments_are_not_the_users(folder: str) -> None:
-    code = compile("def scale(x): return x * FACTOR", f"/home/me/{folder}/layers.py", "exec")
+    code = compile("def scale(x): return x * FACTOR", f"/elsewhere/{folder}/layers.py", "exec")
     assert not is_users_code(code)
-    assert is_users_code(code.replace(co_filename="/home/me/layers.py"))
+    assert is_users_code(code.replace(co_filename="/elsewhere/layers.py"))

@@ -53,7 +53,7 @@ def test_a_library_that_imported_the_function(monkeypatch: pytest.MonkeyPatch) -
     """Layers that x_transformers drops: as captured, one would be dropped at every call, or never."""
     library = types.ModuleType("a_library")
     monkeypatch.setitem(sys.modules, library.__name__, library)
-    exec(compile(LIBRARY, "/home/me/lib/python3.12/site-packages/a_library.py", "exec"), vars(library))
+    exec(compile(LIBRARY, "/elsewhere/lib/python3.12/site-packages/a_library.py", "exec"), vars(library))
     before = random.getstate()
     with pytest.raises(UnsupportedProgram, match="draws from the generator of `random`"):
         aotdist.compile(library.LayerDrop(), backend="fx")(torch.ones(2))
