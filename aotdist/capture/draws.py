@@ -13,6 +13,7 @@ import functools
 import pickle
 import random
 import sys
+import types
 from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NoReturn
@@ -99,7 +100,9 @@ def _drawn_from(name: str, where: str | None = None) -> UnsupportedProgram:
 def _functions_of(module: Any, generator: Any) -> Iterator[str]:
     """Names of the functions of a module that draw from its generator."""
     for name, function in list(vars(module).items()):
-        if getattr(function, "__self__", None) is generator and function.__name__ not in _OF_STATES:
+        # Other objects in a file may raise for each attribute (monai's packages that are not installed).
+        is_method = isinstance(function, (types.MethodType, types.BuiltinMethodType))
+        if is_method and function.__self__ is generator and function.__name__ not in _OF_STATES:
             yield name
 
 

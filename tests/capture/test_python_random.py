@@ -43,6 +43,12 @@ LIBRARY = """
 from random import random
 from torch import nn
 
+class NotInstalled:
+    def __getattr__(self, name):
+        raise ImportError(name)
+
+optional = NotInstalled()
+
 class LayerDrop(nn.Module):
     def forward(self, x):
         return x if random() < 0.5 else x * 2
