@@ -7,8 +7,7 @@
 - *Writes with symbolic sizes* are run on meta tensors first, to find wrong shapes, and many fail there:
   `clamp_`, and all that promote 16-bit floats. They are done by the functional twin.
 - *Products in place* of 16 bits and a number round that first, on a CPU, and functional ones do not.
-- *Averages over all pixels* become channels-last by `as_strided_`: here, by `as_strided`, whose backward
-  is the same.
+- *Averages over all pixels* become channels-last by `as_strided_`: here, by a copy.
 - *Random masks* are drawn in the order of memory, which a functional operator does not keep.
 - *Lists of tensors* are written one after the other, so each may show what was written before.
 
@@ -234,10 +233,9 @@ def _averaged(func: Callable[..., Any], input: Tensor, output_size: Any) -> Tens
     images = input.unsqueeze(-2) if num_dims == 1 else input
     if made != [1] * num_dims or suggest_memory_format(images) is not channels_last:
         return NotImplemented
-    pixels = tuple(range(2, images.dim()))
-    average, num_channels = images.mean(pixels, keepdim=True), images.shape[1]
-    strides = (num_channels, 1, *(num_channels for _ in pixels))
-    laid_out = average.as_strided(average.shape, strides).clone()  # which is no view in eager
+    average = images.mean(tuple(range(2, images.dim())), keepdim=True)
+    # Where a gradient passes `as_strided_`, it comes to lie by rows, as it does where it passes `flatten`.
+    laid_out = average.flatten().view(average.shape).clone(memory_format=channels_last)
     return laid_out.squeeze(-2) if num_dims == 1 else laid_out
 
 
