@@ -97,9 +97,10 @@ _OURS = os.path.dirname(program.__file__) + os.sep
 _EXAMPLES = os.path.join(_OURS, "launch") + os.sep
 _COMMANDS = os.path.join(_EXAMPLES, "commands") + os.sep
 _PYTHONS = os.path.join(sysconfig.get_path("stdlib"), "")
-_INSTALLED = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("purelib", "platlib")})
-_LIBRARIES = ("torch.nn.", "torch.optim.swa_utils", "transformers.")
-"""Modules that may branch on data, as the user cannot change them."""
+_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+"""Folders of packages: an environment may show those of the system, and of the user, beside its own."""
+_PYTORCHS = ("torch.nn.", "torch.optim.swa_utils")
+"""Modules that may branch on data, as packages may: the user cannot change them."""
 _SYMBOLS = (
     os.path.join(_TORCH, "__init__.py"),
     os.path.join(_TORCH, "fx", "experimental") + os.sep,
@@ -119,9 +120,14 @@ def is_user_file(filename: str) -> bool:
     return not filename.startswith(_OURS)
 
 
+def is_of_a_package(filename: str) -> bool:
+    """Whether `filename` was installed, by pip or by the system, in whichever environment."""
+    return any(folder in filename for folder in _PACKAGES)
+
+
 def _says_where(filename: str) -> bool:
     """Whether a line of `filename` tells the user where something happens: Python's own library's do not."""
-    is_of_python = filename.startswith(_PYTHONS) and not filename.startswith(_INSTALLED)
+    is_of_python = filename.startswith(_PYTHONS) and not is_of_a_package(filename)
     return is_user_file(filename) and not is_of_python
 
 
@@ -182,10 +188,10 @@ def raised_at(traceback: TracebackType | None) -> str | None:
 def is_asked_by_a_library(frame: FrameType | None) -> bool:
     """Whether a frame is called by a module of a library, rather than by the user's code itself."""
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
+        if frame.f_globals.get("__name__", "").startswith(_PYTORCHS):
             return True
-        if is_user_file(frame.f_code.co_filename):
-            return False
+        if is_user_file(filename := frame.f_code.co_filename):
+            return is_of_a_package(filename)
         frame = frame.f_back
     return False
 

@@ -6,7 +6,6 @@ import dataclasses
 import dis
 import functools
 import inspect
-import os
 import sys
 import sysconfig
 import types
@@ -14,11 +13,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aotdist.origins import is_user_file
+from aotdist.origins import is_of_a_package, is_user_file
 
 _LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
-_PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
-"""Folders of packages: an environment may show those of the system, and of the user, beside its own."""
 _PROMPTS = ("<stdin>", "<string>", "<ipython")
 """Code typed at a prompt or passed to `exec` has no file, and is the user's all the same."""
 _ATTRIBUTE_READS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
@@ -186,6 +183,6 @@ def is_users_class(cls: type) -> bool:
 
 
 def _is_users_file(filename: str) -> bool:
-    if filename.startswith(_LIBRARY) or any(folder in filename for folder in _PACKAGES):
+    if filename.startswith(_LIBRARY) or is_of_a_package(filename):
         return False
     return is_user_file(filename) or filename.startswith(_PROMPTS)

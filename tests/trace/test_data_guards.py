@@ -32,6 +32,12 @@ def of_pytorch(program: Callable[..., Any]) -> Callable[..., Any]:
     return types.FunctionType(code, names, program.__name__, None, program.__closure__)
 
 
+def of_a_package(program: Callable[..., Any]) -> Callable[..., Any]:
+    """The same program, as if it had been installed, by the system or into a virtual environment."""
+    code = program.__code__.replace(co_filename="/usr/lib/python3/dist-packages/quantizers/codebook.py")
+    return types.FunctionType(code, program.__globals__, program.__name__, None, program.__closure__)
+
+
 def by_many_operators(mask: torch.Tensor) -> torch.Tensor:
     """By more operators than a call is to run before it runs."""
     for _ in range(20):
@@ -57,7 +63,12 @@ def chosen_by_what_is_written(x: torch.Tensor, mask: torch.Tensor) -> torch.Tens
     return x * 2 if (mask > 1).all() else x * mask
 
 
-PROGRAMS = (chosen, chosen_twice, chosen_by_what_is_written)
+@of_a_package
+def chosen_in_a_package(x: torch.Tensor, is_initialised: torch.Tensor) -> torch.Tensor:
+    return x + is_initialised if is_initialised.any() else x.exp()
+
+
+PROGRAMS = (chosen, chosen_twice, chosen_by_what_is_written, chosen_in_a_package)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

@@ -7,11 +7,11 @@ Libraries do so with masks and positions that they make themselves.
 A value that follows from data which exists before a call may differ from call to call. The capture evaluates
 a condition on it, and the program is for calls with the same answer: each call evaluates the condition before
 it runs (`DataGuard`), and the program is compiled again for another answer. Two kinds of programs may do so.
-One is an optimizer of a whole step (`aotdist.trace.numbers.scalars`). The other is a library's module, about
-arguments, buffers and closed-over tensors that no gradient is taken of, and symbolic
-sizes: `nn.TransformerEncoder` tests whether its mask is the causal one, models of transformers whether theirs
-masks anything. Conditions in the user's own code are refused: it is better to decide them on the device, each
-time.
+One is an optimizer of a whole step (`aotdist.trace.numbers.scalars`). The other is code of PyTorch's modules
+or of an installed package, about arguments, buffers and closed-over tensors that no gradient is taken of, and
+symbolic sizes: `nn.TransformerEncoder` tests whether its mask is the causal one, models of transformers
+whether theirs masks anything, quantizers whether their codebook has been initialised. Conditions in the
+user's own code are refused: it is better to decide them on the device, each time.
 """
 
 from __future__ import annotations
