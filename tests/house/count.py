@@ -40,10 +40,10 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (55_294, 42_000),
-    "lines of its core": (31_284, 23_500),
-    "classes of its core": (275, 200),
-    "files of aotdist/": (273, 235),
+    "lines of aotdist/": (55_239, 42_000),
+    "lines of its core": (31_245, 23_500),
+    "classes of its core": (273, 200),
+    "files of aotdist/": (269, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),
     "most fields of a class": (14, 14),
