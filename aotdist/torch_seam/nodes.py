@@ -55,10 +55,10 @@ class Appender:
         node.meta.update(meta)
         self._named[node] = name
         graph._insert(node)
-        alike = self._calls.get(id(target)) if op == "call_function" else self._table[op, None]
-        if alike is None:
-            alike = self._calls[id(target)] = self._table[op, target]
-        alike[node] = None
+        calls = self._calls.get(id(target)) if op == "call_function" else self._table[op, None]
+        if calls is None:
+            calls = self._calls[id(target)] = self._table[op, target]
+        calls[node] = None
         graph._len += 1
         return node
 
