@@ -96,11 +96,11 @@ _OURS = os.path.dirname(program.__file__) + os.sep
 # The trainer that ships with aotdist counts as the user's code; the other commands do not.
 _EXAMPLES = os.path.join(_OURS, "launch") + os.sep
 _COMMANDS = os.path.join(_EXAMPLES, "commands") + os.sep
-_PYTHONS = os.path.join(sysconfig.get_path("stdlib"), "")
+_PYTHONS = tuple({os.path.join(sysconfig.get_path(name), "") for name in ("stdlib", "platstdlib")})
 _PACKAGES = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 """Folders of packages: an environment may show those of the system, and of the user, beside its own."""
-_PYTORCHS = ("torch.nn.", "torch.optim.swa_utils")
-"""Modules that may branch on data, as packages may: the user cannot change them."""
+_LIBRARIES = ("torch.nn.", "torch.optim.swa_utils", "transformers.")
+"""Modules that may branch on data wherever they are, as packages may: the user cannot change them."""
 _SYMBOLS = (
     os.path.join(_TORCH, "__init__.py"),
     os.path.join(_TORCH, "fx", "experimental") + os.sep,
@@ -125,10 +125,14 @@ def is_of_a_package(filename: str) -> bool:
     return any(folder in filename for folder in _PACKAGES)
 
 
+def is_of_python(filename: str) -> bool:
+    """Whether `filename` is of Python's own library."""
+    return filename.startswith(_PYTHONS) and not is_of_a_package(filename)
+
+
 def _says_where(filename: str) -> bool:
     """Whether a line of `filename` tells the user where something happens: Python's own library's do not."""
-    is_of_python = filename.startswith(_PYTHONS) and not is_of_a_package(filename)
-    return is_user_file(filename) and not is_of_python
+    return is_user_file(filename) and not is_of_python(filename)
 
 
 class Origins:
@@ -188,7 +192,7 @@ def raised_at(traceback: TracebackType | None) -> str | None:
 def is_asked_by_a_library(frame: FrameType | None) -> bool:
     """Whether a frame is called by a module of a library, rather than by the user's code itself."""
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_PYTORCHS):
+        if frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
             return True
         if is_user_file(filename := frame.f_code.co_filename):
             return is_of_a_package(filename)

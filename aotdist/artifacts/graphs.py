@@ -20,7 +20,7 @@ from aotdist.codegen.fx import attribute_of
 from aotdist.errors import UnsupportedProgram
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functional import FakeTensorMode, new_fake
-from aotdist.torch_seam.nodes import add_node
+from aotdist.torch_seam.nodes import Appender
 from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload, argument_names
 from aotdist.torch_seam.proxies import graph_module
 from aotdist.torch_seam.symbols import is_open
@@ -175,7 +175,7 @@ class Graphs:
             for key, none in (("args", ()), ("kwargs", {}))
         )
         meta = {**_read_meta(json["meta"]), "val": self._read_val(json["val"])}
-        node = add_node(graph, op, target, args, kwargs, name, meta)  # type: ignore[arg-type]
+        node = Appender(graph).add(op, target, args, kwargs, name, meta)  # type: ignore[arg-type]
         if node.name != name:
             raise damaged(f"a node is called {name!r}, which is no name or that of another")
         return node

@@ -7,15 +7,13 @@ import dis
 import functools
 import inspect
 import sys
-import sysconfig
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from aotdist.origins import is_of_a_package, is_user_file
+from aotdist.origins import is_of_a_package, is_of_python, is_user_file
 
-_LIBRARY = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib")})
 _PROMPTS = ("<stdin>", "<string>", "<ipython")
 """Code typed at a prompt or passed to `exec` has no file, and is the user's all the same."""
 _ATTRIBUTE_READS = frozenset({"LOAD_ATTR", "LOAD_METHOD", "LOAD_SUPER_ATTR"})
@@ -183,6 +181,6 @@ def is_users_class(cls: type) -> bool:
 
 
 def _is_users_file(filename: str) -> bool:
-    if filename.startswith(_LIBRARY) or is_of_a_package(filename):
+    if is_of_python(filename) or is_of_a_package(filename):
         return False
     return is_user_file(filename) or filename.startswith(_PROMPTS)

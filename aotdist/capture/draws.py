@@ -42,9 +42,7 @@ def is_python_generator(value: Any) -> bool:
 
 
 @contextmanager
-def no_python_random(
-    own: Iterable[tuple[str, Any]], classes: Iterable[type[nn.Module]] = ()
-) -> Generator[None]:
+def no_python_random(own: Iterable[tuple[str, Any]], classes: Iterable[type[nn.Module]]) -> Generator[None]:
     """Refuse random numbers of Python and NumPy in this context; generators keep their states.
 
     Args:

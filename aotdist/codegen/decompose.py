@@ -20,7 +20,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.passes.editing import emit
 from aotdist.sizes import is_symbolic
 from aotdist.torch_seam.functional import FakeTensor, FakeTensorMode, fake_of_its_own
-from aotdist.torch_seam.nodes import add_node, all_nodes, copied_graph
+from aotdist.torch_seam.nodes import Appender, all_nodes, copied_graph
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.proxies import graph_module, record_on_fakes
 from aotdist.torch_seam.symbols import SYMBOLIC
@@ -147,7 +147,7 @@ def _constant(graph: torch.fx.Graph, node: Node, held: torch.Tensor, mode: FakeT
     name = next(name for at in itertools.count() if not hasattr(owner, name := f"constant_{at}"))
     setattr(owner, name, held)
     meta = {**node.meta, "val": held if mode is None else fake_of_its_own(mode, held)}
-    return add_node(graph, "get_attr", name, (), {}, name, meta)
+    return Appender(graph).add("get_attr", name, (), {}, name, meta)
 
 
 def _like(node: Node, made: Node) -> Node:

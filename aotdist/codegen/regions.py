@@ -38,7 +38,7 @@ from aotdist.errors import UnsupportedProgram
 from aotdist.partition.traits import is_collective, is_size, is_view, is_wait, storage_root
 from aotdist.program import Graph
 from aotdist.torch_seam.inductor import moves_collectives
-from aotdist.torch_seam.nodes import add_node, copy_node
+from aotdist.torch_seam.nodes import Appender
 from aotdist.torch_seam.proxies import graph_module
 from aotdist.torch_seam.symbols import expression, surely_equal, symbols_in
 from aotdist.torch_seam.tensors import StorageWeakRef
@@ -320,16 +320,17 @@ def _with_calls(
 ) -> Graph:
     """The graph with a node in the place of each region, and one for each of its results."""
     made, copies = torch.fx.Graph(), dict[Node, Node]()
+    appender = Appender(made)
     for part in parts:
         if isinstance(part, Node):
-            copies[part] = copy_node(made, part, copies.__getitem__, part.name)
+            copies[part] = appender.copy(part, copies.__getitem__, part.name)
             continue
         args = [copies[node] for node in arguments_of(part.segment, graph.gm)]
         place = {"module": _module_of(part.segment)}
-        results = add_node(made, "call_function", regions[part.kind], (args,), {}, "results", place)
+        results = appender.add("call_function", regions[part.kind], (args,), {}, "results", place)
         for position, node in enumerate(part.segment.outs):
             picked = (results, position)
-            copies[node] = add_node(made, "call_function", operator.getitem, picked, {}, node.name, node.meta)
+            copies[node] = appender.add("call_function", operator.getitem, picked, {}, node.name, node.meta)
     return Graph(graph_module(graph.gm, made), graph.ins, graph.outs)
 
 

@@ -31,7 +31,7 @@ from aotdist.partition.traits import view_base
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functional import FakeTensor, fake_on
 from aotdist.torch_seam.inductor import rewrites_whole_graphs
-from aotdist.torch_seam.nodes import add_node, copy_node, inputs_of
+from aotdist.torch_seam.nodes import Appender, inputs_of
 from aotdist.torch_seam.proxies import graph_module
 
 
@@ -219,13 +219,12 @@ class _Constant:
 
     def put(self, gm: GraphModule, argument: Node) -> Node:
         """A node in the place of an argument, at the insertion point of its graph."""
+        appender = Appender(gm.graph)
         if not isinstance(self.held, torch.Tensor):
-            return add_node(
-                gm.graph, "call_function", self.held, self.args, dict(self.kwargs), None, argument.meta
-            )
+            return appender.add("call_function", self.held, self.args, dict(self.kwargs), None, argument.meta)
         name = f"held_{argument.name}"
         setattr(gm, name, self.held)
-        return add_node(gm.graph, "get_attr", name, (), {}, name, argument.meta)
+        return appender.add("get_attr", name, (), {}, name, argument.meta)
 
 
 _FULL = torch.ops.aten.full.default
@@ -249,11 +248,12 @@ class _Assembly:
         self._joint = joint
         self._parts = parts
         self._made = torch.fx.Graph()
+        self._appender = Appender(self._made)
         self._root = torch.nn.Module()
         self._made_at: dict[_Place, Node] = {}
         self._makers = dict[Node, _Place | Node]()  # of the nodes of `joint` that parts read
         for node in joint.placeholders():
-            self._makers[node] = copy_node(self._made, node, lambda read: read, node.name)
+            self._makers[node] = self._appender.copy(node, lambda read: read, node.name)
         for at, part in enumerate(parts):
             for result, node in zip(part.graph.results(), part.segment.outs, strict=True):
                 assert result is not None, "a part returns what others read"
@@ -323,12 +323,12 @@ class _Assembly:
         meta["val"] = map_aggregate(node.meta.get("val"), _unshared)
         args, kwargs = map_arg((node.args, node.kwargs), inputs.__getitem__)
         name = origin.name if origin is not None and origin.target is node.target else node.name
-        return add_node(self._made, node.op, node.target, args, kwargs, name, meta)
+        return self._appender.add(node.op, node.target, args, kwargs, name, meta)
 
     def _held(self, graph: Graph, node: Node) -> Node:
         name = f"held_{len(self._made.nodes)}"
         setattr(self._root, name, attribute_of(graph.gm, node))
-        return add_node(self._made, "get_attr", name, (), {}, name, node.meta)
+        return self._appender.add("get_attr", name, (), {}, name, node.meta)
 
 
 def _unshared(val: Any) -> Any:

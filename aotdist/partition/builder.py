@@ -46,14 +46,11 @@ class GraphBuilder:
 
     def copy(self, node: Node) -> Node:
         """The same operation on the new graph's values."""
-        self.env[node] = copy = self._appender.copy(node, self.env.__getitem__, node.name)
-        return copy
+        return self._copy(node, node.name)
 
     def copy_as_theirs(self, node: Node) -> Node:
         """`copy`, called as PyTorch's tracer calls it; a constant keeps its name."""
-        name = node.name if node.op == "get_attr" else operator_name(node.target)
-        self.env[node] = copy = self._appender.copy(node, self.env.__getitem__, name)
-        return copy
+        return self._copy(node, node.name if node.op == "get_attr" else operator_name(node.target))
 
     def copy_all(self, nodes: Iterable[Node]) -> None:
         """`copy` each, in order."""
@@ -75,6 +72,10 @@ class GraphBuilder:
         """Closes the graph; `results` are nodes of the new graph."""
         self.graph.output(tuple(results))
         return Graph(graph_module(self.source, self.graph), tuple(ins), tuple(outs))
+
+    def _copy(self, node: Node, name: str | None) -> Node:
+        self.env[node] = copy = self._appender.copy(node, self.env.__getitem__, name)
+        return copy
 
 
 def returning(graph: Graph, outs: Sequence[Slot]) -> Graph:

@@ -14,7 +14,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from aotdist.partition.traits import is_effectful
-from aotdist.torch_seam.nodes import add_node
+from aotdist.torch_seam.nodes import Appender
 from aotdist.trace.known_results import KnownResults
 
 _INHERITED = ("phase", "source", "module", "seq_nr", "unit")
@@ -103,7 +103,7 @@ def emit(
             meta["val"] = compute()
         else:
             meta["val"] = known.result(known.key(target, vals, kwargs), vals, kwargs, compute)
-    return add_node(graph, "call_function", target, args, dict(kwargs), name, meta)
+    return Appender(graph).add("call_function", target, args, dict(kwargs), name, meta)
 
 
 def erase_unused(graph: FxGraph, node: Node) -> None:

@@ -44,7 +44,7 @@ class Appender:
         meta: Mapping[str, Any],
         type_expr: Any = None,
     ) -> Node:
-        """A node whose arguments are in the form that nodes store; see `add_node`."""
+        """A node whose arguments are in the form that nodes store; without a name, named after its target."""
         graph = self._graph
         if name is None:
             name = _NAMES.get(target) or _NAMES.setdefault(target, graph._target_to_str(target))
@@ -63,26 +63,9 @@ class Appender:
         return node
 
     def copy(self, node: Node, now: Callable[[Node], Any], name: str | None) -> Node:
-        """The same operation on what `now` gives for each node; `name` as in `add_node`."""
+        """The same operation on what `now` gives for each node; `name` as in `add`."""
         args, kwargs = _fx_map_arg(node._args, now), node._kwargs and _fx_map_arg(node._kwargs, now)
         return self.add(node.op, node.target, args, kwargs, name, node.meta, node.type)
-
-
-def add_node(
-    graph: Graph,
-    op: str,
-    target: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    name: str | None,
-    meta: Mapping[str, Any],
-    type_expr: Any = None,
-) -> Node:
-    """A node at the graph's insertion point, whose arguments are in the form that nodes store.
-
-    Without a name it is named after its target. `Appender` adds many.
-    """
-    return Appender(graph).add(op, target, args, kwargs, name, meta, type_expr)
 
 
 def _free_name(graph: Graph, like: str) -> str:
@@ -123,11 +106,6 @@ inputs_of: Callable[[Node], Mapping[Node, None]] = operator.attrgetter("_input_n
 def is_erased(node: Node) -> bool:
     """Whether a node was taken out of its graph."""
     return node._erased
-
-
-def copy_node(graph: Graph, node: Node, now: Callable[[Node], Any], name: str | None) -> Node:
-    """The same operation in a graph; see `Appender.copy`."""
-    return Appender(graph).copy(node, now, name)
 
 
 def copied_graph(graph: Graph) -> Graph:

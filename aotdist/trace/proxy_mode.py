@@ -31,7 +31,7 @@ from aotdist.torch_seam.functional import (
     FakeTensorMode,
 )
 from aotdist.torch_seam.modes import OutOfDynamo, set_aside
-from aotdist.torch_seam.nodes import add_node
+from aotdist.torch_seam.nodes import Appender
 from aotdist.torch_seam.operators import (
     HigherOrderOperator,
     OpOverload,
@@ -374,7 +374,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
 
     def _create(self, target: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         meta = self._stamp() | {"original_aten": target, "val": None}
-        return add_node(self.tracer.graph, "call_function", target, args, kwargs, None, meta)
+        return Appender(self.tracer.graph).add("call_function", target, args, kwargs, None, meta)
 
     def _bind(self, value: torch.Tensor, node: Node) -> None:
         # Nothing writes a value of a functional graph, so it can stand for itself; the general mode

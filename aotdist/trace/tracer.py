@@ -10,7 +10,7 @@ from torch.fx.node import map_arg
 from aotdist.origins import Origins, current_module, current_tags
 from aotdist.torch_seam.autograd import ACCUMULATION, next_sequence_nr, running_node
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
-from aotdist.torch_seam.nodes import add_node, is_erased
+from aotdist.torch_seam.nodes import Appender, is_erased
 from aotdist.torch_seam.proxies import PythonKeyTracer
 
 Phase = Literal["forward", "backward"]
@@ -97,7 +97,7 @@ class Tracer(PythonKeyTracer):
             raise NotInstantiable("what is computed for a block's instances is read elsewhere")
         given = map_arg(self._erased[node], lambda one: self.recorded_again(one) if is_erased(one) else one)
         meta = {key: value for key, value in node.meta.items() if key not in STAMPED} | self.stamp()
-        made = add_node(self.graph, node.op, node.target, *given, None, meta)
+        made = Appender(self.graph).add(node.op, node.target, *given, None, meta)
         self._replacements[node] = made
         return made
 
