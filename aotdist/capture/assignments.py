@@ -351,7 +351,7 @@ def _contents(places: Iterable[_Place]) -> tuple[list[_Content], list[_Content]]
             empty.append(_Content(place, held, type(now)(), now))
         else:
             seen = _copied(now)
-            others.append(_Content(place, held, _as_shared(seen), seen))
+            others.append(_Content(place, held, with_shared(seen), seen))
     return empty, others
 
 
@@ -363,11 +363,7 @@ def _item(place: Source, cls: type[Any] | None, position: int, key: Any) -> Sour
 
 def _kept(container: _Container) -> _Container:
     """The items of a container for this thread; for dictionaries of a module's state, the shared ones."""
-    return _as_shared(_copied(own(container)))
-
-
-def _as_shared(items: _Container) -> _Container:
-    return with_shared(items) if isinstance(items, dict) else items
+    return with_shared(_copied(own(container)))
 
 
 def _copied(held: _Container) -> _Container:

@@ -127,10 +127,12 @@ def shared(value: Any) -> Any:
     return value if held is None else held.shared.get(id(value), value)
 
 
-def with_shared(items: dict[Any, Any]) -> dict[Any, Any]:
-    """A dictionary with what all threads share for each of its values; see `shared`."""
+def with_shared(items: list[Any] | dict[Any, Any]) -> list[Any] | dict[Any, Any]:
+    """A dictionary with what all threads share for each of its values (see `shared`); a list as it is."""
     held = _OWN.value
-    if held is None or held.shared.keys().isdisjoint(map(id, items.values())):
+    if held is None or not isinstance(items, dict):
+        return items
+    if held.shared.keys().isdisjoint(map(id, items.values())):
         return items
     return {key: held.shared.get(id(value), value) for key, value in items.items()}
 

@@ -40,7 +40,7 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (55_239, 42_000),
+    "lines of aotdist/": (55_220, 42_000),
     "lines of its core": (31_245, 23_500),
     "classes of its core": (273, 200),
     "files of aotdist/": (269, 235),
