@@ -314,6 +314,7 @@ def test_memory_may_begin_elsewhere_if_it_is_aligned_alike() -> None:
     assert kinds(captured(stack(*[mixed] * 4), [x, *askew])) == [0, 0, 0, 1]
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="its attention compares sizes with numbers")
 def test_sizes_that_are_symbols_are_given_to_each_region() -> None:
     def model() -> torch.nn.Module:
         torch.manual_seed(0)

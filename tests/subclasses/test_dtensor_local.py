@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -92,6 +93,8 @@ def gradients_case() -> None:
             made = leaf(EVEN, placement)
             compare(lambda x, said=said: x.to_local(grad_placements=said) * 2, made)
             compare(lambda x, said=said: x.full_tensor(grad_placements=said) * 2, made)
+    if "grad_placements" not in signature(DTensor.from_local).parameters:
+        return  # torch 2.11
     for placement, said in ((R, R), (R, P), (P, R), (P, P), (S0, S0), (S1, S1)):
 
         def put_in(x: torch.Tensor, placement: Placement = placement, said: Placement = said) -> torch.Tensor:

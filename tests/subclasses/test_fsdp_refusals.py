@@ -10,7 +10,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.two_tensor import TwoTensor
 
@@ -64,11 +64,13 @@ SWITCHES: dict[str, tuple[str, Callable[[Any], None]]] = {
         r"`blocks\.0` has a custom all-gather",
         lambda model: model.blocks[0].set_custom_all_gather(object()),
     ),
-    "unused parameters": (
+}
+REDUCES_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")  # not in torch 2.11
+if REDUCES_UNUSED:
+    SWITCHES["unused parameters"] = (
         r"`\(root\)` reduces parameters that no gradient reached",
         lambda model: model.set_reduce_scatter_unused_params(True, recurse=False),
-    ),
-}
+    )
 
 
 def switch_case(which: str) -> None:
@@ -97,6 +99,7 @@ def late_switch_case() -> None:
         MODULE_RULE.prepare(model)
 
 
+@pytest.mark.skipif(not REDUCES_UNUSED, reason="this torch has no such switch")
 def test_a_switch_thrown_later(world2: World) -> None:
     world2.run(late_switch_case)
 

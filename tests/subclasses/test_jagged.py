@@ -313,7 +313,8 @@ def test_flex_attention_of_values_with_a_mask_of_rows() -> None:
     for lengths in LENGTHS:
         x = nested_tensor_from_jagged(torch.randn(sum(lengths), 8), offsets(lengths))
         assert_same(in_rows(x), compiled(x))
-    assert len(compiled.artifacts) == 1
+    settles_sizes = torch.__version__ < "2.12"  # its attention compares them with numbers
+    assert len(compiled.artifacts) == (len(LENGTHS) if settles_sizes else 1)
 
 
 def of_variable_length(x: Tensor) -> Tensor:
