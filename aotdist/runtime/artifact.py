@@ -31,8 +31,8 @@ from aotdist.runtime.ranks import (
     RunCheck,
     Sequenced,
     agreeing_on_backwards,
+    checks_of,
     fingerprint_of,
-    watches_of,
 )
 from aotdist.torch_seam.ambient import any_autocast, autocast_off
 from aotdist.torch_seam.modes import class_functions_off
@@ -120,7 +120,7 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
         keep_freed_memory()
     printer = Printer(fit.variables)
     agreed = fingerprint_of(compilation)
-    watches = watches_of(compilation, agreed)
+    checks = checks_of(compilation, agreed)
     hooks, run = HookPlan((), (), ()), "region"
     forward, *_ = compilation.emitted().values()
     printing = ForwardPrinter(
@@ -128,11 +128,11 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
         fit.primal_variables(),
         fit.numbers.symbols(),
         fit.numbers.unbacked,
-        _watched(_forward(compilation, forward), watches["forward"]),
+        _watched(_forward(compilation, forward), checks["forward"]),
     )
     match compilation.region:
         case Training() as region:
-            backward = _backward(compilation, region, agreed, watches["backward"])
+            backward = _backward(compilation, region, agreed, checks["backward"])
             hooks = _hooks(compilation, region, backward)
             changes, run = compilation.captured.in_backward.whole, "Node.apply"
             print_node(printing, region.node, backward, changes, has_classes=fit.has_classes())
@@ -150,9 +150,8 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
     returned = Returned.of(compilation.traced.facts)
     print_call(printer, fit, run, compilation.plans, returned, hooks, enables_grad=enables_grad)
     call = printer.load("call", compilation.captured.name)
-    check = None if (watch := watches["forward"]) is None else watch.check
     return Artifact(
-        call, printer.source(), without_tensors(compilation), fit.without_tensors(), agreed, check
+        call, printer.source(), without_tensors(compilation), fit.without_tensors(), agreed, checks["forward"]
     )
 
 
@@ -173,7 +172,7 @@ def _forward(compilation: Compilation, emitted: Emitted) -> BoxedCall:
 
 
 def _backward(
-    compilation: Compilation, region: Training, agreed: Sequence[Sequenced], watch: LossWatch | None
+    compilation: Compilation, region: Training, agreed: Sequence[Sequenced], check: RunCheck | None
 ) -> Backward:
     rules = compilation.captured.environment.rules
 
@@ -184,11 +183,7 @@ def _backward(
     agree_on, ahead = agreeing_on_backwards(compilation, agreed), region.joint.split.backward
 
     def guarded(call: BoxedCall, graph: Graph) -> BoxedCall:
-        around, call = watch, without_autocast(call)
-        if graph is not ahead:
-            check = agree_on(graph)
-            around = None if watch is None else watch.checking(check)
-        return _watched(call, around)
+        return _watched(without_autocast(call), check if graph is ahead else agree_on(graph))
 
     region = replace(region, guarded=guarded)
     return Backward(region, after if rules else None, compilation.captured.in_backward)
@@ -249,10 +244,11 @@ def _silenced(facts: Facts, node: NodePlan) -> list[PrimalIdx]:
     return [idx for idx, grad in node.grads.enumerate() if grad is not None and idx not in written]
 
 
-def _watched(call: BoxedCall, watch: LossWatch | None) -> BoxedCall:
-    """`call` within `watch`, which checks ranks before a run and names lost ranks after one."""
-    if watch is None:
+def _watched(call: BoxedCall, check: RunCheck | None) -> BoxedCall:
+    """`call`, which checks ranks before each run, and names lost ranks after one that fails."""
+    if check is None:
         return call
+    watch = LossWatch.of(check)
 
     def watched(args: list[Any]) -> Sequence[Any]:
         with watch:
