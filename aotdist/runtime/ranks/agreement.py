@@ -172,20 +172,16 @@ class Meeting:
 
     def hold(self) -> None:
         """Meet the parties; see `agree`."""
-        board, parties, rounds = self.board, self.parties, None
+        board, parties, have_agreed = self.board, self.parties, False
         report(board, f"agreeing on `{self.label}`")
-        while rounds is None:  # a table may have refused another call than this rank's
+        while not have_agreed:  # a table may have refused another call than this rank's
             self.places = {party: _seat(board, party) for party in parties}
-            rounds = self._held()
-        for party, number in rounds.items():
-            # All ranks have left the party's table before this one, so its notices can be deleted.
-            board.erase(board.memory.to_erase.pop(party, ()))
-            self._keep_for_later(party, number)
+            have_agreed = self._held()
         met = f", agreed over {', '.join(map(spell, parties[:4]))}" if parties else ", which asks nobody"
         report(board, f"running `{self.label}`{met}", has_met=bool(parties))
 
-    def _held(self) -> dict[Party, int] | None:
-        """The number of rounds of each table; None if a table refused another call."""
+    def _held(self) -> bool:
+        """Whether all tables agreed; if not, one refused another call."""
         rounds, round_no = dict.fromkeys(self.parties, 1), 1
         try:
             while still := [party for party in self.parties if rounds[party] >= round_no]:
@@ -195,7 +191,7 @@ class Meeting:
                     if not isinstance(verdict, int):
                         error = self._break_up(rounds, found, round_no, verdict)
                         if error is None:
-                            return None
+                            return False
                         raise error
                 round_no += 1
         except BaseException:
@@ -205,7 +201,7 @@ class Meeting:
             for party in self.parties:
                 memory.failures_at[party] = memory.failures
             raise
-        return rounds
+        return True
 
     def _round(self, parties: Sequence[Party], round_no: int) -> dict[Party, Verdict]:
         """The verdicts of all tables, or those so far when one is not an agreement."""
@@ -349,7 +345,6 @@ class Meeting:
             if isinstance(verdict, int) and round_no < left:
                 verdict = self._settle(party, round_no + 1, refusal)
             final[party] = verdict
-            self._keep_for_later(party, round_no + 1)
         error = self._error(final)
         if error is None or isinstance(error, UnsupportedProgram):
             return error  # no rank leaves: all go on, those with this call eagerly
@@ -393,14 +388,6 @@ class Meeting:
             fix="give every rank the same model, arguments' shapes and dtypes, and order of calls; "
             "a branch on the rank number, or parameters in the order of a set, are the usual causes",
         )
-
-    def _keep_for_later(self, party: Party, num_rounds: int) -> None:
-        """Note which notices of a table to delete at the party's next meeting, when all have read them."""
-        rank, rounds = self.board.rank, range(1, num_rounds + 1)
-        to_erase = self.board.memory.to_erase.setdefault(party, [])
-        to_erase += [*(self._key(party, number, rank) for number in rounds), self._key(party, "steps", rank)]
-        if party[0] == rank:
-            to_erase += [self._key(party, number, "verdict") for number in rounds]
 
 
 def _seat(board: Board, party: Party) -> str:
