@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -78,42 +79,8 @@ _View: TypeAlias = tuple[torch.dtype, int, Sequence[int], Sequence[int]]
 """How a tensor sees its storage: dtype, offset in elements, sizes and strides."""
 
 
-@dataclass(frozen=True, slots=True)
-class _FromInput:
-    """A result that is an input used where it lies, or a view of one; kernels may have written it.
-
-    Args:
-        position: of the input.
-        view: how the result sees the input's storage; None for the input itself.
-    """
-
-    position: int
-    view: _View | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Lent:
-    """A result in memory that the recording keeps.
-
-    Args:
-        memory: position of that memory among those that the recording keeps.
-        view: how the result sees it.
-        leaves: whether it is copied out.
-    """
-
-    memory: int
-    view: _View
-    leaves: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Constant:
-    """A result that is the same at every call: a number, or a tensor without bytes."""
-
-    value: Any
-
-
-_Result: TypeAlias = _FromInput | _Lent | _Constant
+_Made: TypeAlias = Callable[[Sequence[Any], Sequence[torch.UntypedStorage]], Any]
+"""Makes a result of a replay's inputs and of the storages over the memory that the recording keeps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +93,7 @@ class _Recording:
         addresses: of the inputs that are used where they lie, by position.
         copied: where other inputs are copied to, by position.
         kept: the memory of the results, in bytes.
-        results: what is returned.
+        results: make what is returned.
         lent: who holds results of the last replay.
     """
 
@@ -135,7 +102,7 @@ class _Recording:
     addresses: dict[int, int]
     copied: dict[int, torch.Tensor]
     kept: tuple[torch.Tensor, ...]
-    results: tuple[_Result, ...]
+    results: tuple[_Made, ...]
     lent: list[StorageWeakRef]
 
     def is_in_use(self) -> bool:
@@ -148,7 +115,7 @@ class _Recording:
         self.replay()
         storages = [another_storage(memory) for memory in self.kept]
         self.lent[:] = [StorageWeakRef(storage) for storage in storages]
-        results = [_made(result, args, storages) for result in self.results]
+        results = [made(args, storages) for made in self.results]
         args.clear()
         return results
 
@@ -288,10 +255,10 @@ class GraphedCall:
                 stage="codegen",
                 fix="leave `cuda_graphs` off for this program",
             ) from error
-        places, kept = _places_of(results, inputs, self.leaving)
+        makers, kept = _makers_of(results, inputs, self.leaving)
         _kept.update({memory.data_ptr(): memory for memory in kept})
         place = self.capture.place(self.device)
-        return _Recording(replay, place, addresses, copied, kept, places, lent=[])
+        return _Recording(replay, place, addresses, copied, kept, makers, lent=[])
 
 
 def _copy_all(copied: Mapping[int, torch.Tensor], args: Sequence[Any]) -> None:
@@ -308,10 +275,10 @@ def _copied_out_of(addresses: Collection[int], result: Any) -> Any:
     return result
 
 
-def _places_of(
+def _makers_of(
     results: Sequence[Any], inputs: Sequence[Any], leaving: Collection[int]
-) -> tuple[tuple[_Result, ...], tuple[torch.Tensor, ...]]:
-    """Where results lie, and the memory to be kept for those that do not lie in an input.
+) -> tuple[tuple[_Made, ...], tuple[torch.Tensor, ...]]:
+    """What makes each result, and the memory to be kept for those that do not lie in an input.
 
     Args:
         results: of the run that was recorded.
@@ -320,29 +287,36 @@ def _places_of(
     """
     input_at = {_address(arg): at for at, arg in enumerate(inputs) if isinstance(arg, torch.Tensor)}
     kept: dict[int, torch.Tensor] = {}
-    places: list[_Result] = []
+    made: list[_Made] = []
     for at, result in enumerate(results):
         if not isinstance(result, torch.Tensor) or not result.untyped_storage().nbytes():
-            places.append(_Constant(result))
+            made.append(partial(_constant, result))
         elif (position := input_at.get(_address(result))) is not None:
             view = None if result is inputs[position] else _view_of(result)
-            places.append(_FromInput(position, view))
+            made.append(partial(_of_input, position, view))
         else:
             kept.setdefault(_address(result), _bytes_of(result))
             memory = list(kept).index(_address(result))
-            places.append(_Lent(memory, _view_of(result), leaves=at in leaving))
-    return tuple(places), tuple(kept.values())
+            made.append(partial(_lent, memory, _view_of(result), at in leaving))
+    return tuple(made), tuple(kept.values())
 
 
-def _made(result: _Result, args: Sequence[Any], storages: Sequence[torch.UntypedStorage]) -> Any:
-    match result:
-        case _Constant(value):
-            return value
-        case _FromInput(position, view):
-            return args[position] if view is None else _tensor(args[position].untyped_storage(), *view)
-        case _Lent(memory, view, leaves):
-            lent = _tensor(storages[memory], *view)
-            return _copied(lent) if leaves else lent
+def _constant(value: Any, _args: Any, _storages: Any) -> Any:
+    """A result that is the same at every call: a number, or a tensor without bytes."""
+    return value
+
+
+def _of_input(position: int, view: _View | None, args: Sequence[Any], _: Any) -> torch.Tensor:
+    """A result that is an input used where it lies, or a view of one; kernels may have written it."""
+    return args[position] if view is None else _tensor(args[position].untyped_storage(), *view)
+
+
+def _lent(
+    memory: int, view: _View, leaves: bool, _: Any, storages: Sequence[torch.UntypedStorage]
+) -> torch.Tensor:
+    """A result in memory that the recording keeps; copied out if it leaves."""
+    lent = _tensor(storages[memory], *view)
+    return _copied(lent) if leaves else lent
 
 
 def _tensor(
