@@ -2,7 +2,7 @@
 
 A graph that communicates is cut where it does. Collectives stay where the schedule put them, and so does what
 puts parameters into their buckets; what computes in between is a region. Another graph is cut where its
-layers begin (`codegen/repeats.py`). Regions of equal layers are equal (`codegen/region_graph.py`). They are
+layers begin (`codegen/layers.py`). Regions of equal layers are equal (`codegen/region_graph.py`). They are
 compiled once and called for each layer with what is that layer's, boxed. The compile cache knows a region by
 its form, too: a deep model finds what a shallow one of its width left.
 

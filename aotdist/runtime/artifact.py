@@ -19,8 +19,8 @@ from aotdist.runtime.backward import Backward
 from aotdist.runtime.backwards import Training
 from aotdist.runtime.compilation import Compilation, Inference, without_tensors
 from aotdist.runtime.double_backward import Nodes
-from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.guards import MISS, Guards
+from aotdist.runtime.hooks import Gates, schedule
 from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.plan import NodePlan, result_views
 from aotdist.runtime.print_call import HookPlan, print_call

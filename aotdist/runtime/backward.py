@@ -22,8 +22,8 @@ from aotdist.partition.gates import Gate
 from aotdist.runtime.backwards import Arrived, Compiled, Training
 from aotdist.runtime.derive import BackwardRequest
 from aotdist.runtime.double_backward import failing_later, laid_out_with_history
-from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import keep_for_others, let_go, saved_by, saved_for
+from aotdist.runtime.hooks import is_watched
 from aotdist.runtime.plan import Grads, NodePlan
 from aotdist.runtime.tangent import is_laid_out_as
 from aotdist.sizes import concrete

@@ -25,9 +25,8 @@ from aotdist.convention.mutation import DifferentiableWrites
 from aotdist.convention.stack import Plans
 from aotdist.facts import Action
 from aotdist.program import NodeOutIdx, PrimalIdx, Row
-from aotdist.runtime.gate import Gates
 from aotdist.runtime.guards import MISS, Guards, are_outside, no_overlap, place_in_storage, tensor_check
-from aotdist.runtime.hooks import shield, with_silenced_hooks
+from aotdist.runtime.hooks import Gates, shield, with_silenced_hooks
 from aotdist.runtime.print_node import print_classes_off, print_plains
 from aotdist.runtime.print_outputs import action_printer, print_return, print_steps, print_write
 from aotdist.runtime.printer import Printer, binder, print_size, sequence

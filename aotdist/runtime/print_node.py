@@ -15,8 +15,8 @@ from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.stack import InsidePlans
 from aotdist.runtime.backward import Backward
-from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import let_go, run_once
+from aotdist.runtime.hooks import is_watched
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.printer import Printer, Unbacked, print_size, print_step, remark, sequence
 from aotdist.runtime.tangent import Tangent, TangentMismatch, rebuilt

@@ -46,7 +46,7 @@ from aotdist.facts import (
 )
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row
-from aotdist.runtime.gate import Gates, make_gate
+from aotdist.runtime.hooks import Gates, make_gate
 from aotdist.runtime.printer import (
     Printer,
     print_literal,

@@ -19,9 +19,8 @@ from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.backwards import Training
 from aotdist.runtime.compilation import Compilation, Inference
-from aotdist.runtime.gate import Gates, make_gate
 from aotdist.runtime.held import run_once
-from aotdist.runtime.hooks import shield, with_silenced_hooks
+from aotdist.runtime.hooks import Gates, make_gate, shield, with_silenced_hooks
 from aotdist.runtime.plan import NodePlan, result_views
 from aotdist.runtime.print_call import HookPlan
 from aotdist.runtime.wrappers import check_unwritten
