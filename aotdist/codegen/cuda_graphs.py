@@ -120,14 +120,6 @@ class _Recording:
         return results
 
 
-@dataclass(slots=True)
-class _Signature:
-    """What became of the calls of one signature."""
-
-    recording: _Recording | None = None
-    num_recordings: int = 0
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class GraphedCall:
     """A boxed call that is recorded, once for each signature of sizes.
@@ -153,14 +145,14 @@ class GraphedCall:
     most: int
     capture: CudaGraphCapture
     is_settled: Callable[[Sequence[Any]], bool] | None = None
-    signatures: dict[Hashable, _Signature] = field(default_factory=dict[Hashable, _Signature])
+    recorded: dict[Hashable, _Recording | None] = field(default_factory=dict[Hashable, _Recording | None])
+    made: Counter[Hashable] = field(default_factory=Counter[Hashable])
     replays: Counter[Hashable] = field(default_factory=Counter[Hashable])
     without: Counter[str] = field(default_factory=Counter[str])
 
     def recordings(self) -> Recordings:
         """What was recorded until now, for reports."""
-        made = sum(signature.num_recordings for signature in self.signatures.values())
-        return Recordings(made, self.replays.total(), dict(self.without))
+        return Recordings(self.made.total(), self.replays.total(), dict(self.without))
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Replay the call, or record it, or run it.
@@ -169,21 +161,21 @@ class GraphedCall:
             UnsupportedProgram: recording it fails.
         """
         key = self._signature_of(args)
-        signature = self.signatures.get(key)
-        if signature is None:
-            if len(self.signatures) >= self.most:
+        if key not in self.recorded:
+            if len(self.recorded) >= self.most:
                 return self._run(args, "more sizes than `max_artifacts`")
-            self.signatures[key] = _Signature()
+            self.recorded[key] = None
             self.without["to warm up"] += 1
             return self.capture.warm(lambda: self.call(args), self.device)
-        why = self._why_not(signature, args)
+        why = self._why_not(key, args)
         if why is not None:
             return self._run(args, why)
-        if signature.recording is None:
-            signature.recording = self._record(args)
-            signature.num_recordings += 1
+        recording = self.recorded[key]
+        if recording is None:
+            recording = self.recorded[key] = self._record(args)
+            self.made[key] += 1
         self.replays[key] += 1
-        return signature.recording.run(args)
+        return recording.run(args)
 
     def _run(self, args: list[Any], why: str) -> Sequence[Any]:
         self.without[why] += 1
@@ -196,9 +188,9 @@ class GraphedCall:
             if position not in self.static_ins
         )
 
-    def _why_not(self, signature: _Signature, args: Sequence[Any]) -> str | None:
+    def _why_not(self, key: Hashable, args: Sequence[Any]) -> str | None:
         """Why a call cannot be replayed or recorded now; drops a recording whose parameters have moved."""
-        recording = signature.recording
+        recording = self.recorded[key]
         if recording is None:
             return self._why_not_yet(args)
         if recording.is_in_use():
@@ -208,11 +200,12 @@ class GraphedCall:
         moved = {at for at, address in recording.addresses.items() if args[at].data_ptr() != address}
         if any(_memory_of(args[at]) is None for at in moved - self.static_ins):
             return _NOT_REPLAYED
-        if moved and signature.num_recordings >= _MOST_RECORDINGS:
+        if not moved:
+            return None
+        if self.made[key] >= _MOST_RECORDINGS:
             return "parameters keep moving"
-        if moved:
-            signature.recording = None
-        return None if signature.recording else self._why_not_yet(args)
+        self.recorded[key] = None
+        return self._why_not_yet(args)
 
     def _why_not_yet(self, args: Sequence[Any]) -> str | None:
         """Saved values would be copied for ever if they lay elsewhere while the backward is recorded."""
