@@ -146,7 +146,8 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
             )
         case _:
             assert_never(compilation.region)
-    enables_grad = _enables_grad(compilation)
+    # It then returns results with a history under `no_grad`.
+    enables_grad = isinstance(compilation.region, Training) and not compilation.captured.ambient.grad
     returned = Returned.of(compilation.traced.facts)
     print_call(printer, fit, run, compilation.plans, returned, hooks, enables_grad=enables_grad)
     call = printer.load("call", compilation.captured.name)
@@ -197,7 +198,7 @@ def nodes_of(region: Training) -> Nodes:
         return without_autocast(call)
 
     backward = Backward(replace(region, guarded=guarded))
-    primals = [f"primal_{number}" for number in range(len(region.node.grads))]
+    primals = [f"primal_{number}" for number in range(len(region.node.backward.grads))]
 
     @functools.cache
     def printed(symbols: tuple[str, ...]) -> Any:
@@ -241,7 +242,7 @@ def _silenced(facts: Facts, node: NodePlan) -> list[PrimalIdx]:
     if len(node.differentiable()) == 1:
         return []
     written = facts.written()
-    return [idx for idx, grad in node.grads.enumerate() if grad is not None and idx not in written]
+    return [idx for idx, grad in node.backward.grads.enumerate() if grad is not None and idx not in written]
 
 
 def _watched(call: BoxedCall, check: RunCheck | None) -> BoxedCall:
@@ -255,11 +256,6 @@ def _watched(call: BoxedCall, check: RunCheck | None) -> BoxedCall:
             return call(args)
 
     return watched
-
-
-def _enables_grad(compilation: Compilation) -> bool:
-    """Whether the program switches grad mode on and so returns results with history under `no_grad`."""
-    return isinstance(compilation.region, Training) and not compilation.captured.ambient.grad
 
 
 def _is_recorded(compilation: Compilation) -> bool:

@@ -204,7 +204,7 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
         if writes.plains:
             printer.line(f"ctx.written = {sequence([plains[idx] for idx in writes.plains])}")
         if writes.wrappers:
-            printer.line(f"ctx.bumped = {sequence([names[idx] for idx in writes.wrappers])}")
+            printer.line(f"ctx.bumped = {sequence([names[idx] for idx, _ in writes.wrappers])}")
         printer.line("ctx.set_materialize_grads(False)")
         if wrappers := plan.saved.wrappers:
             noted = [f"({names[idx]}, {names[idx]}._version)" for idx in wrappers.ins]
@@ -238,7 +238,7 @@ def _print_backward(
     """Print the call of the backward graph, and when `Backward` runs another in its place."""
     if wrappers := plan.saved.wrappers:
         printer.line(printer.call(check_unwritten, "ctx.wrappers", printer.bind("WRAPPERS", wrappers.names)))
-    if plan.backward_writes.once:
+    if plan.backward.once:
         printer.line(printer.call(run_once, "ctx"))
     arrived = [names[idx] for idx in plan.differentiable()]
     another = f"{printer.bind('ANOTHER_BACKWARD', backward)}(ctx, {', '.join(arrived)})"
@@ -257,7 +257,7 @@ def _print_backward(
     given += [f"ctx.written[{position}]" for position in plan.backward_writes.read.values()]
     given += ["*ctx.rng"] if plan.inside.rng.draw is not None else []
     args = f"args = [{', '.join(given)}]"
-    if not plan.variants.of_kinds or all(tangent.is_any_plain() for _, tangent in pairs):
+    if not plan.other_kinds or all(tangent.is_any_plain() for _, tangent in pairs):
         printer.line(args)
     else:
         with printer.block("try:"):
@@ -280,13 +280,13 @@ def _print_gradients(
     has_symbols: bool,
 ) -> None:
     """Print what is done with the results of the backward graph."""
-    grads = [recipe for recipe in plan.grads if recipe is not None]
+    grads = [recipe for recipe in plan.backward.grads if recipe is not None]
     count = sum(1 for recipe in grads for _ in leaves(recipe))
     writes = plan.backward_writes
-    for offset, bumps in enumerate(writes.bumps()):
+    for offset, bumps in enumerate(writes.bumps):
         printer.line(_write(printer, f"ctx.written[{offset}]", f"results[{count + offset}]", bumps))
-    for offset, idx in enumerate(writes.wrappers):
-        printer.line(printer.call(bump, f"ctx.bumped[{offset}]", writes.counts[idx]))
+    for offset, (_, count_of_writes) in enumerate(writes.wrappers):
+        printer.line(printer.call(bump, f"ctx.bumped[{offset}]", count_of_writes))
     built = iter(
         print_results(printer, grads, [f"results[{k}]" for k in range(count)], ["grad"] * len(grads))
     )
@@ -299,7 +299,7 @@ def _print_gradients(
         replay = f"{printer.bind('CHANGES', changes)}.replay(["
         what = remark(f"changes {', '.join(place.path for place in changes.places())}")
         printer.spread(replay, kept, f"], {'symbols' if has_symbols else '{}'}){what}")
-    returned = ["None" if recipe is None else next(built) for recipe in plan.grads]
+    returned = ["None" if recipe is None else next(built) for recipe in plan.backward.grads]
     returned += ["None"] if has_symbols else []
     printer.spread("return (", returned, ",)")
 
@@ -311,7 +311,7 @@ def _print_other_ways(
     pairs = list(zip((names[idx] for idx in plan.differentiable()), plan.tangents, strict=True))
     conditions = [printer.call(torch.is_grad_enabled)]
     conditions += [_differs(printer, name, tangent) for name, tangent in pairs]
-    if plan.has_waypoints:
+    if plan.backward.waypoints:
         conditions.append(printer.call(is_watched, "ctx"))
     with printer.block(f"if {' or '.join(conditions)}:"):
         printer.line(returned)

@@ -103,7 +103,7 @@ def make_node(
             ctx.versions = tuple(version_of(ctx.kept_primals[k]) for k, _ in kept.unsaved)
             ctx.symbols = symbols
             ctx.written = [plains[idx] for idx in late.plains]
-            ctx.bumped = [primals[idx] for idx in late.wrappers]
+            ctx.bumped = [primals[idx] for idx, _ in late.wrappers]
             ctx.mark_non_differentiable(
                 *(outs[idx] for idx, out in plan.outs.enumerate() if not out.differentiable)
             )
@@ -116,7 +116,7 @@ def make_node(
         @staticmethod
         def backward(ctx: Any, *tangents: Any) -> Any:
             check_unwritten(ctx.wrappers, plan.saved.wrappers.names)
-            if plan.backward_writes.once:
+            if plan.backward.once:
                 run_once(ctx)
             with class_functions_off():
                 return backward(ctx, *(tangents[idx] for idx in plan.differentiable()))
