@@ -103,11 +103,8 @@ class InductorBackend(Backend):
         """
         values = [node.meta.get("val") for node in graph.placeholders()]
         fakes = [value for value in values if isinstance(value, FakeTensor)]
-        if (
-            not graph.outs
-            or not fakes
-            or any(_is_meta(node.meta.get("val")) for node in graph.gm.graph.nodes)
-        ):
+        on_meta = any(getattr(node.meta.get("val"), "is_meta", False) for node in graph.gm.graph.nodes)
+        if not graph.outs or not fakes or on_meta:
             return graph  # the rewrites leave nodes without a size where no device computes (torch 2.13)
         _require_triton(fakes)
         gm = graph.copied().gm
@@ -285,10 +282,6 @@ _VISIBLE = frozenset({"output", "grad", "kept"})
 def _is_negated(node: torch.fx.Node) -> bool:
     value = node.meta["val"]
     return isinstance(value, torch.Tensor) and value.is_neg()
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _require_triton(fakes: Sequence[FakeTensor]) -> None:

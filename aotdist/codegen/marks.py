@@ -129,13 +129,13 @@ _INDICES = frozenset({"index", "indices", "target"})
 
 def lines_with_indices(graph: Graph) -> tuple[str, ...]:
     """The lines of the user's program whose operators pick elements by tensors."""
-    lines = (node.meta.get("source") for node in graph.calls(_takes_indices))
+
+    def takes_indices(node: Node) -> bool:
+        op = node.target
+        return isinstance(op, OpOverload) and not _INDICES.isdisjoint(argument_names(op))
+
+    lines = (node.meta.get("source") for node in graph.calls(takes_indices))
     return tuple(dict.fromkeys(line for line in lines if line))
-
-
-def _takes_indices(node: Node) -> bool:
-    op = node.target
-    return isinstance(op, OpOverload) and not _INDICES.isdisjoint(argument_names(op))
 
 
 def raise_if_bad_index(error: RuntimeError, lines: Sequence[str], name: str) -> None:

@@ -29,7 +29,6 @@ from aotdist.facts import (
     Action,
     Fresh,
     FunctionView,
-    HeldPlace,
     Inside,
     IsInput,
     Keep,
@@ -70,7 +69,8 @@ def print_steps(printer: Printer, gates: Gates, primals: Sequence[str], do: Call
     for step in gates.steps:
         match step:
             case Gate():
-                points = [_point(gates.place(position)) for position, _ in step.pieces]
+                places = [gates.place(position) for position, _ in step.pieces]
+                points = [f"values[{p.value}]" if isinstance(p, Fresh) else f"o{p}" for p in places]
                 lead = printer.bind(f"gate_{step.level}", make_gate(gates, step))
                 printer.line(f"passed_{step.level} = {lead}(values, {sequence(points)}, {before})")
                 before = f"passed_{step.level}"
@@ -78,10 +78,6 @@ def print_steps(printer: Printer, gates: Gates, primals: Sequence[str], do: Call
                 print_write(printer, primals, step)
             case _:
                 do(step)
-
-
-def _point(place: HeldPlace) -> str:
-    return f"values[{place.value}]" if isinstance(place, Fresh) else f"o{place}"
 
 
 def action_printer(
