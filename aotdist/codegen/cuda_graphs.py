@@ -63,12 +63,9 @@ def with_cuda_graphs(emitted: Emitted, graph: Graph, emission: Emission) -> Emit
         return emitted
     call = GraphedCall(
         call=emitted.call,
-        name=f"{emission.name} {emission.kind}",
+        emission=emission,
         device=device,
-        static_ins=emission.static_ins,
-        saved_ins=emission.saved_ins,
         leaving=frozenset(position for position, slot in enumerate(graph.outs) if slot.role == "output"),
-        most=min(_MOST_SIZES, emission.settings.max_artifacts),
         capture=CAPTURE,
         is_settled=emitted.is_settled,
     )
@@ -126,23 +123,18 @@ class GraphedCall:
 
     Args:
         call: runs the graph.
-        name: what errors call the graph.
+        emission: what is known of the graph: which inputs keep their address from call to call, and which the
+            forward computed, and its recording keeps.
         device: on which it runs.
-        static_ins: positions of inputs that keep their address from call to call.
-        saved_ins: positions of what the forward computed, and its recording keeps.
         leaving: positions of results that are copied out.
-        most: signatures that are recorded; calls of others run as they are.
         capture: how recordings are made.
         is_settled: see `Emitted`; other calls are not recorded.
     """
 
     call: BoxedCall
-    name: str
+    emission: Emission
     device: torch.device
-    static_ins: frozenset[int]
-    saved_ins: frozenset[int]
     leaving: frozenset[int]
-    most: int
     capture: CudaGraphCapture
     is_settled: Callable[[Sequence[Any]], bool] | None = None
     recorded: dict[Hashable, _Recording | None] = field(default_factory=dict[Hashable, _Recording | None])
@@ -162,7 +154,7 @@ class GraphedCall:
         """
         key = self._signature_of(args)
         if key not in self.recorded:
-            if len(self.recorded) >= self.most:
+            if len(self.recorded) >= min(_MOST_SIZES, self.emission.settings.max_artifacts):
                 return self._run(args, "more sizes than `max_artifacts`")
             self.recorded[key] = None
             self.without["to warm up"] += 1
@@ -182,10 +174,11 @@ class GraphedCall:
         return self.call(args)
 
     def _signature_of(self, args: Sequence[Any]) -> Hashable:
+        static = self.emission.static_ins
         return tuple(
             (arg.shape, arg.stride()) if isinstance(arg, torch.Tensor) else arg
             for position, arg in enumerate(args)
-            if position not in self.static_ins
+            if position not in static
         )
 
     def _why_not(self, key: Hashable, args: Sequence[Any]) -> str | None:
@@ -198,7 +191,7 @@ class GraphedCall:
         if recording.place != self.capture.place(self.device):
             return "on another stream than it was recorded for"
         moved = {at for at, address in recording.addresses.items() if args[at].data_ptr() != address}
-        if any(_memory_of(args[at]) is None for at in moved - self.static_ins):
+        if any(_memory_of(args[at]) is None for at in moved - self.emission.static_ins):
             return _NOT_REPLAYED
         if not moved:
             return None
@@ -209,7 +202,9 @@ class GraphedCall:
 
     def _why_not_yet(self, args: Sequence[Any]) -> str | None:
         """Saved values would be copied for ever if they lay elsewhere while the backward is recorded."""
-        if self.saved_ins and not any(_memory_of(args[position]) is not None for position in self.saved_ins):
+        if self.emission.saved_ins and not any(
+            _memory_of(args[position]) is not None for position in self.emission.saved_ins
+        ):
             return _NOT_REPLAYED
         return None if self.is_settled is None or self.is_settled(args) else NOT_SETTLED
 
@@ -229,7 +224,7 @@ class GraphedCall:
             if memory is not None:
                 inputs[position] = _tensor(memory.untyped_storage(), *_view_of(arg))
                 addresses[position] = arg.data_ptr()
-            elif position in self.static_ins:
+            elif position in self.emission.static_ins:
                 inputs[position] = arg.detach()
                 addresses[position] = arg.data_ptr()
             else:
@@ -244,7 +239,7 @@ class GraphedCall:
             replay, results = self.capture.record(run, self.device)
         except Exception as error:
             raise UnsupportedProgram(
-                f"`{self.name}` cannot be recorded as a CUDA graph: {error}",
+                f"`{self.emission.name} {self.emission.kind}` cannot be recorded as a CUDA graph: {error}",
                 stage="codegen",
                 fix="leave `cuda_graphs` off for this program",
             ) from error
