@@ -22,6 +22,7 @@ compile while its peers run what they have, as in eager.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -349,15 +350,8 @@ class Meeting:
         if error is None or isinstance(error, UnsupportedProgram):
             return error  # no rank leaves: all go on, those with this call eagerly
         with contextlib.suppress(StoreGone):
-            farewell(self.board, self._to_hear(error, round_no))
+            farewell(self.board, itertools.chain(*self.parties))
         return error
-
-    def _to_hear(self, error: AotdistError, round_no: int) -> set[int]:
-        """Peers that must read of an error before the store is gone: of a lost rank, those that have come."""
-        if isinstance(error, RankDivergence):
-            return {rank for party in self.parties for rank in party}
-        come = (set(party).difference(self._absent(party, round_no)) for party in self.parties)
-        return set[int]().union(*come)
 
     def _error(self, final: Mapping[Party, Verdict | None]) -> AotdistError | None:
         """The error to raise: preferably a difference at one of this rank's tables, rather than a refusal."""
