@@ -87,7 +87,7 @@ def with_marks(emitted: Emitted, graph: Graph, name: str) -> Emitted:
 
 
 def module_mark(node: Node) -> str:
-    """The mark for what runs a node, or nothing outside of modules."""
+    """The mark of a node's module; empty outside of modules."""
     path = node.meta.get("module")
     if not path:
         return ""
@@ -120,7 +120,7 @@ def _start_of(wait: Node) -> Node | None:
     return node
 
 
-# Says whose index is out of bounds where a C++ kernel of Inductor's knows its own variables only.
+# Names the user's lines where an index is out of bounds: a C++ kernel of Inductor's names its own variables.
 
 _FAILED = re.compile(r"index out of bounds: .* < (\d*)")
 _INDICES = frozenset({"index", "indices", "target"})
@@ -139,7 +139,7 @@ def lines_with_indices(graph: Graph) -> tuple[str, ...]:
 
 
 def raise_if_bad_index(error: RuntimeError, lines: Sequence[str], name: str) -> None:
-    """Raise what says more, if that is what a kernel failed for.
+    """Raise an error with the user's lines, if a kernel failed for a bad index.
 
     Args:
         error: what running a graph raised.
@@ -147,7 +147,7 @@ def raise_if_bad_index(error: RuntimeError, lines: Sequence[str], name: str) -> 
         name: of the graph.
 
     Raises:
-        IndexOutOfBounds: an index is not one of the dimension.
+        IndexOutOfBounds: an index is outside of its dimension.
     """
     match = None if isinstance(error, IndexOutOfBounds) else _FAILED.search(str(error))
     if match is None:

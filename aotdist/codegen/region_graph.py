@@ -56,7 +56,7 @@ class Segment:
 
 
 def arguments_of(segment: Segment, gm: GraphModule) -> list[Node]:
-    """What a region is called with: graphs inside of it are its own."""
+    """What a region is called with; graphs that its operators take are part of the region."""
     return [node for node in segment.ins if not _is_graph(node, gm)]
 
 

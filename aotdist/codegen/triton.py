@@ -250,7 +250,7 @@ def _prepared(graph: Graph) -> Graph:
 
 
 def summary(fused: Fused) -> Fusion:
-    """What became of the operators of a graph."""
+    """Which operators of a graph run in which kernel, and which in the library."""
     kernels = (
         KernelSummary(
             name=one.printed.name,
