@@ -93,11 +93,7 @@ def _with_numbers(
         device: where the rest takes the numbers; None if it takes none.
         rest: the rest, compiled.
     """
-    compute, run, num_ready = (
-        load_function(early.source, "forward", early.bound, "numbers"),
-        rest.call,
-        len(ready),
-    )
+    compute, run = load_function(early.source, "forward", early.bound, "numbers"), rest.call
 
     def call(args: list[Any]) -> Sequence[Any]:
         values = compute(list(args))
