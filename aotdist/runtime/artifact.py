@@ -20,10 +20,10 @@ from aotdist.runtime.backwards import Training
 from aotdist.runtime.compilation import Compilation, Inference, without_tensors
 from aotdist.runtime.double_backward import Nodes
 from aotdist.runtime.guards import MISS, Guards
-from aotdist.runtime.hooks import Gates, schedule
+from aotdist.runtime.hooks import HookPlan, schedule
 from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.plan import NodePlan, result_views
-from aotdist.runtime.print_call import HookPlan, print_call
+from aotdist.runtime.print_call import print_call
 from aotdist.runtime.print_node import ForwardPrinter, print_inference, print_node
 from aotdist.runtime.printer import Printer
 from aotdist.runtime.ranks import (
@@ -121,7 +121,7 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
     printer = Printer(fit.variables)
     agreed = fingerprint_of(compilation)
     checks = checks_of(compilation, agreed)
-    hooks, run = HookPlan((), (), ()), "region"
+    hooks, run = HookPlan(compilation.traced.facts.backward), "region"
     forward, *_ = compilation.emitted().values()
     printing = ForwardPrinter(
         printer,
@@ -220,21 +220,16 @@ def nodes_of(region: Training) -> Nodes:
 
 
 def _hooks(compilation: Compilation, region: Training, backward: Backward) -> HookPlan:
-    gates, node = _gates(compilation, region, backward), region.node
+    facts, node = compilation.traced.facts, region.node
+    gates = plan_gates(region.joint.cut, facts)
     return HookPlan(
-        shielded=tuple(node.with_siblings() if gates is None else gates.at_once()),
+        facts.backward,
+        siblings=tuple(node.with_siblings()),
         detached=tuple(node.without_grad(compilation.traced.program.examples)),
-        silenced=tuple(_silenced(compilation.traced.facts, node)),
-        gates=gates,
+        silenced=tuple(_silenced(facts, node)),
+        gated=schedule(compilation.plans, gates, facts.backward) if gates else (),
+        pieces=backward.pieces,
     )
-
-
-def _gates(compilation: Compilation, region: Training, backward: Backward) -> Gates | None:
-    facts, gates = compilation.traced.facts, plan_gates(region.joint.cut, compilation.traced.facts)
-    if not gates:
-        return None
-    steps = schedule(compilation.plans, gates, facts.backward)
-    return Gates(steps, facts.backward, backward.pieces, tuple(region.node.with_siblings()))
 
 
 def _silenced(facts: Facts, node: NodePlan) -> list[PrimalIdx]:

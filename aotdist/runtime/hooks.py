@@ -235,32 +235,32 @@ _ANCHOR = torch.zeros((), requires_grad=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Gates:
-    """The gates of one artifact.
+class HookPlan:
+    """What a call does so that hooks are called as in eager.
 
     Args:
-        steps: what happens outside of the node, in order.
-        backward: which gradients pass which waypoints.
+        backward: what the trace showed of the backward.
+        siblings: results of the node whose hooks must skip None.
+        detached: inputs that never get a gradient, so that their hooks must not be called.
+        silenced: inputs that get no gradient in some backwards; their hooks must not be called then.
+        gated: what happens outside of the node, in order, if results pass gates; else empty.
         pieces: computes the pieces of a gate.
-        shielded: results whose hooks must skip None.
     """
 
-    steps: tuple[Step, ...]
     backward: BackwardFacts
-    pieces: Pieces
-    shielded: tuple[NodeOutIdx, ...]
-
-    def place(self, position: int) -> HeldPlace:
-        """Where the caller has a waypoint."""
-        return self.backward.waypoints[position].place
+    siblings: tuple[NodeOutIdx, ...] = ()
+    detached: tuple[PrimalIdx, ...] = ()
+    silenced: tuple[PrimalIdx, ...] = ()
+    gated: tuple[Step, ...] = ()
+    pieces: Pieces | None = None
 
     def at_once(self) -> list[NodeOutIdx]:
-        """The shielded results that pass no gate."""
-        return [idx for idx in self.shielded if not self.backward.levels[idx]]
+        """The siblings that pass no gate."""
+        return [idx for idx in self.siblings if not (self.gated and self.backward.levels[idx])]
 
-    def in_order(self) -> list[Gate]:
-        """The gates, from the lowest level up."""
-        return [step for step in self.steps if isinstance(step, Gate)]
+    def places(self, gate: Gate) -> list[HeldPlace]:
+        """Where the caller has the waypoint of each piece of a gate."""
+        return [self.backward.waypoints[position].place for position, _ in gate.pieces]
 
 
 def _has_no_hooks(point: torch.Tensor) -> bool:
@@ -268,19 +268,21 @@ def _has_no_hooks(point: torch.Tensor) -> bool:
     return hooks_of_gradient(point) is None and not has_several_results(point)
 
 
-def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
+def make_gate(hooks: HookPlan, gate: Gate) -> Callable[..., Any]:
     """A function that leads results through a gate.
 
     It takes the node's values (and replaces some in the list), the waypoint of each piece, and what the
     previous gate returned, or None. It returns what the next gate takes.
     """
-    num_outs, order = len(gate.outs), gates.in_order()
+    num_outs, order, pieces = len(gate.outs), [s for s in hooks.gated if isinstance(s, Gate)], hooks.pieces
+    assert pieces is not None, "gates send pieces"
     is_last = gate == order[-1]
-    shielded = [idx for idx in gates.shielded if idx in gate.outs]
+    shielded = [idx for idx in hooks.siblings if idx in gate.outs]
     below = {position for other in order[: order.index(gate)] for position, _ in other.pieces}
     first = {position: k for k, (position, _) in enumerate(gate.pieces) if position not in below}
     # Autograd calls the hooks of a gate's waypoints even where it sends them nothing.
-    to_shield = [k for position, k in first.items() if not isinstance(gates.place(position), Fresh)]
+    places = hooks.places(gate)
+    to_shield = [k for k in first.values() if not isinstance(places[k], Fresh)]
 
     class Passed(node_base()):
         @staticmethod
@@ -299,7 +301,7 @@ def make_gate(gates: Gates, gate: Gate) -> Callable[..., Any]:
                 backward = ctx.node.gated_backward = backward_task(), is_watched, {}
             _, is_watched, so_far = backward
             so_far.update(arrived)
-            sent = gates.pieces(ctx.node, gate, so_far) if is_watched else [None] * len(gate.pieces)
+            sent = pieces(ctx.node, gate, so_far) if is_watched else [None] * len(gate.pieces)
             return (None, None, None, None, *arrived.values(), *sent)
 
     def lead(values: list[Any], points: Sequence[torch.Tensor], before: Any) -> Any:

@@ -45,7 +45,7 @@ from aotdist.facts import (
 )
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row
-from aotdist.runtime.hooks import Gates, make_gate
+from aotdist.runtime.hooks import HookPlan, make_gate
 from aotdist.runtime.printer import (
     Printer,
     print_literal,
@@ -62,16 +62,18 @@ def print_write(printer: Printer, primals: Sequence[str], write: tuple[PrimalIdx
     printer.line(printer.call(put, primals[primal], f"values[{value}]", bumps))
 
 
-def print_steps(printer: Printer, gates: Gates, primals: Sequence[str], do: Callable[[Action], None]) -> None:
+def print_steps(
+    printer: Printer, hooks: HookPlan, primals: Sequence[str], do: Callable[[Action], None]
+) -> None:
     """Print the steps outside of a node whose results pass gates."""
     printer.line("values = list(values)")
     before = "None"
-    for step in gates.steps:
+    for step in hooks.gated:
         match step:
             case Gate():
-                places = [gates.place(position) for position, _ in step.pieces]
+                places = hooks.places(step)
                 points = [f"values[{p.value}]" if isinstance(p, Fresh) else f"o{p}" for p in places]
-                lead = printer.bind(f"gate_{step.level}", make_gate(gates, step))
+                lead = printer.bind(f"gate_{step.level}", make_gate(hooks, step))
                 printer.line(f"passed_{step.level} = {lead}(values, {sequence(points)}, {before})")
                 before = f"passed_{step.level}"
             case tuple():
