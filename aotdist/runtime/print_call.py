@@ -17,7 +17,7 @@ from aotdist.capture.argument_mutation import are_distinct
 from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.captured import Returned
 from aotdist.capture.constants import same_constant
-from aotdist.capture.source import Held, held_in
+from aotdist.capture.source import held_in
 from aotdist.convention.bases import Span, ViewBase, base_of, span_over
 from aotdist.convention.epilogue import EpiloguePlan
 from aotdist.convention.mutation import DifferentiableWrites
@@ -74,7 +74,10 @@ def print_call(
         bind = binder(printer, fit.variables, held)
         with _missing_places_miss(printer) if held or fit.reads_places() else nullcontext():
             _print_sources(printer, fit, bind)
-            _print_held(printer, held, bind)
+            if held:
+                printer.comment("what is written, besides tensors")
+            for position, each in enumerate(held):
+                printer.line(f"held_{position} = {each.source.expression(bind)}")
             _print_bases(printer, fit)
             for count in fit.numbers.counts:
                 printer.line(f"{count.name} = {count.place.expression(bind)}")
@@ -127,8 +130,11 @@ def _print_run(printer: Printer, run: str, given: Sequence[str], fit: Guards) ->
 def _print_given(
     printer: Printer, writes: DifferentiableWrites, primals: Sequence[str], hooks: HookPlan
 ) -> list[str]:
-    """Print the preparation of the region's arguments; returns expressions for them."""
-    _print_before_writes(printer, writes, primals)
+    """Print `DifferentiableWrites.prepare`, and what is done for hooks; returns expressions for arguments."""
+    if writes.writes:
+        printer.line(printer.call(refuse_forbidden, *(primals[primal] for primal, _, _ in writes.writes)))
+    for primal, bumps in writes.counted:
+        printer.line(printer.call(bump, primals[primal], bumps))
     given = list(primals)
     for idx in hooks.detached:
         given[idx] += ".detach()"
@@ -137,14 +143,6 @@ def _print_given(
     silence = printer.bind("with_silenced_hooks", with_silenced_hooks)
     printer.spread(f"given = {silence}({printer.bind('SILENCED', hooks.silenced)}, ", given, ")")
     return ["*given"]
-
-
-def _print_before_writes(printer: Printer, writes: DifferentiableWrites, primals: Sequence[str]) -> None:
-    """Print `DifferentiableWrites.prepare`."""
-    if writes.writes:
-        printer.line(printer.call(refuse_forbidden, *(primals[primal] for primal, _, _ in writes.writes)))
-    for primal, bumps in writes.counted:
-        printer.line(printer.call(bump, primals[primal], bumps))
 
 
 @contextmanager
@@ -233,13 +231,6 @@ def _print_sources(printer: Printer, fit: Guards, bind: Callable[[str, Any], str
         printer.comment("parameters, buffers and closed-over tensors")
     for name, source in zip(fit.variables[start:], fit.sources, strict=True):
         printer.line(f"{name} = {source.expression(bind)}")
-
-
-def _print_held(printer: Printer, held: Sequence[Held], bind: Callable[[str, Any], str]) -> None:
-    if held:
-        printer.comment("what is written, besides tensors")
-    for position, each in enumerate(held):
-        printer.line(f"held_{position} = {each.source.expression(bind)}")
 
 
 def _print_sizes(printer: Printer, fit: Guards, primals: Sequence[str]) -> None:

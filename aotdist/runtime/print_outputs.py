@@ -221,7 +221,9 @@ def print_return(
     def leaf(value: Any) -> str:
         return names[value.position] if isinstance(value, TensorResult) else print_literal(printer, value)
 
-    _print_prints(printer, returned.log, leaf)
+    for each in returned.log.prints():  # calls of `print` and of loggers
+        printed = print_tree(printer, each.given.spec, map(leaf, each.given.leaves))
+        printer.line(f"{printer.bind('printed', each.make)}({printed})")
     for position, check in enumerate(returned.checks, returned.first_checked()):
         printer.line(printer.call(require, f"o{position}", printer.bind("CHECK", check)))
     for shown in returned.shown:
@@ -242,17 +244,10 @@ def _name_of_output(idx: OutIdx, fact: OutputFact) -> str:
     return f"o{idx}"
 
 
-def _print_prints(printer: Printer, log: EffectLog, leaf: Callable[[Any], str]) -> None:
-    """Print the calls of `print` and of loggers; `leaf` gives the expression of a leaf of a value."""
-    for each in log.prints():
-        printed = print_tree(printer, each.given.spec, map(leaf, each.given.leaves))
-        printer.line(f"{printer.bind('printed', each.make)}({printed})")
-
-
 def _print_changes(
     printer: Printer, log: EffectLog, bind: Callable[[str, Any], str], leaf: Callable[[Any], str]
 ) -> None:
-    """Print the other effects."""
+    """Print the other effects; `leaf` gives the expression of a leaf of a value."""
     for each in log.effects:
         match each:
             case Assign(place, tree):
