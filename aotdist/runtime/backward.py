@@ -19,7 +19,7 @@ from aotdist.convention.mutation import write_plain
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import short_tracebacks
 from aotdist.partition.gates import Gate
-from aotdist.runtime.backwards import Arrived, Compiled, Training
+from aotdist.runtime.backwards import Arrived, CompiledBackward, Training
 from aotdist.runtime.derive import BackwardRequest
 from aotdist.runtime.double_backward import failing_later, laid_out_with_history
 from aotdist.runtime.held import keep_for_others, let_go, saved_by, saved_for
@@ -193,11 +193,11 @@ class Backward:
             let_go(ctx)
         with class_functions_off():  # wrappers may come for plain tensors
             results = iter(compiled.call(args))
-        grads = rebuilder.in_order(specialize_sizes(ctx, compiled.returned), results)
+        grads = rebuilder.in_order(specialize_sizes(ctx, compiled.derived.returned), results)
         self._write(ctx, results)
         if self.after is not None:
             self.after()
-        kept = changes.kept if compiled.kept is None else compiled.kept
+        kept = changes.kept if compiled.derived.kept is None else compiled.derived.kept
         return tuple(grads), rebuilder.in_order(specialize_sizes(ctx, kept), results)
 
     def _request(self, ctx: Any, plan: NodePlan, arrived: Arrived) -> BackwardRequest:
@@ -211,7 +211,7 @@ class Backward:
 
     def _prepared(
         self, ctx: Any, plan: NodePlan, request: BackwardRequest, arrived: Arrived
-    ) -> tuple[Compiled, list[Any], GradRebuilder]:
+    ) -> tuple[CompiledBackward, list[Any], GradRebuilder]:
         """The backward for a request, its arguments, and what rebuilds its gradients.
 
         Raises:
@@ -233,7 +233,7 @@ class Backward:
         saved = self._saved(ctx, arrived, compiled) if ordinary else saved_by(ctx, plan)
         return compiled, compiled.arguments.read(ctx, plan, saved, given), GradRebuilder(converted.values())
 
-    def _saved(self, ctx: Any, arrived: Grads, compiled: Compiled) -> Sequence[torch.Tensor]:
+    def _saved(self, ctx: Any, arrived: Grads, compiled: CompiledBackward) -> Sequence[torch.Tensor]:
         """The saved values; what a later backward of other results needs is kept for it."""
         if not self.plan.saved.frees:
             return ()
@@ -269,7 +269,7 @@ class Backward:
         compiled, args, rebuilder = self._prepared(ctx, specialize_sizes(ctx, self.plan), request, arrived)
         with class_functions_off():
             results = iter(compiled.call(args))
-        return rebuilder.in_order(specialize_sizes(ctx, compiled.returned), results), []
+        return rebuilder.in_order(specialize_sizes(ctx, compiled.derived.returned), results), []
 
     def _with_history(
         self, ctx: Any, arrived: Arrived, gate: Gate | None, plainly: Callable[[], Gradients]
