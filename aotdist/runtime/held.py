@@ -93,6 +93,25 @@ def check_kept_inputs(ctx: Any, plan: NodePlan, needed: Collection[Slot]) -> Non
             )
 
 
+def check_unwritten(versions: Sequence[tuple[torch.Tensor, int]], names: Sequence[str]) -> None:
+    """Check that no wrapper whose plain tensors were saved has been written since the forward.
+
+    Args:
+        versions: tensors that share the version counters of wrappers, each with the version in the forward.
+        names: of the wrappers.
+
+    Raises:
+        RuntimeError: one was; with autograd's message.
+    """
+    for position, (wrapper, version) in enumerate(versions):
+        if wrapper._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: `{names[position]}`, of size {list(wrapper.size())}, is at version "
+                f"{wrapper._version}; expected version {version} instead"
+            )
+
+
 def run_once(ctx: Any) -> None:
     """Refuse a second run of a backward that can run only once (`BackwardFacts.once`).
 

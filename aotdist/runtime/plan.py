@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -14,16 +14,70 @@ from aotdist.codegen.contract import Strides
 from aotdist.convention.stack import InsidePlans, Plans
 from aotdist.convention.subclass import plain_positions
 from aotdist.facts import BackwardFacts, Facts, NodeOut, ObservedGrad
-from aotdist.partition.traits import is_view
+from aotdist.partition.traits import is_view, view_base
 from aotdist.program import Graph, NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.runtime.tangent import Tangent
-from aotdist.runtime.wrappers import SavedWrappers
 from aotdist.sizes import Expression
 from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, leaves, tangent_recipe
 from aotdist.trace.trace import Traced
 
 Grads: TypeAlias = "Mapping[NodeOutIdx, torch.Tensor | None]"
 """Tangents by output; None for those that did not arrive."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWrappers:
+    """The wrappers that share memory with values saved by the node.
+
+    Autograd compares the version counters of saved tensors, which are plain tensors. A write to a wrapper
+    around them, or to its views, increases the wrapper's own counter only.
+
+    Args:
+        ins: those among the inputs.
+        outs: those among the outputs.
+        names: of all of them, inputs first.
+    """
+
+    ins: tuple[PrimalIdx, ...]
+    outs: tuple[NodeOutIdx, ...]
+    names: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    @classmethod
+    def of(
+        cls,
+        facts: Facts,
+        plans: Plans,
+        split: Split,
+        names: Row[PrimalIdx, Slot],
+        outs: Row[NodeOutIdx, NodeOut],
+    ) -> SavedWrappers:
+        """The wrappers that share memory with what the forward graph saves for the backward graph.
+
+        Args:
+            facts: of the program.
+            plans: of the convention layers.
+            split: the two graphs.
+            names: of the inputs.
+            outs: what the node returns.
+        """
+        saved = _saved_memory(split)
+        given = {node: at for at, node in enumerate(split.forward.placeholders())}
+        taken = {PlainIdx(given[node]) for node in saved if node in given}
+        # These are written by the call itself, outside of the node.
+        repeated = facts.reshaped() | {idx for idx, _, _ in plans.writes.writes}
+        repeated |= facts.backward.writes.keys()
+        ins = tuple(
+            idx
+            for idx, plains in plain_positions(facts.recipes).enumerate()
+            if isinstance(facts.recipes[idx], Wrapper)
+            and idx not in repeated
+            and not taken.isdisjoint(plains)
+        )
+        made = tuple(idx for idx, nodes in _wrapped(split, outs) if not saved.isdisjoint(nodes))
+        return cls(ins, made, (*(names[idx].path for idx in ins), *(outs[idx].slot.path for idx in made)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,3 +343,25 @@ def result_views(graph: Graph) -> frozenset[int]:
         if node is not None
         and (is_view(node) or (not slot.inner and first.setdefault(node, position) != position))
     )
+
+
+def _saved_memory(split: Split) -> set[torch.fx.Node]:
+    """The nodes of the forward graph that own the memory of the saved values."""
+    results = dict(zip(split.forward.outs, split.forward.results(), strict=True))
+    inputs = split.forward.named_placeholders()
+    found = (
+        inputs[split.saved_primals[slot]] if slot in split.saved_primals else results[slot]
+        for slot in split.saved
+    )
+    return {view_base(node) for node in found if node is not None}
+
+
+def _wrapped(
+    split: Split, outs: Row[NodeOutIdx, NodeOut]
+) -> Iterator[tuple[NodeOutIdx, list[torch.fx.Node]]]:
+    """The wrappers that the node returns to the user, each with the nodes that own its memory."""
+    results = iter(split.forward.results())
+    for idx, out in outs.enumerate():
+        nodes = [next(results) for _ in leaves(out.recipe)]
+        if isinstance(out.recipe, Wrapper) and out.slot.role == "output":
+            yield idx, [view_base(node) for node in nodes if node is not None]

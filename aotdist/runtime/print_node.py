@@ -15,12 +15,11 @@ from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.stack import InsidePlans
 from aotdist.runtime.backward import Backward
-from aotdist.runtime.held import let_go, run_once
+from aotdist.runtime.held import check_unwritten, let_go, run_once
 from aotdist.runtime.hooks import is_watched
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.printer import Printer, Unbacked, print_size, print_step, remark, sequence
 from aotdist.runtime.tangent import Tangent, TangentMismatch, rebuilt
-from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import Expression, NumberStep, concrete, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
 from aotdist.torch_seam.autograd import node_base

@@ -19,10 +19,9 @@ from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.backwards import Training
 from aotdist.runtime.compilation import Compilation, Inference
-from aotdist.runtime.held import run_once
+from aotdist.runtime.held import check_unwritten, run_once
 from aotdist.runtime.hooks import HookPlan, make_gate, shield, with_silenced_hooks
 from aotdist.runtime.plan import NodePlan, result_views
-from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import concrete, evaluate
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.modes import class_functions_off
