@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from aotdist.api import compile, disable, explain, load, mark_dynamic, reset
     from aotdist.artifacts.build import Built, build
-    from aotdist.dynamo.tape import compile_backward
+    from aotdist.dynamo.backend import compile_backward
     from aotdist.errors import (
         AotdistError,
         BadArtifact,
@@ -82,7 +82,7 @@ __all__ = [
 
 _NAMES = {
     "aotdist.api": ("compile", "disable", "explain", "load", "mark_dynamic", "reset"),
-    "aotdist.dynamo.tape": ("compile_backward",),
+    "aotdist.dynamo.backend": ("compile_backward",),
     "aotdist.errors": (
         "AotdistError",
         "BadArtifact",

@@ -34,9 +34,6 @@ LAUNCHER_POLL_S = 0.5
 ORPHAN_S = 30.0
 """How long a rank without its launcher may take to save: as long as torchrun waits after SIGTERM."""
 
-GRACE_S = 3.0
-"""How long a rank looks for the lost one after a collective failed."""
-
 
 class Interrupted(Exception):
     """The run was asked to stop, and has saved its state.
@@ -162,4 +159,4 @@ def naming_lost_ranks() -> AbstractContextManager[None]:
     report(board, "training")
     dist.barrier()  # all addresses are on the board before they are read
     peers = [rank for rank in range(dist.get_world_size()) if rank != board.rank]
-    return LossWatch(board, "train", addresses(board, peers), GRACE_S)
+    return LossWatch(board, "train", roster=addresses(board, peers))

@@ -151,7 +151,7 @@ def _region(region: Training | Inference, values: Values, graphs: Graphs) -> Jso
                 "saved_primals": values.written(split.saved_primals, "the split"),
                 "saved_bytes": split.saved_bytes,
                 "ahead": values.written(region.ahead, "the backward"),
-                "meets_other_kinds": region.node.variants.of_kinds,
+                "meets_other_kinds": region.node.other_kinds,
             }
 
 

@@ -33,7 +33,7 @@ Products on CPUs
 ----------------
 PyTorch's float32 matrix products on x86 are MKL's, whose AVX-512 kernels run on Intel's processors only. On
 others with AVX-512, large products of a graph become an operator of ours that calls oneDNN
-(`codegen/onednn_products.py`), just before Inductor sees the graph. It takes matrices of any strides, so no
+(`codegen/inductor_rewrites.py`), just before Inductor sees the graph. It takes matrices of any strides, so no
 layout has to be agreed on; the left one is laid out by rows in the graph, where Inductor's copy is faster
 than the operator's. `fx` keeps eager's products, and so does `torch.backends.mkldnn.flags(enabled=False)`.
 

@@ -160,4 +160,4 @@ def _layer_norm(
 
 
 LOADED = FxBackend(name="triton", partition="min_cut", any_tangents=False)
-"""What emits further graphs of a program whose kernels were compiled elsewhere: operator by operator."""
+"""Compiles further graphs of a program whose kernels were compiled elsewhere: operator by operator."""

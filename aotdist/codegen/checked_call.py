@@ -10,24 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from aotdist.capture.compile_lock import alone
 from aotdist.codegen.contract import BoxedCall, Emitted, Fusion
 
 log = logging.getLogger(__name__)
 
-
-class Difference(Protocol):
-    """A tensor whose strides are not those of the trace."""
-
-    def line(self) -> str | None:
-        """What to tell a reader; None if it follows from another difference."""
-        ...
-
-
-Differences = Mapping[str, Difference]
-"""By the name of the node."""
+Difference: TypeAlias = Any
+"""A tensor whose strides are not those of the trace: an `aotdist.kernels.checking.Difference`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -37,7 +28,7 @@ class Form:
     Args:
         call: runs it.
         is_checked: whether it launches kernels.
-        check: runs it and compares strides.
+        check: runs it and compares strides; returns the differences by the name of the node, too.
         marked: makes a version with marks for profilers.
         source: what runs, for a reader.
         fusion: which kernels there are.
@@ -46,7 +37,7 @@ class Form:
 
     call: BoxedCall
     is_checked: bool
-    check: Callable[[list[Any]], tuple[Sequence[Any], Differences]]
+    check: Callable[[list[Any]], tuple[Sequence[Any], Mapping[str, Difference]]]
     marked: Callable[[], BoxedCall]
     source: str
     fusion: Callable[[], Fusion]
@@ -66,7 +57,7 @@ class CheckedCall:
     __slots__ = ("_differences", "_emit_for", "_forms", "_name", "_sizes", "_unchecked")
 
     def __init__(
-        self, form: Form, emit_for: Callable[[Collection[Any]], Form], sizes: Sequence[int], name: str
+        self, form: Form, emit_for: Callable[[Collection[Difference]], Form], sizes: Sequence[int], name: str
     ) -> None:
         self._forms = [form]  # all are kept: a CUDA graph may replay the kernels of an earlier one
         self._emit_for = emit_for
@@ -117,7 +108,7 @@ class CheckedCall:
         return results
 
     @alone
-    def _emit_again(self, form: Form, differences: Mapping[Any, Any]) -> None:
+    def _emit_again(self, form: Form, differences: Mapping[str, Difference]) -> None:
         if form is self._forms[-1] and not differences.keys() <= self._differences.keys():
             both = {**self._differences, **differences}
             self._forms.append(self._emit_for(both.values()))

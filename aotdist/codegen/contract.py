@@ -28,7 +28,7 @@ Strides: TypeAlias = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Emission:
-    """What an emitter may know beside the graph.
+    """What a backend is given besides the graph.
 
     Args:
         kind: whether the graph is an inference program, a forward or a backward.
@@ -75,7 +75,7 @@ class KernelSummary:
 
 @dataclass(frozen=True, slots=True)
 class Fusion:
-    """What became of the operators of a graph.
+    """Into which kernels of our own the operators of a graph were fused.
 
     Args:
         kernels: in the order in which they run.
@@ -90,7 +90,7 @@ class Fusion:
 
 @dataclass(frozen=True, slots=True)
 class Recordings:
-    """What became of the calls of a graph that is recorded as CUDA graphs.
+    """How the calls of a graph were recorded and replayed as CUDA graphs.
 
     Args:
         made: how many recordings.
@@ -154,7 +154,7 @@ def _nothing_pending() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Emitted:
-    """A graph as something to call.
+    """A compiled graph.
 
     Args:
         call: the compiled graph, boxed; one result per out of the graph, in order.
@@ -167,9 +167,9 @@ class Emitted:
             `UnsupportedProgram`.
         fusion: tells which kernels there are, from a backend that writes its own.
         recordings: tells what was recorded until now, of a graph that is.
-        portable: makes it something for another process, once `finish` is done; None where that cannot be.
+        portable: makes a form that another process can load, once `finish` is done; None if there is none.
         from_cache: it was compiled before, perhaps by another process, and found in the compile cache.
-        with_modules: makes the version of `call` that runs while somebody profiles, with a mark around the
+        with_modules: makes the version of `call` that runs while a profiler records, with a mark around the
             operators of each module. None where the backend cannot tell.
         is_settled: whether a call with such arguments neither compiles nor checks anything any more; None if
             that holds for every call.

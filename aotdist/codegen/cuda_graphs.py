@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -62,12 +63,9 @@ def with_cuda_graphs(emitted: Emitted, graph: Graph, emission: Emission) -> Emit
         return emitted
     call = GraphedCall(
         call=emitted.call,
-        name=f"{emission.name} {emission.kind}",
+        emission=emission,
         device=device,
-        static_ins=emission.static_ins,
-        saved_ins=emission.saved_ins,
         leaving=frozenset(position for position, slot in enumerate(graph.outs) if slot.role == "output"),
-        most=min(_MOST_SIZES, emission.settings.max_artifacts),
         capture=CAPTURE,
         is_settled=emitted.is_settled,
     )
@@ -78,42 +76,8 @@ _View: TypeAlias = tuple[torch.dtype, int, Sequence[int], Sequence[int]]
 """How a tensor sees its storage: dtype, offset in elements, sizes and strides."""
 
 
-@dataclass(frozen=True, slots=True)
-class _FromInput:
-    """A result that is an input used where it lies, or a view of one; kernels may have written it.
-
-    Args:
-        position: of the input.
-        view: how the result sees the input's storage; None for the input itself.
-    """
-
-    position: int
-    view: _View | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Lent:
-    """A result in memory that the recording keeps.
-
-    Args:
-        memory: position of that memory among those that the recording keeps.
-        view: how the result sees it.
-        leaves: whether it is copied out.
-    """
-
-    memory: int
-    view: _View
-    leaves: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Constant:
-    """A result that is the same at every call: a number, or a tensor without bytes."""
-
-    value: Any
-
-
-_Result: TypeAlias = _FromInput | _Lent | _Constant
+_Made: TypeAlias = Callable[[Sequence[Any], Sequence[torch.UntypedStorage]], Any]
+"""Makes a result of a replay's inputs and of the storages over the memory that the recording keeps."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -126,7 +90,7 @@ class _Recording:
         addresses: of the inputs that are used where they lie, by position.
         copied: where other inputs are copied to, by position.
         kept: the memory of the results, in bytes.
-        results: what is returned.
+        results: make what is returned.
         lent: who holds results of the last replay.
     """
 
@@ -135,7 +99,7 @@ class _Recording:
     addresses: dict[int, int]
     copied: dict[int, torch.Tensor]
     kept: tuple[torch.Tensor, ...]
-    results: tuple[_Result, ...]
+    results: tuple[_Made, ...]
     lent: list[StorageWeakRef]
 
     def is_in_use(self) -> bool:
@@ -148,17 +112,9 @@ class _Recording:
         self.replay()
         storages = [another_storage(memory) for memory in self.kept]
         self.lent[:] = [StorageWeakRef(storage) for storage in storages]
-        results = [_made(result, args, storages) for result in self.results]
+        results = [made(args, storages) for made in self.results]
         args.clear()
         return results
-
-
-@dataclass(slots=True)
-class _Signature:
-    """What became of the calls of one signature."""
-
-    recording: _Recording | None = None
-    num_recordings: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -167,33 +123,28 @@ class GraphedCall:
 
     Args:
         call: runs the graph.
-        name: what errors call the graph.
+        emission: what is known of the graph: which inputs keep their address from call to call, and which the
+            forward computed, and its recording keeps.
         device: on which it runs.
-        static_ins: positions of inputs that keep their address from call to call.
-        saved_ins: positions of what the forward computed, and its recording keeps.
         leaving: positions of results that are copied out.
-        most: signatures that are recorded; calls of others run as they are.
         capture: how recordings are made.
         is_settled: see `Emitted`; other calls are not recorded.
     """
 
     call: BoxedCall
-    name: str
+    emission: Emission
     device: torch.device
-    static_ins: frozenset[int]
-    saved_ins: frozenset[int]
     leaving: frozenset[int]
-    most: int
     capture: CudaGraphCapture
     is_settled: Callable[[Sequence[Any]], bool] | None = None
-    signatures: dict[Hashable, _Signature] = field(default_factory=dict[Hashable, _Signature])
+    recorded: dict[Hashable, _Recording | None] = field(default_factory=dict[Hashable, _Recording | None])
+    made: Counter[Hashable] = field(default_factory=Counter[Hashable])
     replays: Counter[Hashable] = field(default_factory=Counter[Hashable])
     without: Counter[str] = field(default_factory=Counter[str])
 
     def recordings(self) -> Recordings:
         """What was recorded until now, for reports."""
-        made = sum(signature.num_recordings for signature in self.signatures.values())
-        return Recordings(made, self.replays.total(), dict(self.without))
+        return Recordings(self.made.total(), self.replays.total(), dict(self.without))
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:
         """Replay the call, or record it, or run it.
@@ -202,36 +153,37 @@ class GraphedCall:
             UnsupportedProgram: recording it fails.
         """
         key = self._signature_of(args)
-        signature = self.signatures.get(key)
-        if signature is None:
-            if len(self.signatures) >= self.most:
+        if key not in self.recorded:
+            if len(self.recorded) >= min(_MOST_SIZES, self.emission.settings.max_artifacts):
                 return self._run(args, "more sizes than `max_artifacts`")
-            self.signatures[key] = _Signature()
+            self.recorded[key] = None
             self.without["to warm up"] += 1
             return self.capture.warm(lambda: self.call(args), self.device)
-        why = self._why_not(signature, args)
+        why = self._why_not(key, args)
         if why is not None:
             return self._run(args, why)
-        if signature.recording is None:
-            signature.recording = self._record(args)
-            signature.num_recordings += 1
+        recording = self.recorded[key]
+        if recording is None:
+            recording = self.recorded[key] = self._record(args)
+            self.made[key] += 1
         self.replays[key] += 1
-        return signature.recording.run(args)
+        return recording.run(args)
 
     def _run(self, args: list[Any], why: str) -> Sequence[Any]:
         self.without[why] += 1
         return self.call(args)
 
     def _signature_of(self, args: Sequence[Any]) -> Hashable:
+        static = self.emission.static_ins
         return tuple(
             (arg.shape, arg.stride()) if isinstance(arg, torch.Tensor) else arg
             for position, arg in enumerate(args)
-            if position not in self.static_ins
+            if position not in static
         )
 
-    def _why_not(self, signature: _Signature, args: Sequence[Any]) -> str | None:
+    def _why_not(self, key: Hashable, args: Sequence[Any]) -> str | None:
         """Why a call cannot be replayed or recorded now; drops a recording whose parameters have moved."""
-        recording = signature.recording
+        recording = self.recorded[key]
         if recording is None:
             return self._why_not_yet(args)
         if recording.is_in_use():
@@ -239,17 +191,20 @@ class GraphedCall:
         if recording.place != self.capture.place(self.device):
             return "on another stream than it was recorded for"
         moved = {at for at, address in recording.addresses.items() if args[at].data_ptr() != address}
-        if any(_memory_of(args[at]) is None for at in moved - self.static_ins):
+        if any(_memory_of(args[at]) is None for at in moved - self.emission.static_ins):
             return _NOT_REPLAYED
-        if moved and signature.num_recordings >= _MOST_RECORDINGS:
+        if not moved:
+            return None
+        if self.made[key] >= _MOST_RECORDINGS:
             return "parameters keep moving"
-        if moved:
-            signature.recording = None
-        return None if signature.recording else self._why_not_yet(args)
+        self.recorded[key] = None
+        return self._why_not_yet(args)
 
     def _why_not_yet(self, args: Sequence[Any]) -> str | None:
         """Saved values would be copied for ever if they lay elsewhere while the backward is recorded."""
-        if self.saved_ins and not any(_memory_of(args[position]) is not None for position in self.saved_ins):
+        if self.emission.saved_ins and not any(
+            _memory_of(args[position]) is not None for position in self.emission.saved_ins
+        ):
             return _NOT_REPLAYED
         return None if self.is_settled is None or self.is_settled(args) else NOT_SETTLED
 
@@ -269,7 +224,7 @@ class GraphedCall:
             if memory is not None:
                 inputs[position] = _tensor(memory.untyped_storage(), *_view_of(arg))
                 addresses[position] = arg.data_ptr()
-            elif position in self.static_ins:
+            elif position in self.emission.static_ins:
                 inputs[position] = arg.detach()
                 addresses[position] = arg.data_ptr()
             else:
@@ -284,14 +239,14 @@ class GraphedCall:
             replay, results = self.capture.record(run, self.device)
         except Exception as error:
             raise UnsupportedProgram(
-                f"`{self.name}` cannot be recorded as a CUDA graph: {error}",
+                f"`{self.emission.name} {self.emission.kind}` cannot be recorded as a CUDA graph: {error}",
                 stage="codegen",
                 fix="leave `cuda_graphs` off for this program",
             ) from error
-        places, kept = _places_of(results, inputs, self.leaving)
+        makers, kept = _makers_of(results, inputs, self.leaving)
         _kept.update({memory.data_ptr(): memory for memory in kept})
         place = self.capture.place(self.device)
-        return _Recording(replay, place, addresses, copied, kept, places, lent=[])
+        return _Recording(replay, place, addresses, copied, kept, makers, lent=[])
 
 
 def _copy_all(copied: Mapping[int, torch.Tensor], args: Sequence[Any]) -> None:
@@ -308,10 +263,10 @@ def _copied_out_of(addresses: Collection[int], result: Any) -> Any:
     return result
 
 
-def _places_of(
+def _makers_of(
     results: Sequence[Any], inputs: Sequence[Any], leaving: Collection[int]
-) -> tuple[tuple[_Result, ...], tuple[torch.Tensor, ...]]:
-    """Where results lie, and the memory to be kept for those that do not lie in an input.
+) -> tuple[tuple[_Made, ...], tuple[torch.Tensor, ...]]:
+    """What makes each result, and the memory to be kept for those that do not lie in an input.
 
     Args:
         results: of the run that was recorded.
@@ -320,29 +275,36 @@ def _places_of(
     """
     input_at = {_address(arg): at for at, arg in enumerate(inputs) if isinstance(arg, torch.Tensor)}
     kept: dict[int, torch.Tensor] = {}
-    places: list[_Result] = []
+    made: list[_Made] = []
     for at, result in enumerate(results):
         if not isinstance(result, torch.Tensor) or not result.untyped_storage().nbytes():
-            places.append(_Constant(result))
+            made.append(partial(_constant, result))
         elif (position := input_at.get(_address(result))) is not None:
             view = None if result is inputs[position] else _view_of(result)
-            places.append(_FromInput(position, view))
+            made.append(partial(_of_input, position, view))
         else:
             kept.setdefault(_address(result), _bytes_of(result))
             memory = list(kept).index(_address(result))
-            places.append(_Lent(memory, _view_of(result), leaves=at in leaving))
-    return tuple(places), tuple(kept.values())
+            made.append(partial(_lent, memory, _view_of(result), at in leaving))
+    return tuple(made), tuple(kept.values())
 
 
-def _made(result: _Result, args: Sequence[Any], storages: Sequence[torch.UntypedStorage]) -> Any:
-    match result:
-        case _Constant(value):
-            return value
-        case _FromInput(position, view):
-            return args[position] if view is None else _tensor(args[position].untyped_storage(), *view)
-        case _Lent(memory, view, leaves):
-            lent = _tensor(storages[memory], *view)
-            return _copied(lent) if leaves else lent
+def _constant(value: Any, _args: Any, _storages: Any) -> Any:
+    """A result that is the same at every call: a number, or a tensor without bytes."""
+    return value
+
+
+def _of_input(position: int, view: _View | None, args: Sequence[Any], _: Any) -> torch.Tensor:
+    """A result that is an input used where it lies, or a view of one; kernels may have written it."""
+    return args[position] if view is None else _tensor(args[position].untyped_storage(), *view)
+
+
+def _lent(
+    memory: int, view: _View, leaves: bool, _: Any, storages: Sequence[torch.UntypedStorage]
+) -> torch.Tensor:
+    """A result in memory that the recording keeps; copied out if it leaves."""
+    lent = _tensor(storages[memory], *view)
+    return _copied(lent) if leaves else lent
 
 
 def _tensor(

@@ -57,7 +57,13 @@ def decompose(
             try:
                 recordings[kind] = _recorded(node, table[node.target], table)
             except Exception as error:  # a decomposition raises what it likes
-                raise _not_decomposed(node, error) from error
+                reason = str(error).partition("\n")[0] or type(error).__name__
+                raise UnsupportedProgram(
+                    f"the decomposition of `{node.target}` fails: {reason}",
+                    where=node.meta.get("source"),
+                    stage="codegen",
+                    fix='use backend="fx"; "auto" does for graphs that Inductor refuses',
+                ) from error
         if (recorded := recordings[kind]) is not None:
             _put(gm.graph, node, recorded)
             gm.graph.erase_node(node)  # what draws random numbers would outlive the loss of its users
@@ -67,16 +73,6 @@ def decompose(
 def _takes_numbers(node: Node) -> bool:
     """Whether a node takes a number of Python's that differs from call to call: none can be recorded."""
     return any(isinstance(source.meta.get("val"), (int, float)) for source in node.all_input_nodes)
-
-
-def _not_decomposed(node: Node, error: Exception) -> UnsupportedProgram:
-    reason = str(error).partition("\n")[0] or type(error).__name__
-    return UnsupportedProgram(
-        f"the decomposition of `{node.target}` fails: {reason}",
-        where=node.meta.get("source"),
-        stage="codegen",
-        fix='use backend="fx"; "auto" does for graphs that Inductor refuses',
-    )
 
 
 def inline(

@@ -1,7 +1,7 @@
 """Compiles the graphs of one program: an inference graph, or both halves of a training graph.
 
-What the compiler says of the forward's output strides is respected: the backward is compiled for
-saved values and tangents with those strides.
+The backward is compiled for saved values and tangents of the strides that the compiler chose for the
+forward's outputs.
 """
 
 from __future__ import annotations
@@ -115,11 +115,11 @@ class Emitter:
         return None if failures else done
 
     def of_reference(self) -> Emitter:
-        """One that runs graphs operator by operator."""
+        """The same with the `fx` backend."""
         return replace(self, backend=FxBackend())
 
     def reference_backward(self, graph: Graph) -> Emitted:
-        """The same operator by operator, for every size that the trace allows."""
+        """Compile a backward with `fx`, for every size that the trace allows."""
         return FxBackend().emit(graph, Emission("backward", self.fake_mode, self.settings, name=self.name))
 
     def _emit_backward(self, split: Split, graph: Graph, strides: Mapping[Slot, Strides]) -> Emitted:
@@ -134,7 +134,7 @@ class Emitter:
         emission = Emission(kind, self.fake_mode, self.settings, static, self.name, saved)
         # The reference emitter runs functions of numbers like any operator.
         split = None if isinstance(self.backend, FxBackend) else split_off_numbers(graph, self.fake_mode)
-        graph = graph if split is None else split.rest
+        graph = graph if split is None else split[0]
         emitted = emit_by_regions(self.backend, graph, emission)
         runs_here = not isinstance(emitted.call, Ahead)
         if self.settings.cuda_graphs:
@@ -142,7 +142,7 @@ class Emitter:
             emitted = replace(with_cuda_graphs(emitted, graph, emission), with_modules=None)
         if runs_here:
             emitted = with_marks(emitted, graph, f"{emission.name} {kind}")
-        return emitted if split is None else split.around(emitted)
+        return emitted if split is None else split[1](emitted)
 
 
 def _forward_role(split: Split, tangent: Slot) -> Role:

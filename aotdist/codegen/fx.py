@@ -20,10 +20,10 @@ from torch.fx import Node
 
 from aotdist.codegen.contract import Backend, BoxedCall, CompiledRegion, Emission, Emitted, Kind
 from aotdist.codegen.in_place import in_place
+from aotdist.codegen.layers import Statement, by_layers, lines_of
 from aotdist.codegen.marks import module_mark
 from aotdist.codegen.python_source import Bindings, load_function, tensor_text
 from aotdist.codegen.rewrites import reshapes, takes_any_strides
-from aotdist.codegen.statements import Statement, by_layers, lines_of
 from aotdist.errors import InternalError, UnsupportedProgram
 from aotdist.program import Graph, Slot
 from aotdist.torch_seam.functions import function_of, num_function_modes

@@ -1,7 +1,7 @@
 """Writes of inputs in place: by a compiler, or by a graph that runs operator by operator.
 
 A functional graph returns the new value of an input, which is copied there after it has run. A compiler that
-knows of the copy stores the value at once, behind whoever reads the old one, and nothing is left to copy: for
+knows of the copy stores the value right after the last read of the old one, and nothing is left to copy: for
 AdamW that is 24 of 52 bytes that are moved for each float32 parameter.
 
 Operator by operator, at the end of a step with AdamW three times the parameters are alive beside them. There
@@ -33,8 +33,8 @@ _SCALES = ("grad_scale", "found_inf")
 def write_back(gm: GraphModule, graph: Graph) -> None:
     """Copy the results of role `write` into the arguments that they are new values of, and return these.
 
-    An argument with gaps, or with an element twice, is left alone. So is one whose numbers lie negated or
-    complex: Inductor has no kernels for these, and its `copy_` would be one more write to autograd.
+    An argument with gaps, or with an element twice, is left alone. So is one with the negative bit, or of
+    complex numbers: Inductor has no kernels for these, and its `copy_` would be one more write to autograd.
 
     Args:
         gm: a private copy of the graph's module.
@@ -97,7 +97,7 @@ def in_place(graph: Graph) -> Graph:
 
 
 def beneath(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory, whose version counter writes do not bump: the runtime does that behind the graph."""
+    """The same memory with another version counter: the runtime bumps the input's when the graph has run."""
     return tensor.data
 
 

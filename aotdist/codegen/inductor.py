@@ -23,15 +23,14 @@ from aotdist.codegen.inductor_rewrites import (
     keep_gradients_of_windows,
     keep_scatters,
     keep_sizes_symbolic,
+    keeping_own_memory,
     lay_out_what_is_written,
     linear_algebra,
-    memory_of,
-    restore_own_memory,
+    products_by_onednn,
     restore_provenance,
     tell_strides,
 )
 from aotdist.codegen.kernel_batch import KernelBatch
-from aotdist.codegen.onednn_products import products_by_onednn
 from aotdist.codegen.portable import portable_of
 from aotdist.codegen.random_operators import draws_as_eager, keep_draws_in_order, prepare_draws, restore_draws
 from aotdist.errors import BadSettings, UnsupportedProgram
@@ -104,15 +103,12 @@ class InductorBackend(Backend):
         """
         values = [node.meta.get("val") for node in graph.placeholders()]
         fakes = [value for value in values if isinstance(value, FakeTensor)]
-        if (
-            not graph.outs
-            or not fakes
-            or any(_is_meta(node.meta.get("val")) for node in graph.gm.graph.nodes)
-        ):
+        on_meta = any(getattr(node.meta.get("val"), "is_meta", False) for node in graph.gm.graph.nodes)
+        if not graph.outs or not fakes or on_meta:
             return graph  # the rewrites leave nodes without a size where no device computes (torch 2.13)
         _require_triton(fakes)
         gm = graph.copied().gm
-        memory = memory_of(Graph(gm, graph.ins, graph.outs))
+        restore_own_memory = keeping_own_memory(Graph(gm, graph.ins, graph.outs))
         try:
             with _failing_by_name(gm, "the joint graph"), _compiling(gm, fakes[0].fake_mode):
                 decompose(gm, {**self.decompositions(), **_WITH_MEMORY})
@@ -123,7 +119,7 @@ class InductorBackend(Backend):
                 return graph
             raise
         restore_draws(rewritten.gm)
-        restore_own_memory(rewritten, memory)
+        restore_own_memory(rewritten)
         restore_provenance(rewritten)
         return rewritten
 
@@ -153,7 +149,7 @@ class InductorBackend(Backend):
         if emission.kind == "inference":
             write_back(gm, graph)
         _refuse_what_goes_wrong(gm)
-        batch = KernelBatch()
+        batch = KernelBatch.here()
         inputs = [node.meta["val"] for node in gm.graph.find_nodes(op="placeholder")]
         with _compiling(gm, emission.fake_mode) as context, cpp_kernels_batched(lambda: batch):
             prepare_draws(gm)
@@ -286,10 +282,6 @@ _VISIBLE = frozenset({"output", "grad", "kept"})
 def _is_negated(node: torch.fx.Node) -> bool:
     value = node.meta["val"]
     return isinstance(value, torch.Tensor) and value.is_neg()
-
-
-def _is_meta(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 def _require_triton(fakes: Sequence[FakeTensor]) -> None:

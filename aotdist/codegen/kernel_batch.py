@@ -238,25 +238,36 @@ class PendingKernel:
         return cast("Callable[..., Any]", self.ready)(*args)
 
 
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """Kernels that one run of the compiler builds; `load` waits for it."""
+class KernelBatch:
+    """Collects the kernels of the modules that compilations generate or load, and compiles them together.
 
-    members: Sequence[PendingKernel]
-    load: Callable[[], ModuleType]
-
-
-class KernelUnits:
-    """Distributes kernels over runs of the compiler."""
+    A compilation has a batch of its own, or inside `kernels_together` that of all compilations there.
+    """
 
     def __init__(self) -> None:
         self._waiting: list[PendingKernel] = []
-        self._units: list[_Unit] = []
+        self._units: list[tuple[Sequence[PendingKernel], Callable[[], ModuleType]]] = []
+        self._scopes: list[dict[str, Any]] = []
         self._lock = threading.Lock()
 
-    def add(self, members: Sequence[PendingKernel]) -> None:
-        """Kernels that the next `start` compiles."""
-        self._waiting += members
+    @classmethod
+    def here(cls) -> KernelBatch:
+        """The batch for a compilation that begins now."""
+        return _TOGETHER.get() or cls()
+
+    def add(self, argtypes: Sequence[str], source: str) -> PendingKernel | None:
+        """A stand-in for a kernel that is compiled after `submit`; None if it cannot share a unit."""
+        kernel = CppKernel(tuple(argtypes), source)
+        if not kernel.mergeable:
+            return None
+        self._waiting.append(PendingKernel(self, kernel))
+        return self._waiting[-1]
+
+    def submit(self, scope: dict[str, Any]) -> None:
+        """A module is complete; `scope` is its globals, which hold the stand-ins."""
+        self._scopes.append(scope)
+        if _TOGETHER.get() is not self:
+            self.start()
 
     def start(self) -> None:
         """Start compiling."""
@@ -264,66 +275,32 @@ class KernelUnits:
             return  # asking how many compilers there may be imports half of Inductor: 0.15 s
         for members in _balanced(self._waiting, compile_threads()):
             source = unit_source([pending.kernel for pending in members])
-            self._units.append(_Unit(members, submit_cpp_module(source)))
+            self._units.append((members, submit_cpp_module(source)))
         self._waiting = []
 
     def finish(self) -> None:
-        """Wait for the compiler. Idempotent, and safe from any thread."""
+        """Wait for the compiler and replace every stand-in. Idempotent, and safe from any thread."""
         with self._lock:
             self.start()
             while self._units:
-                _resolve(self._units[-1])
+                _resolve(*self._units[-1])
                 self._units.pop()
+            for scope in self._scopes:
+                for name, value in scope.items():
+                    if isinstance(value, PendingKernel) and value.ready is not None:
+                        scope[name] = value.ready
+            self._scopes = []
 
 
-class KernelBatch:
-    """Collects the kernels of all modules that one compilation generates or loads.
-
-    Inside `kernels_together` they share runs of the compiler with those of other compilations.
-    """
-
-    def __init__(self) -> None:
-        shared = _TOGETHER.get()
-        self._units = shared or KernelUnits()
-        self._is_shared = shared is not None
-        self._members: list[PendingKernel] = []
-        self._scopes: list[dict[str, Any]] = []
-
-    def add(self, argtypes: Sequence[str], source: str) -> PendingKernel | None:
-        """A stand-in for a kernel that is compiled after `submit`; None if it cannot share a unit."""
-        kernel = CppKernel(tuple(argtypes), source)
-        if not kernel.mergeable:
-            return None
-        pending = PendingKernel(self, kernel)
-        self._members.append(pending)
-        return pending
-
-    def submit(self, scope: dict[str, Any]) -> None:
-        """A module is complete; `scope` is its globals, which hold the stand-ins."""
-        self._scopes.append(scope)
-        self._units.add(self._members)
-        self._members = []
-        if not self._is_shared:
-            self._units.start()
-
-    def finish(self) -> None:
-        """Wait for the compiler and replace every stand-in. Idempotent, and safe from any thread."""
-        self._units.finish()
-        for scope in self._scopes:
-            for name, value in scope.items():
-                if isinstance(value, PendingKernel) and value.ready is not None:
-                    scope[name] = value.ready
-        self._scopes = []
-
-
-def _resolve(unit: _Unit) -> None:
+def _resolve(members: Sequence[PendingKernel], load: Callable[[], ModuleType]) -> None:
+    """Wait for the kernels of one run of the compiler."""
     try:
-        module = unit.load()
+        module = load()
     except Exception:  # Kernels that do not get on in one unit may do so apart; if not, that error is raised.
-        for pending in unit.members:
+        for pending in members:
             pending.ready = load_cpp_kernel(pending.kernel.argtypes, pending.kernel.source)
         return
-    for position, pending in enumerate(unit.members):
+    for position, pending in enumerate(members):
         pending.ready = getattr(module, entry_name(position))
 
 
@@ -339,7 +316,7 @@ def _balanced(members: Sequence[PendingKernel], threads: int) -> list[list[Pendi
     return groups
 
 
-_TOGETHER = ContextVar[KernelUnits | None]("kernels_together", default=None)
+_TOGETHER = ContextVar[KernelBatch | None]("kernels_together", default=None)
 
 
 @contextmanager
@@ -348,10 +325,10 @@ def kernels_together() -> Generator[None]:
 
     The regions of a Llama's forward have one to six kernels each, and a run costs as much as seven.
     """
-    units = KernelUnits()
-    token = _TOGETHER.set(units)
+    batch = KernelBatch()
+    token = _TOGETHER.set(batch)
     try:
         yield
     finally:
         _TOGETHER.reset(token)
-    units.start()
+    batch.start()

@@ -9,14 +9,14 @@ from __future__ import annotations
 import functools
 import itertools
 import re
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakValueDictionary
 
 from torch.fx import Node
 
-from aotdist.codegen.contract import BoxedCall, Emitted
+from aotdist.codegen.contract import Emitted
 from aotdist.errors import IndexOutOfBounds
 from aotdist.partition.traits import is_collective, is_wait
 from aotdist.program import Graph
@@ -30,7 +30,8 @@ MODULE_MARK = "aotdist module "
 """Begins the mark around the operators of a module; its path follows."""
 
 _serial = itertools.count()
-_marked: WeakValueDictionary[int, MarkedCall] = WeakValueDictionary()
+_communications: dict[int, tuple[Communication, ...]] = {}
+"""Of the graphs that are there, by their number: what starts a collective or waits for one, in order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,46 +49,10 @@ class Communication:
     serves: str
 
 
-class MarkedCall:
-    """A compiled graph as it runs while a profiler records: it tells the profiler so.
-
-    Args:
-        run: the compiled graph.
-        with_modules: makes the same with a mark around the operators of each module, if the backend can.
-        name: of the graph: `Llama forward`.
-        communications: what starts a collective or waits for one, in the order of the graph.
-    """
-
-    __slots__ = ("__weakref__", "_mark", "_run", "_marked_run", "_with_modules", "communications")
-
-    def __init__(
-        self,
-        run: BoxedCall,
-        with_modules: Callable[[], BoxedCall] | None,
-        name: str,
-        communications: tuple[Communication, ...],
-    ) -> None:
-        self._run = run
-        self._with_modules = with_modules
-        self._marked_run: BoxedCall | None = None
-        self.communications = communications
-        serial = next(_serial)
-        self._mark = f"{GRAPH_MARK}{serial}: {name}"
-        _marked[serial] = self
-
-    def __call__(self, args: list[Any]) -> Sequence[Any]:
-        """Run the graph."""
-        if self._marked_run is None:
-            self._marked_run = self._run if self._with_modules is None else self._with_modules()
-        with RecordFunctionFast(self._mark):
-            return self._marked_run(args)
-
-
 def communications_of(mark: str) -> tuple[Communication, ...]:
     """Those of the graph that a mark of a trace names; none of a graph that is gone."""
     serial = mark.removeprefix(GRAPH_MARK).partition(":")[0]
-    marked = _marked.get(int(serial))
-    return () if marked is None else marked.communications
+    return _communications.get(int(serial), ())
 
 
 def with_marks(emitted: Emitted, graph: Graph, name: str) -> Emitted:
@@ -99,9 +64,14 @@ def with_marks(emitted: Emitted, graph: Graph, name: str) -> Emitted:
         name: of the program and the graph: `Llama forward`.
     """
     communicating = graph.calls(lambda node: is_collective(node) or is_wait(node))
-    communications = tuple(map(_communication, communicating))
-    run, marked = emitted.call, MarkedCall(emitted.call, emitted.with_modules, name, communications)
-    lines = lines_with_indices(graph)
+    serial, run = next(_serial), emitted.call
+    mark, lines = f"{GRAPH_MARK}{serial}: {name}", lines_with_indices(graph)
+    with_modules = functools.cache(emitted.with_modules or (lambda: run))
+
+    def marked(args: list[Any]) -> Sequence[Any]:
+        call = with_modules()
+        with RecordFunctionFast(mark):
+            return call(args)
 
     @functools.wraps(run)
     def call(args: list[Any]) -> Sequence[Any]:
@@ -111,11 +81,13 @@ def with_marks(emitted: Emitted, graph: Graph, name: str) -> Emitted:
             raise_if_bad_index(error, lines, name)
             raise
 
+    _communications[serial] = tuple(map(_communication, communicating))
+    weakref.finalize(call, _communications.pop, serial)
     return replace(emitted, call=call)
 
 
 def module_mark(node: Node) -> str:
-    """The mark for what runs a node, or nothing outside of modules."""
+    """The mark of a node's module; empty outside of modules."""
     path = node.meta.get("module")
     if not path:
         return ""
@@ -148,7 +120,7 @@ def _start_of(wait: Node) -> Node | None:
     return node
 
 
-# Says whose index is out of bounds where a C++ kernel of Inductor's knows its own variables only.
+# Names the user's lines where an index is out of bounds: a C++ kernel of Inductor's names its own variables.
 
 _FAILED = re.compile(r"index out of bounds: .* < (\d*)")
 _INDICES = frozenset({"index", "indices", "target"})
@@ -157,17 +129,17 @@ _INDICES = frozenset({"index", "indices", "target"})
 
 def lines_with_indices(graph: Graph) -> tuple[str, ...]:
     """The lines of the user's program whose operators pick elements by tensors."""
-    lines = (node.meta.get("source") for node in graph.calls(_takes_indices))
+
+    def takes_indices(node: Node) -> bool:
+        op = node.target
+        return isinstance(op, OpOverload) and not _INDICES.isdisjoint(argument_names(op))
+
+    lines = (node.meta.get("source") for node in graph.calls(takes_indices))
     return tuple(dict.fromkeys(line for line in lines if line))
 
 
-def _takes_indices(node: Node) -> bool:
-    op = node.target
-    return isinstance(op, OpOverload) and not _INDICES.isdisjoint(argument_names(op))
-
-
 def raise_if_bad_index(error: RuntimeError, lines: Sequence[str], name: str) -> None:
-    """Raise what says more, if that is what a kernel failed for.
+    """Raise an error with the user's lines, if a kernel failed for a bad index.
 
     Args:
         error: what running a graph raised.
@@ -175,7 +147,7 @@ def raise_if_bad_index(error: RuntimeError, lines: Sequence[str], name: str) -> 
         name: of the graph.
 
     Raises:
-        IndexOutOfBounds: an index is not one of the dimension.
+        IndexOutOfBounds: an index is outside of its dimension.
     """
     match = None if isinstance(error, IndexOutOfBounds) else _FAILED.search(str(error))
     if match is None:

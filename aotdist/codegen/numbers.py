@@ -13,15 +13,16 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 import torch
 from torch.fx import Node
 
-from aotdist.codegen.contract import BoxedCall, Emitted
+from aotdist.codegen.contract import Emitted
 from aotdist.codegen.decompose import inline
-from aotdist.codegen.fx import print_graph
+from aotdist.codegen.fx import PrintedGraph, print_graph
 from aotdist.codegen.python_source import load_function
 from aotdist.errors import UnsupportedProgram
 from aotdist.partition.builder import GraphBuilder
@@ -36,51 +37,14 @@ _ATEN = torch.ops.aten
 _NUMBERS = Slot("primal", "numbers")
 
 
-@dataclass(frozen=True, slots=True)
-class SplitNumbers:
-    """A graph cut in two: what is computed ahead, and the rest.
+def split_off_numbers(
+    graph: Graph, fake_mode: FakeTensorMode
+) -> tuple[Graph, Callable[[Emitted], Emitted]] | None:
+    """Cut a graph in two if it computes numbers: what is computed ahead, and the rest.
 
-    Args:
-        early: arguments -> results of the graph that are ready then, numbers that the rest needs.
-        rest: the graph's arguments and one tensor of all numbers, if there are any -> its other results.
-        ready: which results of the graph `early` computes.
-        device: where the rest takes the numbers.
-    """
-
-    early: Graph
-    rest: Graph
-    ready: tuple[int, ...]
-    device: torch.device
-
-    def around(self, emitted: Emitted) -> Emitted:
-        """The whole graph as something to call.
-
-        Args:
-            emitted: the rest, compiled.
-        """
-        printed = print_graph(self.early)
-        early = load_function(printed.source, "forward", printed.bound, "numbers")
-        source = f"{printed.source}\n\n{emitted.source}"
-        return replace(emitted, call=self._call(early, emitted.call), source=source)
-
-    def _call(self, early: BoxedCall, rest: BoxedCall) -> BoxedCall:
-        num_ready, device = len(self.ready), self.device
-        takes_numbers = _NUMBERS in self.rest.ins
-
-        def call(args: list[Any]) -> Sequence[Any]:
-            values = early(list(args))
-            if takes_numbers:
-                args.append(torch.tensor(values[num_ready:], dtype=torch.float64, device=device))
-            results = list(rest(args))
-            for at, value in zip(self.ready, values, strict=False):
-                results[at] = value
-            return results
-
-        return call
-
-
-def split_off_numbers(graph: Graph, fake_mode: FakeTensorMode) -> SplitNumbers | None:
-    """Cut a graph in two if it computes numbers.
+    Returns:
+        the rest, which takes one more tensor of all numbers that it needs, if any, and returns None for the
+        results that are ready before it runs; and a function from the rest, compiled, to the whole graph.
 
     Raises:
         UnsupportedProgram: an operator takes a number, and there is no rule for a tensor in its place.
@@ -114,7 +78,33 @@ def split_off_numbers(graph: Graph, fake_mode: FakeTensorMode) -> SplitNumbers |
         if node.op == "call_function" and (_is_number(node) or not numbers.isdisjoint(node.all_input_nodes)):
             numbers |= _take_tensors(gm.graph, node, numbers)
     gm.graph.eliminate_dead_code()
-    return SplitNumbers(_early(graph, early, ready, wanted), Graph(gm, ins, graph.outs), ready, device)
+    printed = print_graph(_early(graph, early, ready, wanted))
+    return Graph(gm, ins, graph.outs), partial(_with_numbers, printed, ready, device if wanted else None)
+
+
+def _with_numbers(
+    early: PrintedGraph, ready: Sequence[int], device: torch.device | None, rest: Emitted
+) -> Emitted:
+    """The whole graph.
+
+    Args:
+        early: computes the results that are ready ahead, and the numbers that the rest needs.
+        ready: positions of these results.
+        device: where the rest takes the numbers; None if it takes none.
+        rest: the rest, compiled.
+    """
+    compute, run = load_function(early.source, "forward", early.bound, "numbers"), rest.call
+
+    def call(args: list[Any]) -> Sequence[Any]:
+        values = compute(list(args))
+        if device is not None:
+            args.append(torch.tensor(values[len(ready) :], dtype=torch.float64, device=device))
+        results = list(run(args))
+        for at, value in zip(ready, values, strict=False):
+            results[at] = value
+        return results
+
+    return replace(rest, call=call, source=f"{early.source}\n\n{rest.source}")
 
 
 def _without_results(graph: torch.fx.Graph, ready: Sequence[int]) -> None:
@@ -175,7 +165,7 @@ def _take_numbers(
 
 
 def _take_tensors(graph: torch.fx.Graph, node: Node, numbers: set[Node]) -> set[Node]:
-    """Replace a node that makes a number, or takes tensors in the place of some; returns the new numbers."""
+    """Replace a node that makes or takes numbers by operators on tensors; returns the new numbers."""
     rule = _RULES.get(node.target)
     if rule is None:
         raise UnsupportedProgram(

@@ -8,7 +8,9 @@ stays with the norm that reads it.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -19,7 +21,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from aotdist.codegen.fx import attribute_of
-from aotdist.codegen.repeats import equal_parts
+from aotdist.codegen.layers import equal_parts
 from aotdist.partition.recomputable import is_border
 from aotdist.partition.traits import is_view, storage_root, value_bytes
 from aotdist.program import Graph, Slot
@@ -54,7 +56,7 @@ class Segment:
 
 
 def arguments_of(segment: Segment, gm: GraphModule) -> list[Node]:
-    """What a region is called with: graphs inside of it are its own."""
+    """What a region is called with; graphs that its operators take are part of the region."""
     return [node for node in segment.ins if not _is_graph(node, gm)]
 
 
@@ -110,13 +112,6 @@ def kind_of(segment: Segment, gm: GraphModule) -> Hashable:
     return arguments, nodes, kinds.of(segment.outs), kinds.of(dict(segment.writes))
 
 
-class _Numbers(dict[Any, int]):
-    """Numbers keys in the order in which they are looked up."""
-
-    def __missing__(self, key: Any) -> int:
-        return self.setdefault(key, len(self))
-
-
 class _Kinds:
     """Hashable descriptions of nodes, equal up to names.
 
@@ -126,7 +121,7 @@ class _Kinds:
 
     def __init__(self, gm: GraphModule) -> None:
         self._gm = gm
-        self._at = _Numbers()
+        self._at = defaultdict[Any, int](itertools.count().__next__)  # in the order of the first use
 
     def argument(self, node: Node) -> Hashable:
         """An argument, or a graph inside of the graph."""

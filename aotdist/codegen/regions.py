@@ -2,7 +2,7 @@
 
 A graph that communicates is cut where it does. Collectives stay where the schedule put them, and so does what
 puts parameters into their buckets; what computes in between is a region. Another graph is cut where its
-layers begin (`codegen/repeats.py`). Regions of equal layers are equal (`codegen/region_graph.py`). They are
+layers begin (`codegen/layers.py`). Regions of equal layers are equal (`codegen/region_graph.py`). They are
 compiled once and called for each layer with what is that layer's, boxed. The compile cache knows a region by
 its form, too: a deep model finds what a shallow one of its width left.
 
@@ -120,7 +120,7 @@ def _lies_as_traced(graph: Graph, emitted: Emitted) -> bool:
 
 
 def parts_of(graph: Graph, emission: Emission) -> list[Node | RegionCall]:
-    """A graph in the order in which it runs, with its regions; nothing for one that cannot be cut."""
+    """The nodes of a graph in order, with its regions in their places; empty if it cannot be cut."""
     placeholders, symbols = graph.placeholders(), _symbols(graph)
     numbers = dict[Hashable, int]()
 
@@ -162,7 +162,7 @@ def _symbols(graph: Graph) -> dict[str, Node]:
 
 
 def _with_symbols(segment: Segment, symbols: Mapping[str, Node]) -> tuple[Node, ...]:
-    """What a region reads, and what its sizes are of."""
+    """What a region reads, and the symbols in its sizes."""
     if not symbols:
         return segment.ins
     values = (value for node in (*segment.ins, *segment.nodes) for value in tensors_of(node))
@@ -176,7 +176,7 @@ def _numbers(value: torch.Tensor) -> Iterator[torch.SymInt]:
 
 
 def _writes(graph: Graph, at: Mapping[Node, int]) -> dict[Node, tuple[Node, int]]:
-    """New values of arguments, with these and with where the last node runs that reads the old ones."""
+    """New values of arguments, each with its argument and the position of the old value's last read."""
     read_until = dict[Node, int]()
     for reader, position in at.items():
         if reader.op != "output":
@@ -188,7 +188,7 @@ def _writes(graph: Graph, at: Mapping[Node, int]) -> dict[Node, tuple[Node, int]
 def _stored(
     segment: Segment, writes: Mapping[Node, tuple[Node, int]], at: Mapping[Node, int]
 ) -> dict[Node, Node]:
-    """The new values that a region may store: nobody reads the old ones behind it, or by another name."""
+    """The new values that a region may write in place: nothing reads the old ones later, or by an alias."""
     memory, ins, last = Counter(map(_storage, segment.ins)), set(segment.ins), at[segment.nodes[-1]]
     candidates = ((new, *writes[new]) for new in segment.outs if new in writes)
     return {

@@ -22,10 +22,10 @@ from torch.fx.node import map_aggregate, map_arg
 from aotdist.codegen.contract import Backend
 from aotdist.codegen.fx import attribute_of
 from aotdist.codegen.inductor_rewrites import restore_provenance
+from aotdist.codegen.layers import SHORTEST
 from aotdist.codegen.portable import is_plain_constant
 from aotdist.codegen.region_graph import Segment, arguments_of, kind_of, region_graph
 from aotdist.codegen.regions import WORTH_IT
-from aotdist.codegen.repeats import SHORTEST
 from aotdist.errors import UnsupportedProgram
 from aotdist.partition.traits import view_base
 from aotdist.program import Graph, Slot

@@ -226,7 +226,8 @@ def with_kernels(
         bring_side_by_side(fresh.gm.graph)
         split_reductions(fresh)
         cut_few_results(fresh.gm.graph, gpu)
-        fixed = [node for node in fresh.gm.graph.nodes if _keeps_its_place(node)]
+        computing = (node for node in fresh.gm.graph.nodes if node.op == "call_function")
+        fixed = [node for node in computing if is_collective(node) or is_random(node)]
         return fuse(
             fresh,
             fixed,
@@ -249,7 +250,7 @@ def _prepared(graph: Graph) -> Graph:
 
 
 def summary(fused: Fused) -> Fusion:
-    """What became of the operators of a graph."""
+    """Which operators of a graph run in which kernel, and which in the library."""
     kernels = (
         KernelSummary(
             name=one.printed.name,
@@ -287,10 +288,6 @@ def _operator(node: Node) -> str:
     if node.target is operator.getitem:
         return _operator(node.all_input_nodes[0])
     return str(node.target).removesuffix(".default")
-
-
-def _keeps_its_place(node: Node) -> bool:
-    return node.op == "call_function" and (is_collective(node) or is_random(node))
 
 
 def _refuse_cpu(graph: Graph) -> None:

@@ -11,13 +11,11 @@ from the tensors of the first call, since Dynamo guards less than a compiled pro
 Dynamo passes as a number is read off its tensor. Any other number is passed as the size of an empty tensor,
 so that all symbols are sizes. Floats are constants, and objects are compared by identity.
 
-The tape of a backward (`dynamo/tape.py`) is a graph that PyTorch makes of autograd's nodes, and that Dynamo
-traces again for the hooks. Nodes of compiled programs are called, not traced: their class says so when
-PyTorch asks for their key (`torch_seam/dynamo.py`). No tapes are recorded while a program is traced: the
-trace runs backwards itself.
+The tape of a backward is a graph that PyTorch makes of autograd's nodes, and that Dynamo traces again for the
+hooks. Nodes of compiled programs are called, not traced: their class says so when PyTorch asks for their key
+(`torch_seam/dynamo.py`). No tapes are recorded while a program is traced: the trace runs backwards itself.
 """
 
-from aotdist.dynamo.backend import Region, backend, regions
-from aotdist.dynamo.tape import compile_backward
+from aotdist.dynamo.backend import Region, backend, compile_backward, regions
 
 __all__ = ["Region", "backend", "compile_backward", "regions"]

@@ -15,8 +15,7 @@ from aotdist.codegen.contract import Backend, BoxedCall, Decompositions, Emissio
 from aotdist.codegen.fx import FxBackend, print_graph
 from aotdist.compiled import running_eagerly
 from aotdist.functorch.convention import Order, joint_module, named_as_theirs
-from aotdist.functorch.cut import cut_of, is_computed, is_cut, joined, with_arguments
-from aotdist.functorch.partitions import PartitionFn
+from aotdist.functorch.partitions import PartitionFn, cut_of, is_computed, is_cut, joined, with_arguments
 from aotdist.passes.run import run_passes
 from aotdist.program import Graph, Slot
 from aotdist.settings import Settings

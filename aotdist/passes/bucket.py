@@ -101,7 +101,8 @@ class _Member:
 
 def bucket(graph: Graph, settings: Settings) -> Graph:
     """The same graph with every unit's collectives merged, up to `settings.bucket_bytes` each."""
-    candidate = _candidate(graph)
+    collectives = graph.calls(lambda node: node.target in _KINDS)
+    candidate = next((node for node in collectives if "unit" in node.meta), None)
     if candidate is None:
         return graph
     merged, known = graph.copied(), KnownResults(candidate.meta["val"].fake_mode)
@@ -110,11 +111,6 @@ def bucket(graph: Graph, settings: Settings) -> Graph:
             for group in _groups(family, settings.bucket_bytes):
                 _merge(merged, group, known)
     return merged
-
-
-def _candidate(graph: Graph) -> Node | None:
-    collectives = graph.calls(lambda node: node.target in _KINDS)
-    return next((node for node in collectives if "unit" in node.meta), None)
 
 
 def _families(graph: Graph, op: Any) -> list[list[_Member]]:

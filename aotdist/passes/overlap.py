@@ -48,7 +48,7 @@ Stage = list[Node]
 
 def overlap(graph: Graph, settings: Settings) -> Graph:
     """The same nodes in an order that hides communication behind compute."""
-    if not any(map(_serves_unit, graph.calls(_is_sent))):
+    if not any(map(_serves_unit, graph.calls(lambda node: node.target in (GATHER, SCATTER, REDUCE)))):
         return graph
     ordered = graph.copied()
     _finish_gathers_late(_stages(ordered, GATHER))
@@ -56,10 +56,6 @@ def overlap(graph: Graph, settings: Settings) -> Graph:
     for op in (SCATTER, REDUCE):
         _finish_reductions_late(ordered, _stages(ordered, op))
     return ordered
-
-
-def _is_sent(node: Node) -> bool:
-    return node.target in (GATHER, SCATTER, REDUCE)
 
 
 def _serves_unit(node: Node) -> bool:

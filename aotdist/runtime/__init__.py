@@ -18,7 +18,7 @@ call is compiled. Guards are on:
 
 A wrapper is saved for the backward as the plain tensors inside it, whose version counters do not count writes
 to the wrapper. So the node notes the wrapper's own counter as well, and the backward raises autograd's error
-if it has changed (`runtime/wrappers.py`).
+if it has changed (`runtime/held.py`).
 
 Memory that a graph frees stays on glibc's heap for the next step (`runtime/artifact.py`); otherwise zeroing
 pages would take a sixth of a small step.

@@ -19,11 +19,11 @@ from aotdist.runtime.backward import Backward
 from aotdist.runtime.backwards import Training
 from aotdist.runtime.compilation import Compilation, Inference, without_tensors
 from aotdist.runtime.double_backward import Nodes
-from aotdist.runtime.gate import Gates, schedule
 from aotdist.runtime.guards import MISS, Guards
+from aotdist.runtime.hooks import HookPlan, schedule
 from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.plan import NodePlan, result_views
-from aotdist.runtime.print_call import HookPlan, print_call
+from aotdist.runtime.print_call import print_call
 from aotdist.runtime.print_node import ForwardPrinter, print_inference, print_node
 from aotdist.runtime.printer import Printer
 from aotdist.runtime.ranks import (
@@ -31,8 +31,8 @@ from aotdist.runtime.ranks import (
     RunCheck,
     Sequenced,
     agreeing_on_backwards,
+    checks_of,
     fingerprint_of,
-    watches_of,
 )
 from aotdist.torch_seam.ambient import any_autocast, autocast_off
 from aotdist.torch_seam.modes import class_functions_off
@@ -120,19 +120,19 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
         keep_freed_memory()
     printer = Printer(fit.variables)
     agreed = fingerprint_of(compilation)
-    watches = watches_of(compilation, agreed)
-    hooks, run = HookPlan((), (), ()), "region"
+    checks = checks_of(compilation, agreed)
+    hooks, run = HookPlan(compilation.traced.facts.backward), "region"
     forward, *_ = compilation.emitted().values()
     printing = ForwardPrinter(
         printer,
         fit.primal_variables(),
         fit.numbers.symbols(),
         fit.numbers.unbacked,
-        _watched(_forward(compilation, forward), watches["forward"]),
+        _watched(_forward(compilation, forward), checks["forward"]),
     )
     match compilation.region:
         case Training() as region:
-            backward = _backward(compilation, region, agreed, watches["backward"])
+            backward = _backward(compilation, region, agreed, checks["backward"])
             hooks = _hooks(compilation, region, backward)
             changes, run = compilation.captured.in_backward.whole, "Node.apply"
             print_node(printing, region.node, backward, changes, has_classes=fit.has_classes())
@@ -146,13 +146,13 @@ def load(compilation: Compilation, fit: Guards) -> Artifact:
             )
         case _:
             assert_never(compilation.region)
-    enables_grad = _enables_grad(compilation)
+    # It then returns results with a history under `no_grad`.
+    enables_grad = isinstance(compilation.region, Training) and not compilation.captured.ambient.grad
     returned = Returned.of(compilation.traced.facts)
     print_call(printer, fit, run, compilation.plans, returned, hooks, enables_grad=enables_grad)
     call = printer.load("call", compilation.captured.name)
-    check = None if (watch := watches["forward"]) is None else watch.check
     return Artifact(
-        call, printer.source(), without_tensors(compilation), fit.without_tensors(), agreed, check
+        call, printer.source(), without_tensors(compilation), fit.without_tensors(), agreed, checks["forward"]
     )
 
 
@@ -173,7 +173,7 @@ def _forward(compilation: Compilation, emitted: Emitted) -> BoxedCall:
 
 
 def _backward(
-    compilation: Compilation, region: Training, agreed: Sequence[Sequenced], watch: LossWatch | None
+    compilation: Compilation, region: Training, agreed: Sequence[Sequenced], check: RunCheck | None
 ) -> Backward:
     rules = compilation.captured.environment.rules
 
@@ -184,11 +184,7 @@ def _backward(
     agree_on, ahead = agreeing_on_backwards(compilation, agreed), region.joint.split.backward
 
     def guarded(call: BoxedCall, graph: Graph) -> BoxedCall:
-        around, call = watch, without_autocast(call)
-        if graph is not ahead:
-            check = agree_on(graph)
-            around = None if watch is None else watch.checking(check)
-        return _watched(call, around)
+        return _watched(without_autocast(call), check if graph is ahead else agree_on(graph))
 
     region = replace(region, guarded=guarded)
     return Backward(region, after if rules else None, compilation.captured.in_backward)
@@ -202,7 +198,7 @@ def nodes_of(region: Training) -> Nodes:
         return without_autocast(call)
 
     backward = Backward(replace(region, guarded=guarded))
-    primals = [f"primal_{number}" for number in range(len(region.node.grads))]
+    primals = [f"primal_{number}" for number in range(len(region.node.backward.grads))]
 
     @functools.cache
     def printed(symbols: tuple[str, ...]) -> Any:
@@ -224,21 +220,16 @@ def nodes_of(region: Training) -> Nodes:
 
 
 def _hooks(compilation: Compilation, region: Training, backward: Backward) -> HookPlan:
-    gates, node = _gates(compilation, region, backward), region.node
+    facts, node = compilation.traced.facts, region.node
+    gates = plan_gates(region.joint.cut, facts)
     return HookPlan(
-        shielded=tuple(node.with_siblings() if gates is None else gates.at_once()),
+        facts.backward,
+        siblings=tuple(node.with_siblings()),
         detached=tuple(node.without_grad(compilation.traced.program.examples)),
-        silenced=tuple(_silenced(compilation.traced.facts, node)),
-        gates=gates,
+        silenced=tuple(_silenced(facts, node)),
+        gated=schedule(compilation.plans, gates, facts.backward) if gates else (),
+        pieces=backward.pieces,
     )
-
-
-def _gates(compilation: Compilation, region: Training, backward: Backward) -> Gates | None:
-    facts, gates = compilation.traced.facts, plan_gates(region.joint.cut, compilation.traced.facts)
-    if not gates:
-        return None
-    steps = schedule(compilation.plans, gates, facts.backward)
-    return Gates(steps, facts.backward, backward.pieces, tuple(region.node.with_siblings()))
 
 
 def _silenced(facts: Facts, node: NodePlan) -> list[PrimalIdx]:
@@ -246,24 +237,20 @@ def _silenced(facts: Facts, node: NodePlan) -> list[PrimalIdx]:
     if len(node.differentiable()) == 1:
         return []
     written = facts.written()
-    return [idx for idx, grad in node.grads.enumerate() if grad is not None and idx not in written]
+    return [idx for idx, grad in node.backward.grads.enumerate() if grad is not None and idx not in written]
 
 
-def _watched(call: BoxedCall, watch: LossWatch | None) -> BoxedCall:
-    """`call` within `watch`, which checks ranks before a run and names lost ranks after one."""
-    if watch is None:
+def _watched(call: BoxedCall, check: RunCheck | None) -> BoxedCall:
+    """`call`, which checks ranks before each run, and names lost ranks after one that fails."""
+    if check is None:
         return call
+    watch = LossWatch.of(check)
 
     def watched(args: list[Any]) -> Sequence[Any]:
         with watch:
             return call(args)
 
     return watched
-
-
-def _enables_grad(compilation: Compilation) -> bool:
-    """Whether the program switches grad mode on and so returns results with history under `no_grad`."""
-    return isinstance(compilation.region, Training) and not compilation.captured.ambient.grad
 
 
 def _is_recorded(compilation: Compilation) -> bool:

@@ -19,11 +19,11 @@ from aotdist.convention.mutation import write_plain
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import short_tracebacks
 from aotdist.partition.gates import Gate
-from aotdist.runtime.backwards import Arrived, Compiled, Training
+from aotdist.runtime.backwards import Arrived, CompiledBackward, Training
 from aotdist.runtime.derive import BackwardRequest
 from aotdist.runtime.double_backward import failing_later, laid_out_with_history
-from aotdist.runtime.gate import is_watched
 from aotdist.runtime.held import keep_for_others, let_go, saved_by, saved_for
+from aotdist.runtime.hooks import is_watched
 from aotdist.runtime.plan import Grads, NodePlan
 from aotdist.runtime.tangent import is_laid_out_as
 from aotdist.sizes import concrete
@@ -152,12 +152,12 @@ class Backward:
             grads, kept = self._with_history(ctx, arrived, None, plainly) if has_history else plainly()
         changes.replay(list(kept), getattr(ctx, "symbols", {}))
         # Where the backward is a program itself, saved values are its last inputs, and get no gradient.
-        return (*grads, *[None] * (len(self.plan.grads) - len(grads)))
+        return (*grads, *[None] * (len(self.plan.backward.grads) - len(grads)))
 
     def _refuse_other_writes(self, arrived: Arrived) -> None:
         """Refuse a backward of some results that does not write all that the backward of all writes."""
-        writes = self.plan.backward_writes
-        if len(arrived) < len(self.plan.tangents) and any(map(arrived.keys().isdisjoint, writes.writers)):
+        writers = self.plan.backward.writers
+        if len(arrived) < len(self.plan.tangents) and any(map(arrived.keys().isdisjoint, writers)):
             raise UnsupportedProgram(
                 "the backward (a hook, an autograd function, a checkpoint) writes tensors, and others where "
                 f"only {len(arrived)} of the {len(self.plan.tangents)} results get a gradient",
@@ -173,8 +173,8 @@ class Backward:
                 results.
         """
         changes = NOTHING if self.in_python is None or not arrived else self.in_python.changes(arrived.keys())
-        is_known = len(arrived) == len(self.plan.tangents) or tuple(arrived) in self.plan.variants.of_results
-        if changes.kept and not is_known:
+        choices = [choice.outs for choice in self.plan.backward.choices]
+        if changes.kept and len(arrived) < len(self.plan.tangents) and tuple(arrived) not in choices:
             raise UnsupportedProgram(
                 "the backward (a hook, an autograd function) keeps tensors that it computes, and of the "
                 f"{len(self.plan.tangents)} results only some get a gradient",
@@ -193,11 +193,11 @@ class Backward:
             let_go(ctx)
         with class_functions_off():  # wrappers may come for plain tensors
             results = iter(compiled.call(args))
-        grads = rebuilder.in_order(specialize_sizes(ctx, compiled.returned), results)
+        grads = rebuilder.in_order(specialize_sizes(ctx, compiled.derived.returned), results)
         self._write(ctx, results)
         if self.after is not None:
             self.after()
-        kept = changes.kept if compiled.kept is None else compiled.kept
+        kept = changes.kept if compiled.derived.kept is None else compiled.derived.kept
         return tuple(grads), rebuilder.in_order(specialize_sizes(ctx, kept), results)
 
     def _request(self, ctx: Any, plan: NodePlan, arrived: Arrived) -> BackwardRequest:
@@ -205,13 +205,13 @@ class Backward:
         results, is_part = tuple(arrived), len(arrived) < len(plan.tangents)
         if is_watched(ctx):
             return BackwardRequest(results, watched=True)
-        if plan.variants.of_kinds and (not plan.takes(arrived) or (is_part and plan.variants.of_layouts)):
+        if plan.other_kinds and (not plan.takes(arrived) or (is_part and plan.backward.adds_layouts)):
             return BackwardRequest(results, kinds=tuple(map(recipe_of, arrived.values())))
         return BackwardRequest(results)
 
     def _prepared(
         self, ctx: Any, plan: NodePlan, request: BackwardRequest, arrived: Arrived
-    ) -> tuple[Compiled, list[Any], GradRebuilder]:
+    ) -> tuple[CompiledBackward, list[Any], GradRebuilder]:
         """The backward for a request, its arguments, and what rebuilds its gradients.
 
         Raises:
@@ -233,7 +233,7 @@ class Backward:
         saved = self._saved(ctx, arrived, compiled) if ordinary else saved_by(ctx, plan)
         return compiled, compiled.arguments.read(ctx, plan, saved, given), GradRebuilder(converted.values())
 
-    def _saved(self, ctx: Any, arrived: Grads, compiled: Compiled) -> Sequence[torch.Tensor]:
+    def _saved(self, ctx: Any, arrived: Grads, compiled: CompiledBackward) -> Sequence[torch.Tensor]:
         """The saved values; what a later backward of other results needs is kept for it."""
         if not self.plan.saved.frees:
             return ()
@@ -246,13 +246,13 @@ class Backward:
     def _write(self, ctx: Any, results: Iterator[torch.Tensor | None]) -> None:
         """Copy the new values of inputs that the backward writes: the graph's next `results`."""
         writes = self.plan.backward_writes
-        values = [next(results) for _ in writes.inputs]
-        for position, (value, bumps) in enumerate(zip(values, writes.bumps(), strict=True)):
+        values = [next(results) for _ in writes.plains]
+        for position, (value, bumps) in enumerate(zip(values, writes.bumps, strict=True)):
             if value is not None:
                 write_plain(ctx.written[position], value, bumps)
         if any(value is not None for value in values):
-            for position, idx in enumerate(writes.wrappers):
-                bump(ctx.bumped[position], writes.counts[idx])
+            for position, (_, count) in enumerate(writes.wrappers):
+                bump(ctx.bumped[position], count)
 
     def pieces(self, ctx: Any, gate: Gate, arrived: Grads) -> list[torch.Tensor | None]:
         """The pieces of a gate, given the node's context and the gradients that have arrived so far."""
@@ -269,7 +269,7 @@ class Backward:
         compiled, args, rebuilder = self._prepared(ctx, specialize_sizes(ctx, self.plan), request, arrived)
         with class_functions_off():
             results = iter(compiled.call(args))
-        return rebuilder.in_order(specialize_sizes(ctx, compiled.returned), results), []
+        return rebuilder.in_order(specialize_sizes(ctx, compiled.derived.returned), results), []
 
     def _with_history(
         self, ctx: Any, arrived: Arrived, gate: Gate | None, plainly: Callable[[], Gradients]

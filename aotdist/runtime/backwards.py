@@ -20,13 +20,13 @@ from aotdist.codegen.emit import EmittedHalves, Emitter
 from aotdist.codegen.rewrites import takes_any_strides, with_reshapes
 from aotdist.convention.stack import Plans
 from aotdist.passes.run import run_passes
-from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx, PrimalIdx, Row
+from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx
 from aotdist.runtime.derive import BackwardRequest, Joint, derive, derive_double
 from aotdist.runtime.double_backward import DoubleBackward
 from aotdist.runtime.held import Arguments
 from aotdist.runtime.plan import NodePlan, is_plain, node_plan
 from aotdist.runtime.tangent import Tangent, tangent_like
-from aotdist.subclasses.protocol import Recipe, is_wrapper
+from aotdist.subclasses.protocol import is_wrapper
 from aotdist.torch_seam.modes import users_modes_off
 from aotdist.trace.later_backwards import Derived, TracedDoubleBackward
 from aotdist.trace.numbers.symbols import Symbols
@@ -44,27 +44,25 @@ def _as_it_is(call: BoxedCall, _: Graph) -> BoxedCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Compiled:
+class CompiledBackward:
     """A compiled backward.
 
     Args:
         call: runs its graph.
         arguments: where the arguments of the graph come from.
         tangents: how the tangent of each output is converted to arguments.
-        returned: see `Derived`.
-        kept: likewise.
+        derived: what it was compiled of.
         reads: positions of the saved values that it computes with.
     """
 
     call: BoxedCall
     arguments: Arguments
     tangents: Mapping[NodeOutIdx, Tangent]
-    returned: Row[PrimalIdx, Recipe | None] | tuple[Recipe, ...]
-    kept: tuple[Recipe, ...] | None
+    derived: Derived
     reads: tuple[int, ...]
 
 
-B = TypeVar("B", "Compiled", DoubleBackward)
+B = TypeVar("B", "CompiledBackward", DoubleBackward)
 
 DoubleBackwards: TypeAlias = Callable[[TracedDoubleBackward, NodePlan], DoubleBackward]
 """Compiles a backward that is differentiated itself, as a program with a backward."""
@@ -134,7 +132,7 @@ class Training:
             return self.of(request, {}).call
         return lambda args: self.of(request, {}).call(args)
 
-    def of(self, request: BackwardRequest, arrived: Arrived) -> Compiled:
+    def of(self, request: BackwardRequest, arrived: Arrived) -> CompiledBackward:
         """The backward for a request without `create_graph`, compiled if there is none for these tangents."""
         return self._cached(request, arrived, self._compile)
 
@@ -145,9 +143,12 @@ class Training:
     def _cached(
         self, request: BackwardRequest, arrived: Arrived, compiled: Callable[[BackwardRequest], B]
     ) -> B:
-        # Tangents that differ in their strides alone need no other graph, so each graph is asked.
+        # Tangents that differ in their strides alone need no other graph, so each backward is asked.
+        def takes(backward: CompiledBackward | DoubleBackward) -> bool:
+            return all(tangent.takes(arrived[idx]) for idx, tangent in backward.tangents.items())
+
         made = self._made.setdefault((replace(request, kinds=()), bool(request.kinds)), [])
-        backward = next((one for one in made if not request.kinds or _takes(one, arrived)), None)
+        backward = next((one for one in made if not request.kinds or takes(one)), None)
         if backward is None:
             backward = compiled(request)
             made.append(backward)
@@ -159,7 +160,7 @@ class Training:
             return self.doubles(derive_double(self.joint, request), self.node)
 
     @alone
-    def _compile(self, request: BackwardRequest) -> Compiled:
+    def _compile(self, request: BackwardRequest) -> CompiledBackward:
         with users_modes_off():
             if request == self.ahead:
                 graph = self.joint.split.backward
@@ -173,7 +174,7 @@ class Training:
         names = [slot for tangent in tangents.values() for slot in tangent.slots()]
         arguments, used = Arguments.of(self.node, graph.ins, names), graph.named_placeholders()
         reads = (at for at, slot in enumerate(self.node.saved.slots) if slot in used and used[slot].users)
-        return Compiled(call, arguments, tangents, derived.returned, derived.kept, tuple(reads))
+        return CompiledBackward(call, arguments, tangents, derived, tuple(reads))
 
     def _tangents(self, request: BackwardRequest, derived: Derived) -> dict[NodeOutIdx, Tangent]:
         if derived.tangents:
@@ -205,11 +206,6 @@ class Training:
 
     def _called(self, call: BoxedCall, graph: Graph) -> BoxedCall:
         return self.guarded(in_anomaly_mode(self._for_any_kind(graph, call), graph), graph)
-
-
-def _takes(backward: Compiled | DoubleBackward, arrived: Arrived) -> bool:
-    """Whether a backward takes these tangents, which belong to its results."""
-    return all(tangent.takes(arrived[idx]) for idx, tangent in backward.tangents.items())
 
 
 def in_anomaly_mode(call: BoxedCall, backward: Graph) -> BoxedCall:

@@ -282,7 +282,10 @@ def tensor_check(examples: Sequence[torch.Tensor], recipes: Sequence[Recipe]) ->
     sizes: Any
     strides: Any
     numbers = map(_numbers, examples, recipes)
-    sizes, strides = ([_without_symbols(each) for each in of] for of in zip(*numbers, strict=True))
+    sizes, strides = (
+        [[None if isinstance(number, SYMBOLIC) else number for number in each] for each in of]
+        for of in zip(*numbers, strict=True)
+    )
     return TensorGuards(*examples, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
 
 
@@ -296,10 +299,6 @@ def _numbers(example: torch.Tensor, recipe: Recipe) -> tuple[Sequence[Any], Sequ
         return recipe.size, recipe.stride
     unguarded = [None] * example.dim()  # they follow from the tensors inside
     return unguarded, unguarded
-
-
-def _without_symbols(numbers: Sequence[Any]) -> list[int | None]:
-    return [None if isinstance(number, SYMBOLIC) else number for number in numbers]
 
 
 def place_in_storage(tensor: torch.Tensor) -> tuple[int, int]:

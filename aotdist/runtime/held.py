@@ -84,7 +84,32 @@ def check_kept_inputs(ctx: Any, plan: NodePlan, needed: Collection[Slot]) -> Non
     kept = plan.kept_inputs
     for (position, slots), version in zip(kept.unsaved, ctx.versions if kept.unsaved else (), strict=True):
         if version_of(ctx.kept_primals[position]) != version and any(slot in needed for slot in slots):
-            raise _written_since(slots[0].path)
+            name = slots[0].path
+            raise UnsupportedProgram(
+                f"`{name}` was written after the forward, and its old value is needed, which was not saved: "
+                "gradients are asked for with `create_graph=True`, or arrive as another kind of tensor",
+                stage="runtime",
+                fix=f"write `{name}` after that backward, or pass a clone of it",
+            )
+
+
+def check_unwritten(versions: Sequence[tuple[torch.Tensor, int]], names: Sequence[str]) -> None:
+    """Check that no wrapper whose plain tensors were saved has been written since the forward.
+
+    Args:
+        versions: tensors that share the version counters of wrappers, each with the version in the forward.
+        names: of the wrappers.
+
+    Raises:
+        RuntimeError: one was; with autograd's message.
+    """
+    for position, (wrapper, version) in enumerate(versions):
+        if wrapper._version != version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace "
+                f"operation: `{names[position]}`, of size {list(wrapper.size())}, is at version "
+                f"{wrapper._version}; expected version {version} instead"
+            )
 
 
 def run_once(ctx: Any) -> None:
@@ -110,15 +135,6 @@ def let_go(ctx: Any) -> None:
         ctx.kept_primals = None
         if getattr(ctx, "rest", None) is None:  # else a backward of other results may follow
             ctx.wrappers = ()
-
-
-def _written_since(name: str) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        f"`{name}` was written after the forward, and its old value is needed, which was not saved: "
-        "gradients are asked for with `create_graph=True`, or arrive as another kind of tensor",
-        stage="runtime",
-        fix=f"write `{name}` after that backward, or pass a clone of it",
-    )
 
 
 Rest: TypeAlias = "tuple[frozenset[NodeOutIdx], tuple[tuple[torch.Tensor, int], ...] | None]"
@@ -164,4 +180,4 @@ def keep_for_others(
 
 def _are_independent(plan: NodePlan, one: Collection[NodeOutIdx], other: Collection[NodeOutIdx]) -> bool:
     """Whether the backward of `one` frees nothing that the backward of `other` needs."""
-    return all(together.isdisjoint(one) or together.isdisjoint(other) for together in plan.saved.freed)
+    return all(together.isdisjoint(one) or together.isdisjoint(other) for together in plan.backward.freed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -13,17 +13,71 @@ from torch.fx import Node
 from aotdist.codegen.contract import Strides
 from aotdist.convention.stack import InsidePlans, Plans
 from aotdist.convention.subclass import plain_positions
-from aotdist.facts import Facts, NodeOut, ObservedGrad
-from aotdist.partition.traits import is_view
+from aotdist.facts import BackwardFacts, Facts, NodeOut, ObservedGrad
+from aotdist.partition.traits import is_view, view_base
 from aotdist.program import Graph, NodeOutIdx, PlainIdx, PrimalIdx, Row, Slot, Split
 from aotdist.runtime.tangent import Tangent
-from aotdist.runtime.wrappers import SavedWrappers
 from aotdist.sizes import Expression
 from aotdist.subclasses.protocol import Plain, Recipe, Wrapper, leaves, tangent_recipe
 from aotdist.trace.trace import Traced
 
 Grads: TypeAlias = "Mapping[NodeOutIdx, torch.Tensor | None]"
 """Tangents by output; None for those that did not arrive."""
+
+
+@dataclass(frozen=True, slots=True)
+class SavedWrappers:
+    """The wrappers that share memory with values saved by the node.
+
+    Autograd compares the version counters of saved tensors, which are plain tensors. A write to a wrapper
+    around them, or to its views, increases the wrapper's own counter only.
+
+    Args:
+        ins: those among the inputs.
+        outs: those among the outputs.
+        names: of all of them, inputs first.
+    """
+
+    ins: tuple[PrimalIdx, ...]
+    outs: tuple[NodeOutIdx, ...]
+    names: tuple[str, ...]
+
+    def __bool__(self) -> bool:
+        return bool(self.names)
+
+    @classmethod
+    def of(
+        cls,
+        facts: Facts,
+        plans: Plans,
+        split: Split,
+        names: Row[PrimalIdx, Slot],
+        outs: Row[NodeOutIdx, NodeOut],
+    ) -> SavedWrappers:
+        """The wrappers that share memory with what the forward graph saves for the backward graph.
+
+        Args:
+            facts: of the program.
+            plans: of the convention layers.
+            split: the two graphs.
+            names: of the inputs.
+            outs: what the node returns.
+        """
+        saved = _saved_memory(split)
+        given = {node: at for at, node in enumerate(split.forward.placeholders())}
+        taken = {PlainIdx(given[node]) for node in saved if node in given}
+        # These are written by the call itself, outside of the node.
+        repeated = facts.reshaped() | {idx for idx, _, _ in plans.writes.writes}
+        repeated |= facts.backward.writes.keys()
+        ins = tuple(
+            idx
+            for idx, plains in plain_positions(facts.recipes).enumerate()
+            if isinstance(facts.recipes[idx], Wrapper)
+            and idx not in repeated
+            and not taken.isdisjoint(plains)
+        )
+        made = tuple(idx for idx, nodes in _wrapped(split, outs) if not saved.isdisjoint(nodes))
+        return cls(ins, made, (*(names[idx].path for idx in ins), *(outs[idx].slot.path for idx in made)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +89,6 @@ class Saved:
         results: positions of the saved results.
         slots: the names of all saved values.
         wrappers: the wrappers that saved values lie in.
-        freed: see `BackwardFacts.freed`.
         frees: whether a backward frees anything, in eager or here; if not, nothing is saved.
     """
 
@@ -43,7 +96,6 @@ class Saved:
     results: tuple[int, ...]
     slots: tuple[Slot, ...]
     wrappers: SavedWrappers
-    freed: frozenset[frozenset[NodeOutIdx]]
     frees: bool
 
 
@@ -69,41 +121,16 @@ class BackwardWrites:
 
     Args:
         plains: the plain inputs; in the graph's results, their new values follow the gradients.
-        inputs: for each of `plains`, the input that it lies in.
-        counts: by how much the version counter of each input increases.
-        writers: see `BackwardFacts.writers`.
-        wrappers: the wrappers among these inputs: their own counters increase, not those inside.
+        bumps: by how much the version counter of each of `plains` increases.
+        wrappers: the wrappers among these inputs, whose own counters increase instead, and by how much.
         read: arguments of the backward graph, after the tangents, that are the current values of these
             inputs: for each, its position in `plains`.
-        once: see `BackwardFacts.once`.
     """
 
     plains: tuple[PlainIdx, ...]
-    inputs: tuple[PrimalIdx, ...]
-    counts: Mapping[PrimalIdx, int]
-    writers: frozenset[frozenset[NodeOutIdx]]
-    wrappers: tuple[PrimalIdx, ...]
+    bumps: tuple[int, ...]
+    wrappers: tuple[tuple[PrimalIdx, int], ...]
     read: Mapping[Slot, int]
-    once: bool
-
-    def bumps(self) -> list[int]:
-        """By how much the counter of each plain input itself increases."""
-        return [0 if idx in self.wrappers else self.counts[idx] for idx in self.inputs]
-
-
-@dataclass(frozen=True, slots=True)
-class Variants:
-    """Which requests have a backward that is not a part of the backward of all results.
-
-    Args:
-        of_results: the choices of outputs whose backward was traced separately.
-        of_kinds: whether tangents of other kinds than the results have a backward of their own.
-        of_layouts: see `BackwardFacts.adds_layouts`.
-    """
-
-    of_results: frozenset[tuple[NodeOutIdx, ...]]
-    of_kinds: bool
-    of_layouts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +145,10 @@ class NodePlan:
         saved: what it saves.
         kept_inputs: the inputs that it keeps.
         tangents: the tangent that is assumed for each differentiable output.
-        grads: recipe of each input's gradient, or None.
+        backward: what the trace showed of the backward.
         shares: whether several gradients that are wrappers, or a gradient and a tangent, may be one tensor.
-        variants: requests whose backward is not a part of the whole one.
+        other_kinds: whether tangents of other kinds than the results have a backward of their own.
         backward_writes: what the backward writes.
-        has_waypoints: whether gradients pass tensors that the caller holds.
         totals: the tangents that are assumed for waypoints that the node returns: their whole gradients.
         views: forward results that are views of temporaries, see `result_views`.
     """
@@ -134,11 +160,10 @@ class NodePlan:
     saved: Saved
     kept_inputs: KeptInputs
     tangents: tuple[Tangent, ...]
-    grads: Row[PrimalIdx, Recipe | None]
+    backward: BackwardFacts
     shares: bool
-    variants: Variants
+    other_kinds: bool
     backward_writes: BackwardWrites
-    has_waypoints: bool
     totals: Mapping[NodeOutIdx, Tangent]
     views: frozenset[int]
 
@@ -160,9 +185,10 @@ class NodePlan:
 
     def without_grad(self, examples: Row[PrimalIdx, torch.Tensor]) -> list[PrimalIdx]:
         """Inputs that require grad and get no gradient, if others get one."""
-        if all(recipe is None for recipe in self.grads):
+        grads = self.backward.grads
+        if all(recipe is None for recipe in grads):
             return []
-        return [idx for idx, grad in self.grads.enumerate() if grad is None and examples[idx].requires_grad]
+        return [idx for idx, grad in grads.enumerate() if grad is None and examples[idx].requires_grad]
 
     def with_siblings(self) -> list[NodeOutIdx]:
         """The differentiable results that the caller gets, if there are several."""
@@ -191,7 +217,7 @@ def node_plan(
         whole: the backward of all results.
         split: the two graphs.
         tangent_strides: strides of tangents that backward graphs are compiled for.
-        has_other_kinds: see `Variants.of_kinds`.
+        has_other_kinds: see `NodePlan.other_kinds`.
     """
     facts, backward = traced.facts, traced.facts.backward
     outs = Row[NodeOutIdx, NodeOut](list(facts.node_outs)[: len(plans.inside.unwrap.outs)])
@@ -209,15 +235,10 @@ def node_plan(
             for out in outs
             if out.differentiable
         ),
-        grads=backward.grads,
+        backward=backward,
         shares=_shares(backward.grads, whole),
-        variants=Variants(
-            frozenset(choice.outs for choice in backward.choices),
-            of_kinds=has_other_kinds,
-            of_layouts=backward.adds_layouts,
-        ),
+        other_kinds=has_other_kinds,
         backward_writes=_backward_writes(facts, traced.program.ins, split),
-        has_waypoints=bool(backward.waypoints),
         totals=_totals(backward.waypoints, any_strides=not tangent_strides, plain=plain),
         views=result_views(split.forward),
     )
@@ -241,14 +262,12 @@ def _saved(traced: Traced, plans: Plans, split: Split, outs: Row[NodeOutIdx, Nod
     num_inputs = len(split.saved_primals)
     inputs = [PlainIdx(position[split.saved_primals[slot]]) for slot in split.saved[:num_inputs]]
     wrappers = SavedWrappers.of(facts, plans, split, traced.program.ins, outs)
-    freed = facts.backward.freed
     return Saved(
         inputs=tuple((plain, plain in changing) for plain in inputs),
         results=tuple(result[slot] for slot in split.saved[num_inputs:]),
         slots=split.saved,
         wrappers=wrappers,
-        freed=freed,
-        frees=bool(freed or split.saved),
+        frees=bool(facts.backward.freed or split.saved),
     )
 
 
@@ -260,14 +279,13 @@ def _backward_writes(facts: Facts, ins: Row[PrimalIdx, Slot], split: Split) -> B
         for plain, (inner, _) in zip(plains[idx], leaves(facts.recipes[idx]), strict=True)
     ]
     names = [slot for _, _, slot in written]
+    counts = backward.writes
+    wrappers = {idx: count for idx, count in counts.items() if isinstance(facts.recipes[idx], Wrapper)}
     return BackwardWrites(
         plains=tuple(plain for _, plain, _ in written),
-        inputs=tuple(idx for idx, _, _ in written),
-        counts=backward.writes,
-        writers=backward.writers,
-        wrappers=tuple(idx for idx in backward.writes if isinstance(facts.recipes[idx], Wrapper)),
+        bumps=tuple(0 if idx in wrappers else counts[idx] for idx, _, _ in written),
+        wrappers=tuple(wrappers.items()),
         read={slot: names.index(slot) for slot in split.backward.ins if slot.role == "buffer"},
-        once=backward.once,
     )
 
 
@@ -325,3 +343,25 @@ def result_views(graph: Graph) -> frozenset[int]:
         if node is not None
         and (is_view(node) or (not slot.inner and first.setdefault(node, position) != position))
     )
+
+
+def _saved_memory(split: Split) -> set[torch.fx.Node]:
+    """The nodes of the forward graph that own the memory of the saved values."""
+    results = dict(zip(split.forward.outs, split.forward.results(), strict=True))
+    inputs = split.forward.named_placeholders()
+    found = (
+        inputs[split.saved_primals[slot]] if slot in split.saved_primals else results[slot]
+        for slot in split.saved
+    )
+    return {view_base(node) for node in found if node is not None}
+
+
+def _wrapped(
+    split: Split, outs: Row[NodeOutIdx, NodeOut]
+) -> Iterator[tuple[NodeOutIdx, list[torch.fx.Node]]]:
+    """The wrappers that the node returns to the user, each with the nodes that own its memory."""
+    results = iter(split.forward.results())
+    for idx, out in outs.enumerate():
+        nodes = [next(results) for _ in leaves(out.recipe)]
+        if isinstance(out.recipe, Wrapper) and out.slot.role == "output":
+            yield idx, [view_base(node) for node in nodes if node is not None]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any, assert_never
 
 import torch
@@ -18,16 +17,15 @@ from aotdist.capture.argument_mutation import are_distinct
 from aotdist.capture.arguments import ConstantLeaf
 from aotdist.capture.captured import Returned
 from aotdist.capture.constants import same_constant
-from aotdist.capture.source import Held, held_in
+from aotdist.capture.source import held_in
 from aotdist.convention.bases import Span, ViewBase, base_of, span_over
 from aotdist.convention.epilogue import EpiloguePlan
 from aotdist.convention.mutation import DifferentiableWrites
 from aotdist.convention.stack import Plans
 from aotdist.facts import Action
-from aotdist.program import NodeOutIdx, PrimalIdx, Row
-from aotdist.runtime.gate import Gates
+from aotdist.program import PrimalIdx, Row
 from aotdist.runtime.guards import MISS, Guards, are_outside, no_overlap, place_in_storage, tensor_check
-from aotdist.runtime.hooks import shield, with_silenced_hooks
+from aotdist.runtime.hooks import HookPlan, shield, with_silenced_hooks
 from aotdist.runtime.print_node import print_classes_off, print_plains
 from aotdist.runtime.print_outputs import action_printer, print_return, print_steps, print_write
 from aotdist.runtime.printer import Printer, binder, print_size, sequence
@@ -44,23 +42,6 @@ from aotdist.subclasses.protocol import (
 )
 from aotdist.torch_seam.jagged import have_same_rows, rows_of
 from aotdist.torch_seam.trees import tree_children
-
-
-@dataclass(frozen=True, slots=True)
-class HookPlan:
-    """What a call does so that hooks are called as in eager, see `aotdist.runtime.hooks`.
-
-    Args:
-        shielded: results of the node whose hooks must skip None.
-        detached: inputs that never get a gradient, so that their hooks must not be called.
-        silenced: inputs that get no gradient in some backwards; their hooks must not be called then.
-        gates: the gates that gradients pass, if there are waypoints.
-    """
-
-    shielded: tuple[NodeOutIdx, ...]
-    detached: tuple[PrimalIdx, ...]
-    silenced: tuple[PrimalIdx, ...]
-    gates: Gates | None = None
 
 
 def print_call(
@@ -93,7 +74,10 @@ def print_call(
         bind = binder(printer, fit.variables, held)
         with _missing_places_miss(printer) if held or fit.reads_places() else nullcontext():
             _print_sources(printer, fit, bind)
-            _print_held(printer, held, bind)
+            if held:
+                printer.comment("what is written, besides tensors")
+            for position, each in enumerate(held):
+                printer.line(f"held_{position} = {each.source.expression(bind)}")
             _print_bases(printer, fit)
             for count in fit.numbers.counts:
                 printer.line(f"{count.name} = {count.place.expression(bind)}")
@@ -108,13 +92,12 @@ def print_call(
         do = action_printer(printer, plans.epilogue, primals, fit.environment.ambient, bind)
         with printer.block(f"with {printer.call(torch.enable_grad)}:") if enables_grad else nullcontext():
             _print_run(printer, run, _print_given(printer, plans.writes, primals, hooks), fit)
-            if hooks.shielded:
-                names = [f"values[{idx}]" for idx in hooks.shielded]
+            if names := [f"values[{idx}]" for idx in hooks.at_once()]:
                 printer.spread(f"{printer.bind('shield', shield)}(", names, ")")
-            if hooks.gates is None:
+            if not hooks.gated:
                 for write in plans.writes.writes:
                     print_write(printer, primals, write)
-        _print_epilogue(printer, plans.epilogue, primals, hooks.gates, do)
+        _print_epilogue(printer, plans.epilogue, primals, hooks, do)
         if fit.leave_objects is not None:
             printer.line(f"{printer.bind('leave_objects', fit.leave_objects)}()")
         print_return(printer, returned, plans.epilogue.outputs, bind)
@@ -124,14 +107,14 @@ def _print_epilogue(
     printer: Printer,
     epilogue: EpiloguePlan,
     primals: Sequence[str],
-    gates: Gates | None,
+    hooks: HookPlan,
     do: Callable[[Action], None],
 ) -> None:
     """Print that version counters are set back, then the actions, with gates among them if there are any."""
     for idx, count in epilogue.rewinds:
         printer.line(printer.call(rewind, primals[idx], count))
-    if gates is not None:
-        print_steps(printer, gates, primals, do)
+    if hooks.gated:
+        print_steps(printer, hooks, primals, do)
         return
     for action in epilogue.order:
         do(action)
@@ -147,8 +130,11 @@ def _print_run(printer: Printer, run: str, given: Sequence[str], fit: Guards) ->
 def _print_given(
     printer: Printer, writes: DifferentiableWrites, primals: Sequence[str], hooks: HookPlan
 ) -> list[str]:
-    """Print the preparation of the region's arguments; returns expressions for them."""
-    _print_before_writes(printer, writes, primals)
+    """Print `DifferentiableWrites.prepare`, and what is done for hooks; returns expressions for arguments."""
+    if writes.writes:
+        printer.line(printer.call(refuse_forbidden, *(primals[primal] for primal, _, _ in writes.writes)))
+    for primal, bumps in writes.counted:
+        printer.line(printer.call(bump, primals[primal], bumps))
     given = list(primals)
     for idx in hooks.detached:
         given[idx] += ".detach()"
@@ -157,14 +143,6 @@ def _print_given(
     silence = printer.bind("with_silenced_hooks", with_silenced_hooks)
     printer.spread(f"given = {silence}({printer.bind('SILENCED', hooks.silenced)}, ", given, ")")
     return ["*given"]
-
-
-def _print_before_writes(printer: Printer, writes: DifferentiableWrites, primals: Sequence[str]) -> None:
-    """Print `DifferentiableWrites.prepare`."""
-    if writes.writes:
-        printer.line(printer.call(refuse_forbidden, *(primals[primal] for primal, _, _ in writes.writes)))
-    for primal, bumps in writes.counted:
-        printer.line(printer.call(bump, primals[primal], bumps))
 
 
 @contextmanager
@@ -253,13 +231,6 @@ def _print_sources(printer: Printer, fit: Guards, bind: Callable[[str, Any], str
         printer.comment("parameters, buffers and closed-over tensors")
     for name, source in zip(fit.variables[start:], fit.sources, strict=True):
         printer.line(f"{name} = {source.expression(bind)}")
-
-
-def _print_held(printer: Printer, held: Sequence[Held], bind: Callable[[str, Any], str]) -> None:
-    if held:
-        printer.comment("what is written, besides tensors")
-    for position, each in enumerate(held):
-        printer.line(f"held_{position} = {each.source.expression(bind)}")
 
 
 def _print_sizes(printer: Printer, fit: Guards, primals: Sequence[str]) -> None:

@@ -15,12 +15,11 @@ from aotdist.codegen.contract import BoxedCall
 from aotdist.convention.mutation import PlainWrites, write_plain
 from aotdist.convention.stack import InsidePlans
 from aotdist.runtime.backward import Backward
-from aotdist.runtime.gate import is_watched
-from aotdist.runtime.held import let_go, run_once
+from aotdist.runtime.held import check_unwritten, let_go, run_once
+from aotdist.runtime.hooks import is_watched
 from aotdist.runtime.plan import NodePlan
 from aotdist.runtime.printer import Printer, Unbacked, print_size, print_step, remark, sequence
 from aotdist.runtime.tangent import Tangent, TangentMismatch, rebuilt
-from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import Expression, NumberStep, concrete, is_symbolic
 from aotdist.subclasses.protocol import Constant, Plain, Recipe, Wrapper, leaves, wrapper_rule
 from aotdist.torch_seam.autograd import node_base
@@ -204,7 +203,7 @@ def _print_forward(region: ForwardPrinter, plan: NodePlan) -> None:
         if writes.plains:
             printer.line(f"ctx.written = {sequence([plains[idx] for idx in writes.plains])}")
         if writes.wrappers:
-            printer.line(f"ctx.bumped = {sequence([names[idx] for idx in writes.wrappers])}")
+            printer.line(f"ctx.bumped = {sequence([names[idx] for idx, _ in writes.wrappers])}")
         printer.line("ctx.set_materialize_grads(False)")
         if wrappers := plan.saved.wrappers:
             noted = [f"({names[idx]}, {names[idx]}._version)" for idx in wrappers.ins]
@@ -238,7 +237,7 @@ def _print_backward(
     """Print the call of the backward graph, and when `Backward` runs another in its place."""
     if wrappers := plan.saved.wrappers:
         printer.line(printer.call(check_unwritten, "ctx.wrappers", printer.bind("WRAPPERS", wrappers.names)))
-    if plan.backward_writes.once:
+    if plan.backward.once:
         printer.line(printer.call(run_once, "ctx"))
     arrived = [names[idx] for idx in plan.differentiable()]
     another = f"{printer.bind('ANOTHER_BACKWARD', backward)}(ctx, {', '.join(arrived)})"
@@ -257,7 +256,7 @@ def _print_backward(
     given += [f"ctx.written[{position}]" for position in plan.backward_writes.read.values()]
     given += ["*ctx.rng"] if plan.inside.rng.draw is not None else []
     args = f"args = [{', '.join(given)}]"
-    if not plan.variants.of_kinds or all(tangent.is_any_plain() for _, tangent in pairs):
+    if not plan.other_kinds or all(tangent.is_any_plain() for _, tangent in pairs):
         printer.line(args)
     else:
         with printer.block("try:"):
@@ -280,13 +279,13 @@ def _print_gradients(
     has_symbols: bool,
 ) -> None:
     """Print what is done with the results of the backward graph."""
-    grads = [recipe for recipe in plan.grads if recipe is not None]
+    grads = [recipe for recipe in plan.backward.grads if recipe is not None]
     count = sum(1 for recipe in grads for _ in leaves(recipe))
     writes = plan.backward_writes
-    for offset, bumps in enumerate(writes.bumps()):
+    for offset, bumps in enumerate(writes.bumps):
         printer.line(_write(printer, f"ctx.written[{offset}]", f"results[{count + offset}]", bumps))
-    for offset, idx in enumerate(writes.wrappers):
-        printer.line(printer.call(bump, f"ctx.bumped[{offset}]", writes.counts[idx]))
+    for offset, (_, count_of_writes) in enumerate(writes.wrappers):
+        printer.line(printer.call(bump, f"ctx.bumped[{offset}]", count_of_writes))
     built = iter(
         print_results(printer, grads, [f"results[{k}]" for k in range(count)], ["grad"] * len(grads))
     )
@@ -299,7 +298,7 @@ def _print_gradients(
         replay = f"{printer.bind('CHANGES', changes)}.replay(["
         what = remark(f"changes {', '.join(place.path for place in changes.places())}")
         printer.spread(replay, kept, f"], {'symbols' if has_symbols else '{}'}){what}")
-    returned = ["None" if recipe is None else next(built) for recipe in plan.grads]
+    returned = ["None" if recipe is None else next(built) for recipe in plan.backward.grads]
     returned += ["None"] if has_symbols else []
     printer.spread("return (", returned, ",)")
 
@@ -311,7 +310,7 @@ def _print_other_ways(
     pairs = list(zip((names[idx] for idx in plan.differentiable()), plan.tangents, strict=True))
     conditions = [printer.call(torch.is_grad_enabled)]
     conditions += [_differs(printer, name, tangent) for name, tangent in pairs]
-    if plan.has_waypoints:
+    if plan.backward.waypoints:
         conditions.append(printer.call(is_watched, "ctx"))
     with printer.block(f"if {' or '.join(conditions)}:"):
         printer.line(returned)

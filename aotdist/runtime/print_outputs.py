@@ -29,7 +29,6 @@ from aotdist.facts import (
     Action,
     Fresh,
     FunctionView,
-    HeldPlace,
     Inside,
     IsInput,
     Keep,
@@ -46,7 +45,7 @@ from aotdist.facts import (
 )
 from aotdist.partition.gates import Gate
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row
-from aotdist.runtime.gate import Gates, make_gate
+from aotdist.runtime.hooks import HookPlan, make_gate
 from aotdist.runtime.printer import (
     Printer,
     print_literal,
@@ -63,25 +62,24 @@ def print_write(printer: Printer, primals: Sequence[str], write: tuple[PrimalIdx
     printer.line(printer.call(put, primals[primal], f"values[{value}]", bumps))
 
 
-def print_steps(printer: Printer, gates: Gates, primals: Sequence[str], do: Callable[[Action], None]) -> None:
+def print_steps(
+    printer: Printer, hooks: HookPlan, primals: Sequence[str], do: Callable[[Action], None]
+) -> None:
     """Print the steps outside of a node whose results pass gates."""
     printer.line("values = list(values)")
     before = "None"
-    for step in gates.steps:
+    for step in hooks.gated:
         match step:
             case Gate():
-                points = [_point(gates.place(position)) for position, _ in step.pieces]
-                lead = printer.bind(f"gate_{step.level}", make_gate(gates, step))
+                places = hooks.places(step)
+                points = [f"values[{p.value}]" if isinstance(p, Fresh) else f"o{p}" for p in places]
+                lead = printer.bind(f"gate_{step.level}", make_gate(hooks, step))
                 printer.line(f"passed_{step.level} = {lead}(values, {sequence(points)}, {before})")
                 before = f"passed_{step.level}"
             case tuple():
                 print_write(printer, primals, step)
             case _:
                 do(step)
-
-
-def _point(place: HeldPlace) -> str:
-    return f"values[{place.value}]" if isinstance(place, Fresh) else f"o{place}"
 
 
 def action_printer(
@@ -223,7 +221,9 @@ def print_return(
     def leaf(value: Any) -> str:
         return names[value.position] if isinstance(value, TensorResult) else print_literal(printer, value)
 
-    _print_prints(printer, returned.log, leaf)
+    for each in returned.log.prints():  # calls of `print` and of loggers
+        printed = print_tree(printer, each.given.spec, map(leaf, each.given.leaves))
+        printer.line(f"{printer.bind('printed', each.make)}({printed})")
     for position, check in enumerate(returned.checks, returned.first_checked()):
         printer.line(printer.call(require, f"o{position}", printer.bind("CHECK", check)))
     for shown in returned.shown:
@@ -244,17 +244,10 @@ def _name_of_output(idx: OutIdx, fact: OutputFact) -> str:
     return f"o{idx}"
 
 
-def _print_prints(printer: Printer, log: EffectLog, leaf: Callable[[Any], str]) -> None:
-    """Print the calls of `print` and of loggers; `leaf` gives the expression of a leaf of a value."""
-    for each in log.prints():
-        printed = print_tree(printer, each.given.spec, map(leaf, each.given.leaves))
-        printer.line(f"{printer.bind('printed', each.make)}({printed})")
-
-
 def _print_changes(
     printer: Printer, log: EffectLog, bind: Callable[[str, Any], str], leaf: Callable[[Any], str]
 ) -> None:
-    """Print the other effects."""
+    """Print the other effects; `leaf` gives the expression of a leaf of a value."""
     for each in log.effects:
         match each:
             case Assign(place, tree):

@@ -8,7 +8,7 @@ Observed gradients
 In eager every result has its place in autograd's graph. Here the program is one node, so a gradient of one
 result with respect to another would not exist, and a hook on a result would miss gradients from within the
 program. The trace notes where gradients pass such a tensor (`trace/observed_grads.py`). A gate, a node behind
-the program's own, stands there at run time (`runtime/gate.py`): while nobody watches, it passes on what it
+the program's own, stands there at run time (`runtime/hooks.py`): while nobody watches, it passes on what it
 gets, and the backward runs whole; otherwise the backward runs in the parts between the gates
 (`partition/gates.py`), compiled when they are first needed.
 

@@ -59,12 +59,13 @@ def test_both_parts_together_are_the_graph(of_step: bool) -> None:
     assert mode is not None
     apart = split_off_numbers(graph, mode)
     assert apart is not None
-    targets = {node.target for node in apart.rest.gm.graph.nodes}
+    rest, with_numbers = apart
+    targets = {node.target for node in rest.gm.graph.nodes}
     assert targets.isdisjoint({READ, operator.pow, builtins.max, math.sqrt})
-    assert ("numbers" in map(str, apart.rest.ins)) == of_step
-    assert apart.rest.results()[0] is None, "the step count is computed ahead"
+    assert ("numbers" in map(str, rest.ins)) == of_step
+    assert rest.results()[0] is None, "the step count is computed ahead"
     whole = FxBackend().emit(graph, emission(graph)).call
-    parts: Emitted = apart.around(FxBackend().emit(apart.rest, emission(graph)))
+    parts: Emitted = with_numbers(FxBackend().emit(rest, emission(graph)))
     torch.testing.assert_close(list(parts.call([X, STEP])), list(whole([X, STEP])))
 
 

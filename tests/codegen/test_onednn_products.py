@@ -6,7 +6,7 @@ from torch import nn
 from torch.testing import assert_close
 
 import aotdist
-from aotdist.codegen import onednn_products
+from aotdist.codegen import inductor_rewrites
 from aotdist.codegen.inductor import InductorBackend
 from aotdist.settings import Settings
 from tests.codegen.captured import captured, emission
@@ -29,7 +29,7 @@ LAYOUTS = {
 @pytest.fixture
 def preferred(monkeypatch: pytest.MonkeyPatch) -> None:
     """MKL is taken to be slow here."""
-    monkeypatch.setattr(onednn_products, "_mkl_is_slow", lambda: True)
+    monkeypatch.setattr(inductor_rewrites, "_mkl_is_slow", lambda: True)
 
 
 @pytest.mark.parametrize("right", LAYOUTS)
@@ -71,7 +71,7 @@ def test_who_switches_onednn_off():
 
 @pytest.mark.usefixtures("inductor_cache")
 def test_where_mkl_is_fast(monkeypatch):
-    monkeypatch.setattr(onednn_products, "_mkl_is_slow", lambda: False)
+    monkeypatch.setattr(inductor_rewrites, "_mkl_is_slow", lambda: False)
     assert "extern_kernels.mm" in products(256)
 
 

@@ -229,18 +229,6 @@ def two_groups_of_the_same_ranks() -> Told | None:
     return tells([collective(group=name) for name in order])
 
 
-def num_keys_after(num_agreements: int) -> tuple[int, int]:
-    """Keys in the store after the third agreement, and after many more."""
-    store = dist.distributed_c10d._get_default_store()  # pyright: ignore[reportPrivateUsage]
-    counts: list[int] = []
-    for _ in range(num_agreements):
-        agree(program(SAME, "ours.py"), label="train_step", settings=PATIENT)
-        dist.barrier()
-        counts.append(store.num_keys())
-        dist.barrier()
-    return counts[2], counts[-1]
-
-
 def without_peers() -> list[Told | None]:
     """In place of this world: a fake one of 64 ranks, and none at all."""
     dist.destroy_process_group()

@@ -158,12 +158,6 @@ def test_two_groups_of_the_same_ranks_are_told_apart(world2: World):
         assert kind == "RankDivergence" and "their group" in message
 
 
-def test_keys_do_not_pile_up():
-    with fresh_world(2) as world:
-        for third, last in world.run(cases.num_keys_after, 20):
-            assert last == third
-
-
 @pytest.mark.parametrize("store", ["tcp", "rank0", "file"])
 def test_any_store_will_do(store):
     with fresh_world(2, store) as world:

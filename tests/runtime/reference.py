@@ -19,12 +19,9 @@ from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.backward import Backward
 from aotdist.runtime.backwards import Training
 from aotdist.runtime.compilation import Compilation, Inference
-from aotdist.runtime.gate import Gates, make_gate
-from aotdist.runtime.held import run_once
-from aotdist.runtime.hooks import shield, with_silenced_hooks
+from aotdist.runtime.held import check_unwritten, run_once
+from aotdist.runtime.hooks import HookPlan, make_gate, shield, with_silenced_hooks
 from aotdist.runtime.plan import NodePlan, result_views
-from aotdist.runtime.print_call import HookPlan
-from aotdist.runtime.wrappers import check_unwritten
 from aotdist.sizes import concrete, evaluate
 from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.modes import class_functions_off
@@ -47,13 +44,15 @@ def reference(artifact: Artifact) -> Call:
 
 def lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
     """The layers inside of the synthetic bases, in a call of these sizes."""
-    plans, hooks = concrete(compilation.plans, symbols), HookPlan((), (), ())
+    plans = concrete(compilation.plans, symbols)
+    hooks, enables_grad = HookPlan(compilation.traced.facts.backward), False
     match compilation.region:
         case Training() as region:
             forward = runtime._forward(compilation, region.halves.forward)
             backward = runtime._backward(compilation, region, (), None)
             call = make_node(concrete(region.node, symbols), forward, backward, symbols)
             hooks = runtime._hooks(compilation, region, backward)
+            enables_grad = not compilation.captured.ambient.grad
         case Inference() as region:
             forward, views = runtime._forward(compilation, region.emitted), result_views(region.graph)
             sizes = [evaluate(size, symbols) for size in region.graph.sizes()]
@@ -61,9 +60,9 @@ def lifted(compilation: Compilation, symbols: Mapping[str, int]) -> Call:
             call = torch.no_grad()(call) if runtime._is_recorded(compilation) else call
         case _:
             assert_never(compilation.region)
-    if hooks.gates is not None:
-        return through_gates(hooks.gates, plans, call)
-    return plans.lift_outside(hooked(call, hooks), enables_grad=runtime._enables_grad(compilation))
+    if hooks.gated:
+        return through_gates(hooks, plans, call)
+    return plans.lift_outside(hooked(call, hooks), enables_grad=enables_grad)
 
 
 def make_node(
@@ -104,7 +103,7 @@ def make_node(
             ctx.versions = tuple(version_of(ctx.kept_primals[k]) for k, _ in kept.unsaved)
             ctx.symbols = symbols
             ctx.written = [plains[idx] for idx in late.plains]
-            ctx.bumped = [primals[idx] for idx in late.wrappers]
+            ctx.bumped = [primals[idx] for idx, _ in late.wrappers]
             ctx.mark_non_differentiable(
                 *(outs[idx] for idx, out in plan.outs.enumerate() if not out.differentiable)
             )
@@ -117,7 +116,7 @@ def make_node(
         @staticmethod
         def backward(ctx: Any, *tangents: Any) -> Any:
             check_unwritten(ctx.wrappers, plan.saved.wrappers.names)
-            if plan.backward_writes.once:
+            if plan.backward.once:
                 run_once(ctx)
             with class_functions_off():
                 return backward(ctx, *(tangents[idx] for idx in plan.differentiable()))
@@ -141,13 +140,13 @@ def hooked(call: Call, hooks: HookPlan) -> Call:
     def hooked_call(primals: Sequence[Any]) -> list[Any]:
         given = [p.detach() if k in hooks.detached else p for k, p in enumerate(primals)]
         values = call(with_silenced_hooks(hooks.silenced, *given))
-        shield(*(values[idx] for idx in hooks.shielded))
+        shield(*(values[idx] for idx in hooks.at_once()))
         return values
 
     return hooked_call
 
 
-def through_gates(gates: Gates, plans: Plans, call: Call) -> Call:
+def through_gates(hooks: HookPlan, plans: Plans, call: Call) -> Call:
     """Lead the node's values through the gates, write inputs and make outputs."""
 
     def led(primals: Sequence[Any]) -> list[Any]:
@@ -155,14 +154,14 @@ def through_gates(gates: Gates, plans: Plans, call: Call) -> Call:
         plans.writes.prepare(primals)
         outs.values = values = list(call(primals))
         plans.epilogue.count(primals)
-        shield(*(values[idx] for idx in gates.at_once()))
+        shield(*(values[idx] for idx in hooks.at_once()))
         before = None
-        for step in gates.steps:
+        for step in hooks.gated:
             match step:
                 case Gate():
-                    places = [gates.place(position) for position, _ in step.pieces]
+                    places = hooks.places(step)
                     points = [values[p.value] if isinstance(p, Fresh) else outs.make(p) for p in places]
-                    before = make_gate(gates, step)(values, points, before)
+                    before = make_gate(hooks, step)(values, points, before)
                 case (primal, value, bumps):
                     put(primals[primal], values[value], bumps)
                 case _:

@@ -9,8 +9,8 @@ In the order of a compiled function's life:
   about to run. A difference raises `RankDivergence` on every rank, never a hang. What they agreed on for an
   earlier call, a rank may run again without the others. `agreeing_on_backwards` does the same for backwards
   that are compiled on demand.
-- `naming_lost_ranks` surrounds each run (`watches_of`): when a collective breaks because a peer died, the
-  survivors raise `RankLost` with its number.
+- `checks_of` gives the comparison before each run, which a `LossWatch` surrounds: when a collective breaks
+  because a peer died, the survivors raise `RankLost` with its number.
 - `board_of_this_process` is also used by reports, to compare ranks.
 
 All messages go through the store in which the ranks met (`board.py`), never through a process group: a group
@@ -22,12 +22,12 @@ from aotdist.runtime.ranks.board import board_of_this_process, poll
 from aotdist.runtime.ranks.failing import failing_together, present
 from aotdist.runtime.ranks.fingerprint import (
     agreeing_on_backwards,
+    checks_of,
     fingerprint_of,
     fingerprint_of_state,
     number_of_its_kind,
-    watches_of,
 )
-from aotdist.runtime.ranks.loss import LossWatch, naming_lost_ranks
+from aotdist.runtime.ranks.loss import LossWatch
 from aotdist.runtime.ranks.runs import RunCheck
 from aotdist.runtime.ranks.sequence import Sequenced
 
@@ -38,12 +38,11 @@ __all__ = [
     "agree",
     "agreeing_on_backwards",
     "board_of_this_process",
+    "checks_of",
     "failing_together",
     "fingerprint_of",
     "fingerprint_of_state",
-    "naming_lost_ranks",
     "number_of_its_kind",
     "poll",
     "present",
-    "watches_of",
 ]

@@ -22,6 +22,7 @@ compile while its peers run what they have, as in eager.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -172,20 +173,16 @@ class Meeting:
 
     def hold(self) -> None:
         """Meet the parties; see `agree`."""
-        board, parties, rounds = self.board, self.parties, None
+        board, parties, have_agreed = self.board, self.parties, False
         report(board, f"agreeing on `{self.label}`")
-        while rounds is None:  # a table may have refused another call than this rank's
+        while not have_agreed:  # a table may have refused another call than this rank's
             self.places = {party: _seat(board, party) for party in parties}
-            rounds = self._held()
-        for party, number in rounds.items():
-            # All ranks have left the party's table before this one, so its notices can be deleted.
-            board.erase(board.memory.to_erase.pop(party, ()))
-            self._keep_for_later(party, number)
+            have_agreed = self._held()
         met = f", agreed over {', '.join(map(spell, parties[:4]))}" if parties else ", which asks nobody"
         report(board, f"running `{self.label}`{met}", has_met=bool(parties))
 
-    def _held(self) -> dict[Party, int] | None:
-        """The number of rounds of each table; None if a table refused another call."""
+    def _held(self) -> bool:
+        """Whether all tables agreed; if not, one refused another call."""
         rounds, round_no = dict.fromkeys(self.parties, 1), 1
         try:
             while still := [party for party in self.parties if rounds[party] >= round_no]:
@@ -195,7 +192,7 @@ class Meeting:
                     if not isinstance(verdict, int):
                         error = self._break_up(rounds, found, round_no, verdict)
                         if error is None:
-                            return None
+                            return False
                         raise error
                 round_no += 1
         except BaseException:
@@ -205,7 +202,7 @@ class Meeting:
             for party in self.parties:
                 memory.failures_at[party] = memory.failures
             raise
-        return rounds
+        return True
 
     def _round(self, parties: Sequence[Party], round_no: int) -> dict[Party, Verdict]:
         """The verdicts of all tables, or those so far when one is not an agreement."""
@@ -349,20 +346,12 @@ class Meeting:
             if isinstance(verdict, int) and round_no < left:
                 verdict = self._settle(party, round_no + 1, refusal)
             final[party] = verdict
-            self._keep_for_later(party, round_no + 1)
         error = self._error(final)
         if error is None or isinstance(error, UnsupportedProgram):
             return error  # no rank leaves: all go on, those with this call eagerly
         with contextlib.suppress(StoreGone):
-            farewell(self.board, self._to_hear(error, round_no))
+            farewell(self.board, itertools.chain(*self.parties))
         return error
-
-    def _to_hear(self, error: AotdistError, round_no: int) -> set[int]:
-        """Peers that must read of an error before the store is gone: of a lost rank, those that have come."""
-        if isinstance(error, RankDivergence):
-            return {rank for party in self.parties for rank in party}
-        come = (set(party).difference(self._absent(party, round_no)) for party in self.parties)
-        return set[int]().union(*come)
 
     def _error(self, final: Mapping[Party, Verdict | None]) -> AotdistError | None:
         """The error to raise: preferably a difference at one of this rank's tables, rather than a refusal."""
@@ -393,14 +382,6 @@ class Meeting:
             fix="give every rank the same model, arguments' shapes and dtypes, and order of calls; "
             "a branch on the rank number, or parameters in the order of a set, are the usual causes",
         )
-
-    def _keep_for_later(self, party: Party, num_rounds: int) -> None:
-        """Note which notices of a table to delete at the party's next meeting, when all have read them."""
-        rank, rounds = self.board.rank, range(1, num_rounds + 1)
-        to_erase = self.board.memory.to_erase.setdefault(party, [])
-        to_erase += [*(self._key(party, number, rank) for number in rounds), self._key(party, "steps", rank)]
-        if party[0] == rank:
-            to_erase += [self._key(party, number, "verdict") for number in rounds]
 
 
 def _seat(board: Board, party: Party) -> str:

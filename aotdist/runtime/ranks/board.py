@@ -47,7 +47,6 @@ class Memory:
         failures: number of compilations and agreements of this rank that failed.
         troubles: topics of errors that this rank has posted; it deletes them when it compiles again.
         failures_at: for each party, `failures` at this rank's last meeting with it.
-        to_erase: for each party, keys that this rank wrote and that nobody reads after the next agreement.
         runs: for each party, by its key, the last runs.
         gave_up_at: for each party, by its key, the run at which this rank last raised an error.
         forwards: number of runs of forwards that communicate.
@@ -58,7 +57,6 @@ class Memory:
     failures: int = 0
     troubles: set[str] = field(default_factory=set[str])
     failures_at: Counter[Party] = field(default_factory=Counter[Party])
-    to_erase: dict[Party, list[str]] = field(default_factory=dict[Party, list[str]])
     runs: dict[str, Run] = field(default_factory=dict[str, Run])
     gave_up_at: dict[str, int] = field(default_factory=dict[str, int])
     forwards: int = 0
@@ -131,7 +129,9 @@ class Board:
 
     def unsay(self, topics: Iterable[str]) -> None:
         """Delete this rank's notices on these topics."""
-        self.erase(f"{topic}/{self.rank}" for topic in topics)
+        with self._reaching():
+            for topic in topics:
+                self.store.delete_key(_full(f"{topic}/{self.rank}"))
 
     def settle(self, key: str, notice: object) -> Any:
         """Post a notice unless there is one; returns the one that is there then. The first writer wins."""
@@ -142,12 +142,6 @@ class Board:
         """Add one to a counter; its new value."""
         with self._reaching():
             return self.store.add(_full(key), 1)
-
-    def erase(self, keys: Iterable[str]) -> None:
-        """Delete notices."""
-        with self._reaching():
-            for key in keys:
-                self.store.delete_key(_full(key))
 
     @contextmanager
     def _reaching(self) -> Generator[None]:

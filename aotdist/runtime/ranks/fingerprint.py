@@ -17,7 +17,6 @@ from aotdist.program import Graph
 from aotdist.runtime.compilation import Compilation
 from aotdist.runtime.ranks.agreement import agree
 from aotdist.runtime.ranks.board import Party, board_of_this_process
-from aotdist.runtime.ranks.loss import LossWatch, naming_lost_ranks
 from aotdist.runtime.ranks.runs import Phase, RunCheck, run_check
 from aotdist.runtime.ranks.sequence import Sequenced, Shared, groups_with_peers
 from aotdist.subclasses.protocol import (
@@ -54,20 +53,18 @@ def fingerprint_of_state(model: nn.Module) -> tuple[Sequenced, ...]:
     return tuple(Shared("state", f"`{name}` {_words(recipes[name])}", groups[name]) for name in shared)
 
 
-def watches_of(compilation: Compilation, sequence: Sequence[Sequenced]) -> dict[Phase, LossWatch | None]:
-    """The watch around each run of a program's graphs, with the check before it; None without peers.
+def checks_of(compilation: Compilation, sequence: Sequence[Sequenced]) -> dict[Phase, RunCheck | None]:
+    """The check before each run of a program's graphs; None for one that communicates with nobody.
 
     Args:
         compilation: the program.
         sequence: its fingerprint.
     """
     label, settings, board = compilation.captured.name, compilation.settings, board_of_this_process()
-    watch = naming_lost_ranks(compilation.collectives(), label=label, settings=settings)
-    found = dict[Phase, LossWatch | None]()
-    for phase, graph in compilation.run_graphs().items():
-        check = run_check(board, label, phase, sequence, collectives(graph), settings)
-        found[phase] = None if watch is None else watch.checking(check)
-    return found
+    return {
+        phase: run_check(board, label, phase, sequence, collectives(graph), settings)
+        for phase, graph in compilation.run_graphs().items()
+    }
 
 
 def agreeing_on_backwards(

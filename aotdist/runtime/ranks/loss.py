@@ -11,23 +11,20 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
 import torch.distributed as dist
 
 from aotdist.errors import AotdistError, RankDivergence, RankLost
-from aotdist.passes.collectives import Collective
-from aotdist.runtime.ranks.board import Board, StoreGone, board_of_this_process, first_line, spell
+from aotdist.runtime.ranks.board import Board, StoreGone, first_line, spell
 from aotdist.runtime.ranks.failing import addresses, ended_among, leave, leaving_of, say_trouble
 from aotdist.runtime.ranks.liveness import Address, dead_among, meet_machines
 from aotdist.runtime.ranks.runs import RunCheck
-from aotdist.runtime.ranks.sequence import groups_with_peers
-from aotdist.settings import Settings
 
-_GRACE_S = 3.0
+GRACE_S = 3.0
 """Seconds to look for a dead peer: a process that raises takes up to a second to leave."""
 
 _PAUSE_S = 0.1
@@ -41,54 +38,42 @@ _BROKEN_TRANSPORT = re.compile(
 wrong arguments ("enforce fail")."""
 
 
-def naming_lost_ranks(sequence: Iterable[Collective], *, label: str, settings: Settings) -> LossWatch | None:
-    """The watch around each run of a graph with these collectives; None without peers.
+@dataclass(frozen=True, slots=True)
+class LossWatch:
+    """The context around each run of a graph that communicates; made once, entered at each run (0.6 us).
 
-    It is made once and entered at each run (0.6 us). Entering runs its check, if it has one. Leaving by the
-    error of a broken connection raises `RankLost` with the rank to blame; other errors, and breaks for
-    which no rank can be blamed, pass unchanged.
+    Leaving by the error of a broken connection raises `RankLost` with the rank to blame; other errors, and
+    breaks for which no rank can be blamed, pass unchanged.
 
     A rank that is blocked behind a survivor is freed when the survivor leaves: let `RankLost` end the
     process. With NCCL an error reaches Python only if NCCL reports one (`TORCH_NCCL_BLOCKING_WAIT=1`, or an
     aborted communicator); otherwise its own watchdog ends the process.
 
+    Args:
+        board: this rank's access to the notices.
+        label: what runs.
+        peers: the ranks whose addresses are still looked up on entering, as some post theirs only later.
+        check: the comparison with peers on entering, if there is one.
+        grace_s: how long to look for the rank to blame.
+        roster: the address of each peer; kept here because the store may die with a rank.
+
     Raises:
         RankDivergence: on entering, see `RunCheck`; or on leaving, if a peer left because of one.
         RankLost: on leaving, in place of the transport's error, which becomes its cause.
     """
-    board = board_of_this_process()
-    held = groups_with_peers() if board is not None else {}
-    used = {collective.group for collective in sequence}
-    peers = {rank for name in used if name in held for rank in held[name].party}
-    if board is None or not peers:
-        return None
-    grace_s = min(_GRACE_S, settings.rank_timeout_s)
-    return LossWatch(board, label, {}, grace_s, tuple(sorted(peers - {board.rank})))
-
-
-@dataclass(frozen=True, slots=True)
-class LossWatch:
-    """See `naming_lost_ranks`.
-
-    Args:
-        board: this rank's access to the notices.
-        label: what runs.
-        roster: the address of each peer; kept here because the store may die with a rank.
-        grace_s: how long to look for the rank to blame.
-        peers: the ranks whose addresses are still looked up on entering, as some post theirs only later.
-        check: the comparison with peers on entering, if there is one.
-    """
 
     board: Board
     label: str
-    roster: dict[int, Address]
-    grace_s: float
-    peers: tuple[int, ...] = ()
+    peers: Sequence[int] = ()
     check: RunCheck | None = None
+    grace_s: float = GRACE_S
+    roster: dict[int, Address] = field(default_factory=dict[int, Address])
 
-    def checking(self, check: RunCheck | None) -> LossWatch:
-        """The same watch with another check."""
-        return replace(self, check=check)
+    @classmethod
+    def of(cls, check: RunCheck) -> LossWatch:
+        """The watch around the runs of a graph, with the check before each."""
+        grace_s = min(GRACE_S, check.settings.rank_timeout_s)
+        return cls(check.board, check.label, check.peers, check, grace_s)
 
     def __enter__(self) -> None:
         if self.check is not None:

@@ -31,7 +31,6 @@ from aotdist.errors import AotdistError, RankDivergence, RankLost
 from aotdist.passes.collectives import Collective
 from aotdist.runtime.ranks.board import (
     Board,
-    Memory,
     Party,
     Run,
     StoreGone,
@@ -145,7 +144,9 @@ class RunCheck:
             return  # there is a new process group since it was compiled
         if memory.troubles:
             go_on(board)
-        checks = self._checks(memory)
+        memory.forwards += self.phase == "forward"
+        every = self.settings.check_every()
+        checks = every is not None and memory.forwards % every == 0
         for _ in range(self.rounds):
             self._write_down()
             if checks and (error := self._compare()) is not None:
@@ -162,12 +163,6 @@ class RunCheck:
         error = self._error(fault)
         say_leaving(self.board, error)
         return error
-
-    def _checks(self, memory: Memory) -> bool:
-        if self.phase == "forward":
-            memory.forwards += 1
-        every = self.settings.check_every()
-        return every is not None and memory.forwards % every == 0
 
     def _write_down(self) -> None:
         memory = self.board.memory

@@ -175,7 +175,8 @@ def describe_difference(sides: Mapping[int, Sequence[Sequence[Any]]]) -> str:
         (words, {rank: [step for step in steps if step.kind == kind] for rank, steps in by_rank.items()})
         for kind, words in _WORDS.items()
     ]
-    differing = [each for each in by_kind if _differ(*each[1].values())]
+    keys = [[[step.key for step in steps] for steps in of_kind.values()] for _, of_kind in by_kind]
+    differing = [each for each, (one, other) in zip(by_kind, keys, strict=True) if one != other]
     if not differing:
         return ""
     (noun, verb), of_kind = differing[0]
@@ -187,10 +188,6 @@ def describe_difference(sides: Mapping[int, Sequence[Sequence[Any]]]) -> str:
     after = f", after {left[first - 1].text}" if first else ""
     lines = [_side(rank, steps, first, verb) for rank, steps in of_kind.items()]
     return "\n".join([f"they part at {noun} {first + 1}{after}", *lines])
-
-
-def _differ(one: Sequence[Shown], other: Sequence[Shown]) -> bool:
-    return [step.key for step in one] != [step.key for step in other]
 
 
 _WORDS: dict[Kind, tuple[str, str]] = {

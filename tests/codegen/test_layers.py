@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from aotdist.codegen.layers import Run, longest_run
 from aotdist.codegen.region_graph import where_layers_begin
-from aotdist.codegen.repeats import Run, longest_run
 from tests.codegen.captured import calls, captured
 
 RUNS: dict[str, tuple[str, Run | None]] = {
