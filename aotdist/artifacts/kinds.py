@@ -15,7 +15,6 @@ from aotdist.artifacts.live import GroupName, MeshName, Place
 from aotdist.capture.captured import Returned
 from aotdist.capture.checks import Check
 from aotdist.capture.effects import Add, Assign, Delete, EffectLog, Print, TensorResult, Tree
-from aotdist.capture.results import Shown
 from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.contract import Fusion, KernelSummary
 from aotdist.codegen.triton import Result
@@ -44,7 +43,7 @@ class Shape:
 
 
 _OURS: tuple[type[Any], ...] = (
-    *(NodeAt, Shape, Slot, Settings, Returned, Shown, Check, MeshName, GroupName, Place),
+    *(NodeAt, Shape, Slot, Settings, Returned, Check, MeshName, GroupName, Place),
     *(EffectLog, Assign, Add, Delete, Print, Tree, TensorResult),
     *(BackwardRequest, PackedLaunch, Result, Fusion, KernelSummary),
     *(protocol.Plain, protocol.Constant, protocol.Wrapper),

@@ -26,7 +26,6 @@ from aotdist.artifacts.kinds import NAMES_OF_FUNCTIONS
 from aotdist.capture.captured import Returned
 from aotdist.capture.checks import Check
 from aotdist.capture.effects import Print, TensorResult
-from aotdist.capture.results import Shown
 from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.triton import Packed
 from aotdist.errors import AotdistError, BadArtifact, InternalError
@@ -283,7 +282,6 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
         ),
     ),
     Wrapper: ((_NAMES, lambda it: _are_names(it.attributes)),),
-    Shown: ((_NAMES, lambda it: _are_names(it.attributes)),),
     Check: (("an error that is none of Python's", lambda it: _is_exception(it.error)),),
     Print: (("something to call", lambda it: it.call is None and it.file is None),),
     PackedLaunch: ((_NAMES, lambda it: is_name(it.name)),),

@@ -65,11 +65,12 @@ iterator) becomes a stand-in that raises an error when it is read (`capture/cons
 not read it. A result in an object that is no pytree is made anew at every call, as in eager.
 
 **Tensor classes without `__tensor_flatten__`.** The stand-in of a parameter whose class has methods and
-attributes is an instance of that class, too (`trace/stand_ins.py`), and tensors may have attributes, which
-results get last (`capture/results.py`). A class whose `__torch_function__` changes what functions do is
-refused (`subclasses/protocol.py`): every operator would have to be recorded with what it makes of it.
-Conversions (`as_subclass`, `_make_subclass`, calls of a class) are no torch functions and are intercepted
-(`trace/classes.py`). Attributes of an argument are read from that argument, at a place that begins at it.
+attributes is an instance of that class, too (`trace/stand_ins.py`). Attributes of inputs are watched like
+those of objects; a computed tensor with some cannot be returned (`capture/results.py`). A class whose
+`__torch_function__` changes what functions do is refused (`subclasses/protocol.py`): every operator would
+have to be recorded with what it makes of it. Conversions (`as_subclass`, `_make_subclass`, calls of a class)
+are no torch functions and are intercepted (`trace/classes.py`). Attributes of an argument are read from that
+argument, at a place that begins at it.
 
 What a program assigns
 ----------------------

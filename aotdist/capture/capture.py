@@ -39,8 +39,8 @@ from aotdist.capture.prints import Prints
 from aotdist.capture.results import (
     hand_over_attributes,
     inside_wrappers,
+    refuse_attributes,
     refuse_replaced,
-    with_attributes,
 )
 from aotdist.capture.source import ABSENT, Argument, Source
 from aotdist.errors import UnsupportedProgram
@@ -214,12 +214,11 @@ class _Trace:
                 "capture; read it outside of the compiled function",
                 stacklevel=2,
             )
-        outs, shown = with_attributes(outs, self.inputs, reached, assignments.existing)
-        shares = any(isinstance(out, MadeObject) for out in outs)
-        return [*outs, replace(how, shown=tuple(shown), shares=shares)]
+        refuse_attributes(outs, self.inputs)
+        return [*outs, replace(how, shares=any(isinstance(out, MadeObject) for out in outs))]
 
     def _run(self, run: Callable[[], Any], assignments: Assignments) -> tuple[list[Any], Returned]:
-        """The outputs without their attributes, and how to rebuild the result.
+        """The outputs, and how to rebuild the result.
 
         What the code has assigned is undone by means of `assignments`.
         """

@@ -22,9 +22,6 @@ from aotdist.capture.modules import (
     state_tensors,
 )
 from aotdist.capture.reach import reach
-from aotdist.capture.results import (
-    Shown,
-)
 from aotdist.capture.source import UNNAMED, Given, Item, Source
 from aotdist.errors import InternalError
 from aotdist.facts import Facts, NotATensor
@@ -80,7 +77,6 @@ class Returned:
     Args:
         spec: pytree structure of the returned value; its leaves are the first outputs.
         log: what the program does in Python; the tensors that it assigns are the next outputs.
-        shown: classes and attributes of outputs; the values of the attributes are the last outputs.
         checks: errors to raise if one of the next outputs is false.
         shares: whether an object that the program makes is in several places.
         counted: paths of numbers among the arguments that the program changes to others of their type.
@@ -88,7 +84,6 @@ class Returned:
 
     spec: pytree.TreeSpec
     log: EffectLog
-    shown: tuple[Shown, ...] = ()
     checks: tuple[Check, ...] = ()
     shares: bool = False
     counted: tuple[str, ...] = ()

@@ -105,7 +105,7 @@ def print_call(
         printer.comment("run")
         for idx in plans.epilogue.switched_on:
             printer.line(f"{primals[idx]}.requires_grad_()")
-        do = action_printer(printer, plans.epilogue, primals, fit.environment.ambient, bind)
+        do = action_printer(printer, plans.epilogue, primals, fit.environment.ambient)
         with printer.block(f"with {printer.call(torch.enable_grad)}:") if enables_grad else nullcontext():
             _print_run(printer, run, _print_given(printer, plans.writes, primals, hooks), fit)
             if hooks.shielded:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, assert_never
@@ -22,8 +21,6 @@ from aotdist.capture.effects import (
     TensorResult,
 )
 from aotdist.capture.instances import MadeObject
-from aotdist.capture.results import Shown, show_as
-from aotdist.capture.source import Source
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, function_view, rewrite, viewer
 from aotdist.facts import (
     Action,
@@ -85,11 +82,7 @@ def _point(place: HeldPlace) -> str:
 
 
 def action_printer(
-    printer: Printer,
-    epilogue: EpiloguePlan,
-    primals: Sequence[str],
-    modes: Ambient,
-    bind: Callable[[str, Any], str],
+    printer: Printer, epilogue: EpiloguePlan, primals: Sequence[str], modes: Ambient
 ) -> Callable[[Action], None]:
     """A function that prints one action of the epilogue; it makes each output once.
 
@@ -98,7 +91,6 @@ def action_printer(
         epilogue: the outputs and actions.
         primals: the variables of the inputs.
         modes: those of the call.
-        bind: names the root object of a place.
     """
     printed: set[OutIdx] = set()
     made: dict[int, str] = {}  # variables of common view steps, by serial number
@@ -110,11 +102,8 @@ def action_printer(
         ):
             return
         printed.add(idx)
-        if isinstance(fact, NotATensor) and isinstance(fact.value, Source):
-            shown = fact.value.expression(bind)
-        else:
-            shown = print_literal(printer, fact.value) if isinstance(fact, NotATensor) else at(fact)
-        printer.line(f"o{idx} = {shown}")
+        value = print_literal(printer, fact.value) if isinstance(fact, NotATensor) else at(fact)
+        printer.line(f"o{idx} = {value}")
 
     def at(place: Place) -> str:
         if isinstance(place, ViewOfOutput):
@@ -226,9 +215,6 @@ def print_return(
     _print_prints(printer, returned.log, leaf)
     for position, check in enumerate(returned.checks, returned.first_checked()):
         printer.line(printer.call(require, f"o{position}", printer.bind("CHECK", check)))
-    for shown in returned.shown:
-        if not isinstance(outputs[OutIdx(shown.out)], IsInput):
-            _print_shown(printer, shown)
     result = print_tree(printer, returned.spec, iter(names))
     if returned.shares:  # objects in it may also be assigned to places, so they are made before that
         printer.line(f"result = {result}")
@@ -271,13 +257,3 @@ def _print_changes(
                 printer.line(place.deletion(bind))
             case Print():
                 pass
-
-
-def _print_shown(printer: Printer, shown: Shown) -> None:
-    """Print that the class and attributes of an output are set."""
-    values = [
-        f"{name!r}: {print_tree(printer, spec, map('o{}'.format, itertools.count(first)))}"
-        for name, spec, first in shown.attributes
-    ]
-    cls = printer.bind(shown.cls.__name__, shown.cls)
-    printer.line(printer.call(show_as, f"o{shown.out}", cls, f"{{{', '.join(values)}}}"))
