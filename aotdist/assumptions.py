@@ -98,18 +98,6 @@ def _comes_of(error: BaseException | None, kind: type[Exception]) -> bool:
     return error is not None
 
 
-class _Contradicted(Exception):
-    """A trace contradicts its assumptions; the program's changes in Python are undone.
-
-    Args:
-        instead: the assumptions for the next trace.
-    """
-
-    def __init__(self, instead: Assumptions) -> None:
-        super().__init__()
-        self.instead = instead
-
-
 @dataclass(frozen=True, slots=True)
 class TracedCall:
     """A call, and its trace.
@@ -199,7 +187,7 @@ def _with_symbols(job: Job, times: StageTimes, traced_call: TracedCall) -> Trace
         symbolic.before.roll_back()
         varying = {place.spot() for place in job.call.varying if isinstance(place, Source)}
         chosen = symbolic if _is_equivalent(symbolic, traced_call, varying) else traced_call
-    except (UnsupportedProgram, _Contradicted):
+    except UnsupportedProgram:
         pass
     if bring_back is not None:
         bring_back()
@@ -266,16 +254,15 @@ def _trace(job: Job, times: StageTimes) -> TracedCall:
     """Trace the program, and again as long as a trace contradicts its assumptions.
 
     Raises:
-        _Contradicted: sizes cannot be symbols, and the job is of no use without symbols.
+        UnsupportedProgram: also if the job is of no use without symbols, and there can be none.
     """
     assumed = Assumptions(job.symbolic)
     while True:
-        try:
-            traced_call = _trace_once(job, times, assumed)
-        except _Contradicted as error:
-            if job.needs_symbols() and error.instead.failure:
-                raise
-            assumed = error.instead
+        traced_call = _trace_once(job, times, assumed)
+        if isinstance(traced_call, Assumptions):
+            assumed = traced_call
+            if job.needs_symbols() and assumed.failure is not None:
+                raise UnsupportedProgram("no number can be a symbol", stage="joint") from assumed.failure
             continue
         needed = assumed.after(job, traced_call.traced)
         if needed.bases == assumed.bases:
@@ -297,24 +284,21 @@ def _warn_of_numbers(name: str, failure: Exception) -> None:
     )
 
 
-def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall:
-    """Capture the call and trace it.
+def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall | Assumptions:
+    """Capture the call and trace it; if the trace contradicts an assumption, return those without it.
 
     Args:
         job: the call, and how to compile it.
         times: records how long it takes.
         assumed: the assumptions of the trace.
-
-    Raises:
-        _Contradicted: the trace contradicts one of them.
     """
-    with ExitStack() as scope:
+    with ExitStack() as otherwise, ExitStack() as scope:
         with times.stage("capture"):
             captured = capture(job.call, job.settings, scope, job.counted)
             counts = (*job.counts, *captured.arguments.counts())
             captured.in_backward.counts = job.counts
             before = captured.environment.assignments()
-            scope.enter_context(before.undone_on_failure())
+            otherwise.callback(before.roll_back)
             distinct, deduped = dedupe.lower(captured.program)
             distinct = _with_inputs(distinct, assumed.inputs)
             program = synthetic_base.lower(distinct, assumed.bases)
@@ -349,10 +333,11 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
             except Exception as error:
                 instead = assumed.without(error, has_symbols=bool(dims or counts))
                 if instead is not None:
-                    raise _Contradicted(instead) from error
+                    return instead
                 if assumed.of_data is None or isinstance(error, AotdistError) or is_of_the_program(error):
                     raise
                 raise assumed.of_data from None  # an error of PyTorch's, which needs a number
+        otherwise.pop_all()  # nothing is undone
     captured.in_backward.close()
     if traced.later_backwards is not None:
         traced.later_backwards.find_at(captured.sources(traced.program.examples))

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -209,15 +208,6 @@ class Assignments:
         """Restore everything, so that the program can run once more."""
         for watched in (*self._wholes, *self._watched()):
             watched.undo()
-
-    @contextmanager
-    def undone_on_failure(self) -> Generator[None]:
-        """Restore everything if an exception is raised inside."""
-        try:
-            yield
-        except BaseException:
-            self.roll_back()
-            raise
 
     def hidden(self) -> Iterator[tuple[str, Any]]:
         """Paths and values of places that were assigned an object that hides tensors of the trace."""
