@@ -14,7 +14,6 @@ import linecache
 import os
 import re
 import sysconfig
-import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -22,7 +21,6 @@ from types import CodeType, FrameType, MappingProxyType, TracebackType
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from aotdist import program
 from aotdist.errors import AotdistError, InternalError
@@ -317,20 +315,3 @@ def short_tracebacks(function: Callable[P, R]) -> Callable[P, R]:
             raise shortened(error)  # noqa: B904  # the same one
 
     return entered
-
-
-@contextlib.contextmanager
-def intercept_calls(callback: Callable[[torch.nn.Module], None]) -> Generator[None]:
-    """In this context, and in this thread, `callback` is called with each module before its forward.
-
-    Dynamo, which skips frames of `step` and `torch_seam`, compiles the hook where it compiles branches for
-    `torch.cond`.
-    """
-    thread = threading.get_ident()
-
-    def hook(module: torch.nn.Module, _: object) -> None:
-        if not torch.compiler.is_dynamo_compiling() and threading.get_ident() == thread:
-            callback(module)
-
-    with register_module_forward_pre_hook(hook):
-        yield

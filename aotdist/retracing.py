@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,7 +16,7 @@ from aotdist.capture.constants import is_constant
 from aotdist.equivalence import are_same, without_returned
 from aotdist.errors import UnsupportedProgram
 from aotdist.job import Job
-from aotdist.subclasses.protocol import Plain, is_real, leaves, plain_tensors, rebuild, recipe_of
+from aotdist.subclasses.protocol import Plain, is_real
 from aotdist.torch_seam.ambient import AutocastState, autocast_state, put_autocast
 from aotdist.torch_seam.functional import memory_of
 from aotdist.torch_seam.trees import pytree
@@ -26,24 +27,13 @@ T = TypeVar("T")
 
 
 def _maker_like(tensor: Any) -> Callable[[], Any]:
-    """A function that returns a tensor with the metadata of this one, without keeping it; or a constant."""
+    """A function that returns a tensor like this plain one, without keeping it, or this constant."""
     if not isinstance(tensor, torch.Tensor):
         return lambda: tensor
-    recipe, requires_grad, is_leaf = recipe_of(tensor), tensor.requires_grad, tensor.is_leaf
-    devices = [plain.device for plain in plain_tensors(tensor)]
-
-    def make() -> torch.Tensor:
-        pairs = zip(leaves(recipe), devices, strict=True)
-        plains = [
-            torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device=device)
-            for (_, leaf), device in pairs
-        ]
-        made = rebuild(recipe, plains)
-        if requires_grad:
-            made.requires_grad_()
-        return made if is_leaf or not requires_grad else made.view_as(made)
-
-    return make
+    requires_grad, is_leaf = tensor.requires_grad, tensor.is_leaf
+    like = {"dtype": tensor.dtype, "device": tensor.device, "requires_grad": requires_grad}
+    make = functools.partial(torch.empty_strided, tensor.size(), tensor.stride(), **like)
+    return make if is_leaf or not requires_grad else lambda: (made := make()).view_as(made)
 
 
 def with_traces(job: Job, traced_call: TracedCall) -> Traced:
@@ -80,7 +70,7 @@ def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards
         or captured.leaves is not None
         or not all(isinstance(each, torch.Tensor) or is_constant(each) for each in tensors)
         or any(each._base is not None or not is_real(each) for each in given)
-        or len({memory_of(plain) for each in given for plain in plain_tensors(each)}) < len(given)
+        or len(set(map(memory_of, given))) < len(given)
     )
     if depends:
         return None

@@ -211,7 +211,11 @@ _OWN = Patch[_Own](
 def within(
     around: Callable[[nn.Module], AbstractContextManager[None] | None],
 ) -> AbstractContextManager[None]:
-    """In this context and thread, a module that is called runs inside of `around(module)`, hooks included."""
+    """In this context and thread, a module that is called runs inside of `around(module)`, hooks included.
+
+    Args:
+        around: called with each module before it runs; returns a context, or None for none.
+    """
 
     def call(run: Callable[..., Any], module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         with around(module) or nullcontext():
