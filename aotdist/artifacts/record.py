@@ -16,10 +16,9 @@ from typing import Any, NoReturn
 import torch
 
 from aotdist.artifacts.graphs import Graphs, without_folder
-from aotdist.artifacts.kinds import Shape
 from aotdist.artifacts.live import NOTHING_LIVE, Live
 from aotdist.artifacts.signature import check_same, signature_of, steady_path, storages_of
-from aotdist.artifacts.typed import damaged, only_ours, require
+from aotdist.artifacts.typed import Shape, damaged, only_ours, require
 from aotdist.artifacts.values import Json, Values
 from aotdist.capture.capture import capture
 from aotdist.capture.captured import Captured, UserCall
