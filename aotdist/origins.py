@@ -13,6 +13,7 @@ import inspect
 import linecache
 import os
 import re
+import sys
 import sysconfig
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
@@ -128,41 +129,25 @@ def is_of_python(filename: str) -> bool:
     return filename.startswith(_PYTHONS) and not is_of_a_package(filename)
 
 
+@functools.cache
 def _says_where(filename: str) -> bool:
     """Whether a line of `filename` tells the user where something happens: Python's own library's do not."""
     return is_user_file(filename) and not is_of_python(filename)
 
 
-class Origins:
-    """Finds the line of the user's program that is running, in about a microsecond for each frame."""
+def current_source_line() -> str:
+    """The user's innermost line on the stack, as `file:line   code`, or an empty string.
 
-    def __init__(self) -> None:
-        self._says_where: dict[str, bool] = {}
-        self._lines: dict[tuple[str, int], str] = {}
-
-    def current(self) -> str:
-        """The user's innermost line on the stack, as `file:line   code`, or an empty string.
-
-        While a graph runs that was made of the user's program, it is the line that the graph was made of.
-        """
-        if line := current_line():
-            return line
-        frame: FrameType | None = inspect.currentframe()
-        while frame is not None:
-            filename = frame.f_code.co_filename
-            says_where = self._says_where.get(filename)
-            if says_where is None:
-                says_where = self._says_where[filename] = _says_where(filename)
-            if says_where:
-                return self._line(filename, frame.f_lineno)
-            frame = frame.f_back
-        return ""
-
-    def _line(self, filename: str, number: int) -> str:
-        line = self._lines.get((filename, number))
-        if line is None:
-            line = self._lines[filename, number] = describe_line(filename, number)
+    While a graph runs that was made of the user's program, it is the line that the graph was made of.
+    """
+    if line := current_line():
         return line
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if _says_where(filename := frame.f_code.co_filename):
+            return sys.intern(describe_line(filename, frame.f_lineno))  # one text for all nodes of a line
+        frame = frame.f_back
+    return ""
 
 
 def describe_line(filename: str, number: int) -> str:

@@ -349,7 +349,7 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
     ),
     Wrapper: ((_NAMES, lambda it: _are_names(it.attributes)),),
     Check: (("an error that is none of Python's", lambda it: _is_exception(it.error)),),
-    Print: (("something to call", lambda it: it.call is None and it.file is None),),
+    Print: (("something to call", lambda it: it.logger is None and it.file is None),),
     PackedLaunch: ((_NAMES, lambda it: is_name(it.name)),),
     Packed: (
         (_NAMES, lambda it: all(map(is_name, (*it.pointers, *it.blocks)))),

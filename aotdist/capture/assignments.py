@@ -229,7 +229,7 @@ class Assignments:
         if self._is_data(value, tensors=True):
             return []
         parts = pytree.tree_leaves(value) if shows_traced(value) else [value]
-        return [p for p in parts if not isinstance(p, type) and hides_traced(p, self.existing)]
+        return [part for part in parts if hides_traced(part, self.existing)]
 
 
 def _with_references(value: Any, positions: Mapping[int, int]) -> Any:

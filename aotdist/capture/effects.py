@@ -7,6 +7,7 @@ differs from call to call.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -96,25 +97,29 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Print:
-    """One call of `print`, or of a logger.
+    """One call of `print`, or a message to a logger.
 
     Args:
-        call: what is called; None for `print`, which is looked up when it is called.
         file: where `print` writes; None for `sys.stdout`.
-        given: its positional arguments and the others.
+        given: the arguments of `print`, positional ones and others; or message, its arguments, and `extra`.
+        logger: logger, level, file, line and function of the user's call; None for `print`.
     """
 
-    call: Callable[..., None] | None
     file: Any
     given: Tree
+    logger: tuple[logging.Logger, int, str, int, str] | None = None
 
     def make(self, given: Any) -> None:
-        """Make the call with these arguments, positional ones and others."""
-        args, kwargs = given
-        if self.call is not None:
-            self.call(*args, **kwargs)
-        else:
+        """Print, or log, with these arguments; `print` is looked up now."""
+        if self.logger is None:
+            args, kwargs = given
             print(*args, **kwargs, file=self.file)
+            return
+        logger, level, file, line, function = self.logger
+        if logger.isEnabledFor(level):
+            message, args, extra = given
+            record = logger.makeRecord(logger.name, level, file, line, message, args, None, function, extra)
+            logger.handle(record)
 
 
 Effect: TypeAlias = Assign | Add | Delete | Print

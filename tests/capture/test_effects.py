@@ -125,7 +125,7 @@ def test_results_stand_where_they_are_computed() -> None:
     number = read / count
     log = EffectLog(
         (
-            Print(None, out, Tree.of((("norm", number), {}))),
+            Print(out, Tree.of((("norm", number), {}))),
             Assign(root.item("log").items_from(0), Tree.of([{"grad": TensorResult(0)}, number])),
             Assign(root.item("kept"), Tree.of(TensorResult(0))),
             Add(root.item("count"), 2),
