@@ -34,7 +34,7 @@ from aotdist.sizes import concrete, numbers_of_data
 from aotdist.torch_seam.control_flow import fast_paths_on
 from aotdist.torch_seam.functional import UnsupportedOperatorException
 from aotdist.torch_seam.modes import class_functions_off, users_modes_off
-from aotdist.torch_seam.own_attributes import own_attributes
+from aotdist.torch_seam.modules import own_attributes
 from aotdist.torch_seam.symbols import hint, symbols_in
 from aotdist.trace.context import TraceOptions
 from aotdist.trace.failures import asks_for_data, is_of_the_program

@@ -17,7 +17,7 @@ During the trace, stand-ins replace the parameters in the modules. They stay the
 traced, because its hooks (activation checkpointing) may run a forward again.
 
 **Threads.** Other threads do not see that: the thread that captures has its own attributes, parameters and
-buffers of the modules (`torch_seam/own_attributes.py`). The methods of `nn.Module` that get and set
+buffers of the modules (`torch_seam/modules.py`). The methods of `nn.Module` that get and set
 attributes ask which thread calls, and give this one its own `__dict__`. What a rule puts into a module
 (FSDP2's hooks) and what the program assigns to it is stored there, too; after the trace, attributes that
 still hold an object are copied to the module. `Source` reads a place of a module in the thread's own

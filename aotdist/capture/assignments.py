@@ -34,7 +34,7 @@ from aotdist.capture.source import (
 from aotdist.capture.watched import Watched, are_same, assign, fill
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import numbers_of_data
-from aotdist.torch_seam.own_attributes import own, shared, with_shared
+from aotdist.torch_seam.modules import own, shared, with_shared
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
 

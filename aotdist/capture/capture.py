@@ -50,8 +50,7 @@ from aotdist.subclasses.protocol import is_real, is_wrapper, rule_of
 from aotdist.torch_seam.checks import intercept_checks
 from aotdist.torch_seam.control_flow import said_to_be_compiling
 from aotdist.torch_seam.modes import class_functions_on
-from aotdist.torch_seam.modules import recurrent_layers_referring_to
-from aotdist.torch_seam.own_attributes import own_attributes
+from aotdist.torch_seam.modules import own_attributes, recurrent_layers_referring_to
 from aotdist.torch_seam.symbols import SYMBOLIC, as_pytorchs
 from aotdist.torch_seam.tensors import marked_dims
 from aotdist.torch_seam.trees import pytree

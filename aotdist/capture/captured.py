@@ -28,7 +28,7 @@ from aotdist.facts import Facts, NotATensor
 from aotdist.program import ArgIdx, I, Program, Row, Slot
 from aotdist.subclasses.protocol import ModuleRule, leaves, module_rules, recipe_of
 from aotdist.torch_seam.modes import torch_functions_off
-from aotdist.torch_seam.own_attributes import shared
+from aotdist.torch_seam.modules import shared
 from aotdist.torch_seam.symbols import number_kind
 from aotdist.torch_seam.trees import pytree
 

@@ -24,8 +24,7 @@ from aotdist.capture.module_attributes import HOOKS, PrintedSource
 from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import inside_module, set_current_line, set_current_module, with_paths
-from aotdist.torch_seam.modules import global_module_hooks
-from aotdist.torch_seam.own_attributes import own, shared, within
+from aotdist.torch_seam.modules import global_module_hooks, own, shared, within
 
 KINDS = ("_parameters", "_buffers")
 """The dictionaries of a module that hold its parameters and buffers."""

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from aotdist.torch_seam.own_attributes import own, shared
+from aotdist.torch_seam.modules import own, shared
 
 UNNAMED = "constant_"
 """Prefix of the names of tensors that the walk has not found: they are kept by identity."""

@@ -19,8 +19,8 @@ from aotdist.step.program import StepInputs, StepProgram
 from aotdist.step.result import Varies
 from aotdist.step.stepping import MakesState, ReadsAhead
 from aotdist.torch_seam.dynamo import compiled_as_written
+from aotdist.torch_seam.modules import within
 from aotdist.torch_seam.optimizers import intercept_steps, optimizer_hooks
-from aotdist.torch_seam.own_attributes import within
 
 _VARYING = frozenset({"lr"})
 """Hyperparameters that are graph inputs from the first trace on; others once they are seen to change."""
