@@ -54,7 +54,7 @@ class Assumptions:
             transforms, losses) take none.
         bases: which inputs share memory, one of them written.
         writes: the writes that earlier traces showed, from which bases are planned.
-        inputs: the distinct inputs, with the closed-over tensors that earlier traces met.
+        inputs: the distinct inputs, with the closed-over tensors that earlier traces used.
         of_data: the refusal because of which sizes and numbers may now depend on data; None while none may.
         failure: the error of a trace with symbols because of which sizes are numbers; None if there was none.
         instances: equal blocks can be copied.
@@ -205,8 +205,7 @@ def _is_equivalent(symbolic: TracedCall, traced_call: TracedCall, varying: Colle
     counts = symbolic.traced.symbols.counts()
     open_ = (count for count in counts if count.is_given or count.place.spot() in varying)
     return (
-        not symbolic.captured.in_backward.assigns_symbols()
-        and not _depends_on_other_backwards(symbolic)
+        not _depends_on_other_backwards(symbolic)
         and all(symbols_in(count.symbol) for count in open_)
         and is_same_with_symbols(symbolic.traced, traced_call.traced)
     )
@@ -345,7 +344,7 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
 
 
 def _distinct(traced: Traced, bases: BasePlan, known: _Inputs | None) -> _Inputs:
-    """The distinct tensors of the call: those known before, and closed-over ones that the trace met."""
+    """The distinct tensors of the call: those known before, and closed-over ones that the trace used."""
     slots, examples = (Row[DistinctIdx, Slot](), Row[DistinctIdx, torch.Tensor]()) if known is None else known
     seen = {id(example) for example in examples}
     program = traced.program

@@ -29,7 +29,7 @@ from aotdist.aliasing import metadata as changes
 from aotdist.artifacts.live import GroupName, MeshName, Place
 from aotdist.capture.captured import Returned
 from aotdist.capture.checks import Check
-from aotdist.capture.effects import Add, Assign, Delete, EffectLog, Print, TensorResult, Tree
+from aotdist.capture.effects import Assign, Delete, EffectLog, Print, TensorResult, Tree
 from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.contract import Fusion, KernelSummary
 from aotdist.codegen.triton import Packed, Result
@@ -65,7 +65,7 @@ class Shape:
 
 _OURS: tuple[type[Any], ...] = (
     *(NodeAt, Shape, Slot, Settings, Returned, Check, MeshName, GroupName, Place),
-    *(EffectLog, Assign, Add, Delete, Print, Tree, TensorResult),
+    *(EffectLog, Assign, Delete, Print, Tree, TensorResult),
     *(BackwardRequest, PackedLaunch, Result, Fusion, KernelSummary),
     *(protocol.Plain, protocol.Constant, protocol.Wrapper),
     *(synthetic_base.Member, synthetic_base.Span, synthetic_base.ViewBase, synthetic_base.BasePlan),

@@ -75,7 +75,7 @@ argument, at a place that begins at it.
 What a program assigns
 ----------------------
 An assignment runs at capture, on stand-ins; it is undone, and every call repeats it. Everything that a call,
-or a backward, does in Python is one log of effects (`capture/effects.py`): `Assign`, `Add`, `Delete`,
+or a backward, does in Python is one log of effects (`capture/effects.py`): `Assign`, `Delete`,
 `Print`, found by comparing snapshots (`capture/watched.py`). Tensors in it are positions of graph outputs.
 How an assignment is repeated depends on what is assigned:
 

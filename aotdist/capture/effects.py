@@ -81,14 +81,6 @@ class Assign:
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
-    """An integer is added to the number at a place."""
-
-    place: Source
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class Delete:
     """What is at a place is deleted."""
 
@@ -122,7 +114,7 @@ class Print:
             logger.handle(record)
 
 
-Effect: TypeAlias = Assign | Add | Delete | Print
+Effect: TypeAlias = Assign | Delete | Print
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +125,8 @@ class EffectLog:
         effects: the effects.
         expected: for some places, the values that they may have when the effects are replayed.
         kept: recipes of the tensors of a backward for which `TensorResult`s stand.
-        numbers: symbols of numbers that a backward reads off these tensors, or computes from such numbers, in
-            the order in which they are computed, with their origins.
+        numbers: symbols of numbers that a backward finds in places (counters), reads off these tensors, or
+            computes from such numbers, in the order in which they are computed, with their origins.
     """
 
     effects: tuple[Effect, ...] = ()
@@ -194,8 +186,6 @@ class EffectLog:
                     place.whole().read().extend(next(values))
                 case Assign(place):
                     place.write(next(values))
-                case Add(place, step):
-                    place.write(place.read() + step)
                 case Delete(place):
                     place.write(ABSENT)
                 case Print():
@@ -232,7 +222,7 @@ class EffectLog:
         """
         if not self.kept:
             return ()
-        if self.numbers:
+        if any(isinstance(origin, int) for _, origin in self.numbers):
             raise UnsupportedProgram(
                 "the backward (a hook, an autograd function) keeps a number that it reads off a tensor, and "
                 "runs otherwise than with the gradients that are assumed (`create_graph`, other classes)",

@@ -13,7 +13,6 @@ from aotdist.capture.ambient import Ambient
 from aotdist.capture.captured import Returned
 from aotdist.capture.checks import require
 from aotdist.capture.effects import (
-    Add,
     Assign,
     Delete,
     EffectLog,
@@ -250,9 +249,6 @@ def _print_changes(
                     printer.line(f"{whole.expression(bind)}.extend({value}){remark(f'{whole.path} grows')}")
                 else:
                     printer.line(f"{place.assignment(value, bind)}{remark(f'{place.path} is reassigned')}")
-            case Add(place, step):
-                added = place.assignment(str(step), bind, adds=True)
-                printer.line(f"{added}{remark(f'{place.path} is counted in')}")
             case Delete(place):
                 printer.line(place.deletion(bind))
             case Print():
