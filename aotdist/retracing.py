@@ -7,7 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -22,8 +22,6 @@ from aotdist.torch_seam.functional import memory_of
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.later_backwards import LaterBackwards
 from aotdist.trace.trace import Traced, Traces
-
-T = TypeVar("T")
 
 
 def _maker_like(tensor: Any) -> Callable[[], Any]:
@@ -85,7 +83,8 @@ def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards
         args, kwargs = pytree.tree_unflatten(made, spec)
         asked = replace(empty, call=replace(empty.call, args=args, kwargs=kwargs))
         try:
-            another = _in_a_thread(lambda: _traced_under(autocast, asked))
+            with ThreadPoolExecutor(1) as pool:  # autograd's formulas depend on whether a backward runs
+                another = pool.submit(_traced_under, autocast, asked).result()
         except Exception as error:
             raise _changed(name, str(error).partition("\n")[0]) from error
         later = another.traced.later_backwards
@@ -100,12 +99,6 @@ def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards
 def _traced_under(autocast: AutocastState, job: Job) -> TracedCall:
     put_autocast(autocast)  # of this thread, which ends afterwards
     return traced_by_itself(job)
-
-
-def _in_a_thread(run: Callable[[], T]) -> T:
-    """Call `run` in a thread in which no backward runs, as autograd's formulas depend on that."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run).result()
 
 
 def _recorded(traced: Traced) -> tuple[Any, list[torch.Tensor]]:

@@ -60,13 +60,13 @@ class _Content(NamedTuple):
     seen: _Container
 
     def has_changed(self) -> bool:
-        """Whether it holds something else by now."""
+        """Whether its items are others than before the trace."""
         now = own(self.held)
         is_same = type(now) in (list, dict) and are_same(self.seen, now)
         return not (is_same or are_same(self.before, _kept(self.held)))
 
     def watched(self) -> Watched:
-        """It, at a place where each call finds its own one."""
+        """The snapshot, with a place where each call finds its own container."""
         (path, root, steps), held = self.place, self.held
         if isinstance(root, Argument):
             place = Source(path, root, steps)

@@ -161,8 +161,8 @@ def _tracing_modules(environment: Environment, stand_ins: tuple[torch.Tensor, ..
     with contextlib.ExitStack() as stack:
         stack.enter_context(swapped(environment.state, stand_ins))
         pairs = zip(environment.state, stand_ins, strict=True)
-        hung = {id(tensor.value): stand_in for tensor, stand_in in pairs}
-        stack.enter_context(recurrent_layers_referring_to(environment.modules.values(), hung))
+        stand_in_of = {id(tensor.value): stand_in for tensor, stand_in in pairs}
+        stack.enter_context(recurrent_layers_referring_to(environment.modules.values(), stand_in_of))
         for claim in environment.rules:
             stack.enter_context(claim.rule.capturing(claim.root))
         stack.enter_context(following_modules(environment.modules))

@@ -130,15 +130,15 @@ def _refuse_uninitialised(value: torch.Tensor, path: str) -> None:
 @contextlib.contextmanager
 def swapped(state: Sequence[StateTensor], stand_ins: Sequence[torch.Tensor]) -> Generator[None]:
     """A context in which `stand_ins` are in the places of `state`."""
-    hung = [(own(owner), key) for tensor in state for owner, key in tensor.places]
-    before = [owner[key] for owner, key in hung]
+    entries = [(own(owner), key) for tensor in state for owner, key in tensor.places]
+    before = [owner[key] for owner, key in entries]
     try:
         for tensor, stand_in in zip(state, stand_ins, strict=True):
             for owner, key in tensor.places:
                 own(owner)[key] = stand_in
         yield
     finally:
-        for (owner, key), value in zip(hung, before, strict=True):
+        for (owner, key), value in zip(entries, before, strict=True):
             owner[key] = value
 
 

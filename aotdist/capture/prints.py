@@ -126,5 +126,5 @@ def _noted_log(
 
 
 _PRINTS = Patch[Prints](
-    "prints_heard", lambda: [(builtins, "print", _noted_print), (logging.Logger, "_log", _noted_log)]
+    "prints_noted", lambda: [(builtins, "print", _noted_print), (logging.Logger, "_log", _noted_log)]
 )

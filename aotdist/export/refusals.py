@@ -76,7 +76,8 @@ def refuse_mode_without_symbols(fakes: UserFakes) -> None:
     Raises:
         BadSettings: it has none.
     """
-    if fakes.mode is not None and fakes.mode.shape_env is None:
+    mode, _ = fakes
+    if mode is not None and mode.shape_env is None:
         raise BadSettings(
             "`dynamic_shapes` asks for symbols, and the mode of the fake tensors has none",
             stage="export",

@@ -227,15 +227,10 @@ def _print_arguments(printer: Printer, fit: Guards) -> None:
 
 
 def _print_nested_arguments(printer: Printer, fit: Guards) -> None:
-    count = len(fit.arguments.tensor_paths())
-    if fit.arguments.instances or fit.arguments.numbers:
-        printer.line(f"matched = {printer.bind('match', fit.arguments.match_all)}(args, kwargs)")
-        _miss_unless(printer, ["matched is not None"])
-        printer.line("tensors, objects, numbers = matched")
-    else:
-        printer.line(f"tensors = {printer.bind('match', fit.arguments.match)}(args, kwargs)")
-        _miss_unless(printer, ["tensors is not None"])
-    if count:
+    printer.line(f"matched = {printer.bind('match', fit.arguments.match)}(args, kwargs)")
+    _miss_unless(printer, ["matched is not None"])
+    printer.line("tensors, objects, numbers = matched")
+    if count := len(fit.arguments.tensor_paths()):
         printer.spread("(", [*fit.variables[:count]], ",) = tensors")
 
 

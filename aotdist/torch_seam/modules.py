@@ -62,14 +62,13 @@ def global_module_hooks() -> list[Mapping[int, Callable[..., Any]]]:
 def recurrent_layers_referring_to(
     modules: Iterable[nn.Module], instead: Mapping[int, torch.Tensor]
 ) -> Generator[None]:
-    """Recurrent layers find the weights that they knew, where others hang in their places.
+    """In this context, recurrent layers take the tensors in the places of their weights for these weights.
 
-    They look by weak references whether their weights are others than at the last call, and if so, they make
-    the list anew in which they keep them.
+    They keep weak references to their weights, and rebuild their list of weights if one is another tensor.
 
     Args:
         modules: recurrent layers and others.
-        instead: what hangs in the place of a weight, by its `id`.
+        instead: the tensor in the place of each weight, by the `id` of the weight.
     """
     known = {one: one._flat_weight_refs for one in modules if isinstance(one, nn.RNNBase)}
     for layer, references in known.items():
