@@ -28,8 +28,7 @@ from aotdist import facts
 from aotdist.aliasing import metadata as changes
 from aotdist.artifacts.live import GroupName, MeshName, Place
 from aotdist.capture.captured import Returned
-from aotdist.capture.checks import Check
-from aotdist.capture.effects import Assign, Delete, EffectLog, Print, TensorResult, Tree
+from aotdist.capture.effects import Assign, Check, Delete, EffectLog, Print, TensorResult, Tree
 from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.contract import Fusion, KernelSummary
 from aotdist.codegen.triton import Packed, Result

@@ -39,7 +39,7 @@ of transformers may branch on data of arguments and buffers: whether a mask is c
 answer at capture becomes part of the signature, and each call asks again before it runs. An encoder that asks
 whether padding is at the end is answered no: its layers are given the mask
 (`trace/operators/padded_batches.py`). Checks of data by PyTorch (of distributions, of variances) are outputs
-of the graph, and raise eager's error afterwards (`capture/checks.py`); so are those that its functions make
+of the graph, and raise eager's error afterwards (`capture/effects.py`); so are those that its functions make
 in C++ (`istft`, `cov`), which get the expected answer in the trace (`trace/operators/functions_of_data.py`).
 
 **Corrections.** `trace/operators/corrections.py` is the table of what PyTorch does otherwise in a trace than
@@ -75,8 +75,8 @@ argument, at a place that begins at it.
 What a program assigns
 ----------------------
 An assignment runs at capture, on stand-ins; it is undone, and every call repeats it. Everything that a call,
-or a backward, does in Python is one log of effects (`capture/effects.py`): `Assign`, `Delete`,
-`Print`, found by comparing snapshots (`capture/watched.py`). Tensors in it are positions of graph outputs.
+or a backward, does in Python is one log of effects (`capture/effects.py`): `Assign` and `Delete`, found by
+comparing snapshots (`capture/watched.py`), `Print` and `Check`. Tensors in it are positions of graph outputs.
 How an assignment is repeated depends on what is assigned:
 
 - **Tensors** (`self.n = self.n + 1`) are additional outputs of the program (`capture/assignments.py`).

@@ -22,10 +22,19 @@ from aotdist.capture.argument_mutation import MutatedArguments, are_distinct
 from aotdist.capture.arguments import Arguments, read_arguments
 from aotdist.capture.assignments import Assignments, changed_outside_of_modules
 from aotdist.capture.captured import Captured, Environment, Returned, UserCall, environment_of
-from aotdist.capture.checks import Checks
 from aotdist.capture.constants import is_leaf
 from aotdist.capture.draws import no_python_random, none_advanced
-from aotdist.capture.effects import Assign, Delete, Effect, EffectLog, Print, TensorResult, Tree
+from aotdist.capture.effects import (
+    Assign,
+    Check,
+    Checks,
+    Delete,
+    Effect,
+    EffectLog,
+    Print,
+    TensorResult,
+    Tree,
+)
 from aotdist.capture.environment import Reached
 from aotdist.capture.in_backward import InBackward
 from aotdist.capture.instances import MadeObject, taken_apart
@@ -252,14 +261,14 @@ class _Trace:
             detached = functools.partial(_without_history, inputs=self.inputs)
             trees = [(place, tree.map(detached)) for place, tree in trees]
         effects = [*(Assign(place, Tree.of(value)) for place, value in constants), *map(Delete, deleted)]
-        log = _log(outs, trees, checks.outs, printed, effects)
-        return outs, Returned(spec, log, checks=tuple(checks.made), counted=tuple(given.counted))
+        log = _log(outs, trees, checks.made, printed, effects)
+        return outs, Returned(spec, log, counted=tuple(given.counted))
 
 
 def _log(
     outs: list[Any],
     assigned: Iterable[tuple[Source, Tree]],
-    more: Iterable[torch.Tensor],
+    checks: Iterable[Check],
     printed: Iterable[Print],
     effects: Iterable[Effect],
 ) -> EffectLog:
@@ -268,7 +277,7 @@ def _log(
     Args:
         outs: the outputs; more are added.
         assigned: places that were assigned tensors, or containers of tensors, and these.
-        more: other outputs, between those that are assigned and those that are printed.
+        checks: the checks of data.
         printed: what the program printed.
         effects: effects without tensors.
     """
@@ -278,9 +287,9 @@ def _log(
         return TensorResult(len(outs) - 1)
 
     assigns = [Assign(place, tree.map(output)) for place, tree in assigned]
-    outs += more
+    checked = [replace(each, holds=each.holds.map(output)) for each in checks]
     prints = [replace(each, given=each.given.map(output)) for each in printed]
-    return EffectLog((*prints, *assigns, *effects))
+    return EffectLog((*prints, *checked, *assigns, *effects))
 
 
 def _as_symbol(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The log of what a program, or its backward, changes in Python: assignments, counters, deletions, prints.
+"""The log of what a program, or its backward, does in Python: assignments, deletions, prints, checks of data.
 
 These effects are undone after the trace. Every call replays them when it has run, and every backward when its
 gradients are computed. A `TensorResult` in them stands for a computed tensor, a symbol for a number that
@@ -7,6 +7,7 @@ differs from call to call.
 
 from __future__ import annotations
 
+import builtins
 import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,9 @@ from aotdist.capture.source import ABSENT, Source
 from aotdist.capture.watched import assign
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import NumberStep, concrete
-from aotdist.subclasses.protocol import Recipe
+from aotdist.subclasses.protocol import Recipe, is_real, is_wrapper
+from aotdist.torch_seam.checks import raise_check
+from aotdist.torch_seam.modes import under_transform
 from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, number_kind
 from aotdist.torch_seam.trees import pytree
 
@@ -114,7 +117,60 @@ class Print:
             logger.handle(record)
 
 
-Effect: TypeAlias = Assign | Delete | Print
+@dataclass(frozen=True, slots=True)
+class Check:
+    """An error to raise, once the program has run, if a computed boolean is false.
+
+    `torch._check_tensor_all` makes such checks, and so does the validation of parameters and values in
+    `torch.distributions`. The program's writes are done by then; eager raises at the check.
+
+    Args:
+        error: the name of the exception, a built-in one.
+        message: its text; None for PyTorch's.
+        holds: the boolean.
+    """
+
+    error: str
+    message: str | None
+    holds: Tree
+
+
+def require(holds: torch.Tensor, check: Check) -> None:
+    """Raise the error of a check unless it holds."""
+    if not holds.item():
+        raise_check(getattr(builtins, check.error), check.message)
+
+
+class Checks:
+    """The checks that a program makes, in order.
+
+    Attributes:
+        made: the checks.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[Check] = []
+        self._has_returned = False
+
+    def note(
+        self, error: type[Exception], condition: torch.Tensor, message: Callable[[], object] | None
+    ) -> bool:
+        """Note a check; False if it cannot be made after the program has run."""
+        is_built_in = getattr(builtins, error.__name__, None) is error
+        if not is_built_in or under_transform() or is_wrapper(condition) or is_real(condition):
+            return False
+        name, text = error.__name__, None if message is None else str(message())
+        if self._has_returned:  # a checkpoint that recomputes repeats checks of the forward
+            return any((check.error, check.message) == (name, text) for check in self.made)
+        self.made.append(Check(name, text, Tree.of(condition.detach().all())))
+        return True
+
+    def close(self) -> None:
+        """Note that the program has returned."""
+        self._has_returned = True
+
+
+Effect: TypeAlias = Assign | Delete | Print | Check
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +205,13 @@ class EffectLog:
         """The prints."""
         return [each for each in self.effects if isinstance(each, Print)]
 
+    def checks(self) -> list[Check]:
+        """The checks of data."""
+        return [each for each in self.effects if isinstance(each, Check)]
+
     def places(self) -> list[Source]:
         """All places that are changed; a list that is appended to is one place."""
-        places = [each.place for each in self.effects if not isinstance(each, Print)]
+        places = [each.place for each in self.effects if isinstance(each, (Assign, Delete))]
         return [place.whole().whole_list() if place.is_grown_list else place for place in places]
 
     def leaves(self) -> list[Any]:
@@ -188,7 +248,7 @@ class EffectLog:
                     place.write(next(values))
                 case Delete(place):
                     place.write(ABSENT)
-                case Print():
+                case Print() | Check():
                     pass
 
     def _with_own_numbers(self, results: Sequence[Any], symbols: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -11,13 +11,14 @@ import torch
 from aotdist.aliasing.overwrite import put
 from aotdist.capture.ambient import Ambient
 from aotdist.capture.captured import Returned
-from aotdist.capture.checks import require
 from aotdist.capture.effects import (
     Assign,
+    Check,
     Delete,
     EffectLog,
     Print,
     TensorResult,
+    require,
 )
 from aotdist.capture.instances import MadeObject
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, function_view, rewrite, viewer
@@ -212,8 +213,9 @@ def print_return(
         return names[value.position] if isinstance(value, TensorResult) else print_literal(printer, value)
 
     _print_prints(printer, returned.log, leaf)
-    for position, check in enumerate(returned.checks, returned.first_checked()):
-        printer.line(printer.call(require, f"o{position}", printer.bind("CHECK", check)))
+    for check in returned.log.checks():
+        (holds,) = map(leaf, check.holds.leaves)
+        printer.line(printer.call(require, holds, printer.bind("CHECK", check)))
     result = print_tree(printer, returned.spec, iter(names))
     if returned.shares:  # objects in it may also be assigned to places, so they are made before that
         printer.line(f"result = {result}")
@@ -251,5 +253,5 @@ def _print_changes(
                     printer.line(f"{place.assignment(value, bind)}{remark(f'{place.path} is reassigned')}")
             case Delete(place):
                 printer.line(place.deletion(bind))
-            case Print():
+            case Print() | Check():
                 pass
