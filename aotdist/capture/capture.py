@@ -233,7 +233,7 @@ class _Trace:
         given, checks, in_backward = self.given, self.checks, self.in_backward
         inside, prints = inside_wrappers(self.inputs), Prints(assignments.existing)
         in_backward.watch_forward = functools.partial(changed_outside_of_modules, self.environment.reached)
-        in_backward.num_effects = lambda: (len(checks.made), len(prints.noted()))
+        in_backward.num_effects = lambda: (len(checks.made), len(prints.made))
         try:
             noting = prints.noting() if self.call.prints else contextlib.nullcontext()
             with class_functions_on(), modes_left_alone(), noting:
@@ -249,7 +249,7 @@ class _Trace:
             in_backward.forward_left([*assigned, *constants, *((place, ABSENT) for place in gone)])
             refuse_replaced(self.inputs, inside)
             assigned += given.assigned(made)
-            deleted, printed = [*given.deleted(), *gone], prints.noted()
+            deleted, printed = [*given.deleted(), *gone], prints.made
         except BaseException as error:
             prints.fail(error)
             assignments.roll_back()

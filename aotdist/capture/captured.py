@@ -104,10 +104,6 @@ class Returned:
         roots = (place.root for place in self.log.places())
         return any(isinstance(root, Given) and root.name in ("args", "kwargs") for root in roots)
 
-    def assigned_paths(self) -> list[str]:
-        """The names of what is assigned."""
-        return [source.path for source, _ in self.assigned()]
-
     @classmethod
     def of(cls, facts: Facts) -> Returned:
         """The `Returned` among the outputs of a captured program."""

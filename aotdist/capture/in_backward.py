@@ -107,7 +107,7 @@ class InBackward:
         with changes.undone():
             with prints.noting():
                 yield
-            self.kept = changes.tensors_left(prints.noted())
+            self.kept = changes.tensors_left(prints.made)
 
     @contextmanager
     def _watching(
@@ -126,11 +126,11 @@ class InBackward:
                 _refuse_given(given)
                 _refuse_hidden(watched)
                 found = list(watched.changed_data(tensors=True))
-                values = [*(value for _, _, value in found), *(each.given.leaves for each in prints.noted())]
+                values = [*(value for _, _, value in found), *(each.given.leaves for each in prints.made)]
                 as_result, self.kept, numbers = _results(values, origins_of, self.symbols)
                 changed = [(place, before, Tree.of(value).map(as_result)) for place, before, value in found]
                 effects, expected = _effects(changed, self._environment)
-                printed = [replace(each, given=each.given.map(as_result)) for each in prints.noted()]
+                printed = [replace(each, given=each.given.map(as_result)) for each in prints.made]
                 kept = tuple(map(recipe_of, self.kept))
                 changes = EffectLog((*printed, *effects), expected, kept, numbers)
                 self.replaced = [

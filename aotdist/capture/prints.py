@@ -32,11 +32,14 @@ class Prints:
 
     Args:
         existing: identities of objects that were there before the call.
+
+    Attributes:
+        made: the calls that were noted, with the tensors of the trace that they are given.
     """
 
     def __init__(self, existing: Collection[int]) -> None:
         self._existing = existing
-        self._noted: list[Print] = []
+        self.made: list[Print] = []
 
     def noting(self) -> AbstractContextManager[None]:
         """A context in which this thread's prints are noted instead of printed."""
@@ -55,7 +58,7 @@ class Prints:
                 f"`print` the tensor or number itself (`print('loss', loss)`), at {current_source_line()}",
                 stacklevel=3,
             )
-        self._noted.append(Print(file, given.map(self._as_it_is), logger))
+        self.made.append(Print(file, given.map(self._as_it_is), logger))
 
     def _as_it_is(self, leaf: Any) -> Any:
         """A copy of a leaf, which later writes do not change; the text of an object."""
@@ -70,14 +73,10 @@ class Prints:
             )
         return str(leaf)
 
-    def noted(self) -> list[Print]:
-        """The calls that were noted, with the tensors of the trace that they are given."""
-        return self._noted
-
     def fail(self, error: BaseException) -> None:
         """Attach the noted prints to `error`, which the program has raised, for `made_before`."""
-        if self._noted:
-            prints = [replace(each, given=each.given.map(_without_value)) for each in self._noted]
+        if self.made:
+            prints = [replace(each, given=each.given.map(_without_value)) for each in self.made]
             setattr(error, _MADE_BEFORE, prints)
 
 
