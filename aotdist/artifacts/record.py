@@ -275,15 +275,11 @@ def _read_region(
         return traced, plans, inference, backend.name
     joint = Joint.of(traced, graph, linked(graph), replace(split, backward=graphs.read(region["by_choice"])))
     halves = _halves(joint.whole, emitted) if emitted else emitter.halves(split, joint.whole)
-    ahead = require(values.read(region["ahead"]), BackwardRequest, "the backward")
-    taken = frozenset(slot for slot in split.backward.ins if slot.role in GRADIENT_ROLES)
-    if gradients(facts, ahead) != taken or ahead.kinds:
-        raise damaged("the backward takes other gradients than those that it is said to be for")
     training = Training.of_halves(
         traced,
         plans,
         replace(joint, split=split, lacks=_LOADED),
-        ahead,
+        _request(region, split, facts, values),
         halves,
         emitter,
         _no_double_backward,
@@ -307,6 +303,14 @@ def _split(json: Json, graphs: Graphs, values: Values) -> Split:
     )
     verify_split(split)
     return split
+
+
+def _request(json: Json, split: Split, facts: Facts, values: Values) -> BackwardRequest:
+    request = require(values.read(json["ahead"]), BackwardRequest, "the backward")
+    taken = frozenset(slot for slot in split.backward.ins if slot.role in GRADIENT_ROLES)
+    if gradients(facts, request) != taken or request.kinds:
+        raise damaged("the backward takes other gradients than those that it is said to be for")
+    return request
 
 
 def _halves(whole: Graph, emitted: Mapping[str, Emitted]) -> EmittedHalves:
