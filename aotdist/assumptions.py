@@ -34,7 +34,7 @@ from aotdist.sizes import concrete, numbers_of_data
 from aotdist.torch_seam.control_flow import fast_paths_on
 from aotdist.torch_seam.functional import UnsupportedOperatorException
 from aotdist.torch_seam.modes import class_functions_off, users_modes_off
-from aotdist.torch_seam.own_attributes import own_attributes
+from aotdist.torch_seam.modules import own_attributes
 from aotdist.torch_seam.symbols import hint, symbols_in
 from aotdist.trace.context import TraceOptions
 from aotdist.trace.failures import asks_for_data, is_of_the_program
@@ -54,7 +54,7 @@ class Assumptions:
             transforms, losses) take none.
         bases: which inputs share memory, one of them written.
         writes: the writes that earlier traces showed, from which bases are planned.
-        inputs: the distinct inputs, with the closed-over tensors that earlier traces met.
+        inputs: the distinct inputs, with the closed-over tensors that earlier traces used.
         of_data: the refusal because of which sizes and numbers may now depend on data; None while none may.
         failure: the error of a trace with symbols because of which sizes are numbers; None if there was none.
         instances: equal blocks can be copied.
@@ -96,18 +96,6 @@ def _comes_of(error: BaseException | None, kind: type[Exception]) -> bool:
     while error is not None and not isinstance(error, kind):
         error = error.__cause__ or error.__context__
     return error is not None
-
-
-class _Contradicted(Exception):
-    """A trace contradicts its assumptions; the program's changes in Python are undone.
-
-    Args:
-        instead: the assumptions for the next trace.
-    """
-
-    def __init__(self, instead: Assumptions) -> None:
-        super().__init__()
-        self.instead = instead
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +187,7 @@ def _with_symbols(job: Job, times: StageTimes, traced_call: TracedCall) -> Trace
         symbolic.before.roll_back()
         varying = {place.spot() for place in job.call.varying if isinstance(place, Source)}
         chosen = symbolic if _is_equivalent(symbolic, traced_call, varying) else traced_call
-    except (UnsupportedProgram, _Contradicted):
+    except UnsupportedProgram:
         pass
     if bring_back is not None:
         bring_back()
@@ -217,8 +205,7 @@ def _is_equivalent(symbolic: TracedCall, traced_call: TracedCall, varying: Colle
     counts = symbolic.traced.symbols.counts()
     open_ = (count for count in counts if count.is_given or count.place.spot() in varying)
     return (
-        not symbolic.captured.in_backward.assigns_symbols()
-        and not _depends_on_other_backwards(symbolic)
+        not _depends_on_other_backwards(symbolic)
         and all(symbols_in(count.symbol) for count in open_)
         and is_same_with_symbols(symbolic.traced, traced_call.traced)
     )
@@ -266,16 +253,15 @@ def _trace(job: Job, times: StageTimes) -> TracedCall:
     """Trace the program, and again as long as a trace contradicts its assumptions.
 
     Raises:
-        _Contradicted: sizes cannot be symbols, and the job is of no use without symbols.
+        UnsupportedProgram: also if the job is of no use without symbols, and there can be none.
     """
     assumed = Assumptions(job.symbolic)
     while True:
-        try:
-            traced_call = _trace_once(job, times, assumed)
-        except _Contradicted as error:
-            if job.needs_symbols() and error.instead.failure:
-                raise
-            assumed = error.instead
+        traced_call = _trace_once(job, times, assumed)
+        if isinstance(traced_call, Assumptions):
+            assumed = traced_call
+            if job.needs_symbols() and assumed.failure is not None:
+                raise UnsupportedProgram("no number can be a symbol", stage="joint") from assumed.failure
             continue
         needed = assumed.after(job, traced_call.traced)
         if needed.bases == assumed.bases:
@@ -297,24 +283,21 @@ def _warn_of_numbers(name: str, failure: Exception) -> None:
     )
 
 
-def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall:
-    """Capture the call and trace it.
+def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall | Assumptions:
+    """Capture the call and trace it; if the trace contradicts an assumption, return those without it.
 
     Args:
         job: the call, and how to compile it.
         times: records how long it takes.
         assumed: the assumptions of the trace.
-
-    Raises:
-        _Contradicted: the trace contradicts one of them.
     """
-    with ExitStack() as scope:
+    with ExitStack() as otherwise, ExitStack() as scope:
         with times.stage("capture"):
             captured = capture(job.call, job.settings, scope, job.counted)
             counts = (*job.counts, *captured.arguments.counts())
             captured.in_backward.counts = job.counts
             before = captured.environment.assignments()
-            scope.enter_context(before.undone_on_failure())
+            otherwise.callback(before.roll_back)
             distinct, deduped = dedupe.lower(captured.program)
             distinct = _with_inputs(distinct, assumed.inputs)
             program = synthetic_base.lower(distinct, assumed.bases)
@@ -349,10 +332,11 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
             except Exception as error:
                 instead = assumed.without(error, has_symbols=bool(dims or counts))
                 if instead is not None:
-                    raise _Contradicted(instead) from error
+                    return instead
                 if assumed.of_data is None or isinstance(error, AotdistError) or is_of_the_program(error):
                     raise
                 raise assumed.of_data from None  # an error of PyTorch's, which needs a number
+        otherwise.pop_all()  # nothing is undone
     captured.in_backward.close()
     if traced.later_backwards is not None:
         traced.later_backwards.find_at(captured.sources(traced.program.examples))
@@ -360,7 +344,7 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
 
 
 def _distinct(traced: Traced, bases: BasePlan, known: _Inputs | None) -> _Inputs:
-    """The distinct tensors of the call: those known before, and closed-over ones that the trace met."""
+    """The distinct tensors of the call: those known before, and closed-over ones that the trace used."""
     slots, examples = (Row[DistinctIdx, Slot](), Row[DistinctIdx, torch.Tensor]()) if known is None else known
     seen = {id(example) for example in examples}
     program = traced.program

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -156,14 +155,6 @@ EVERY_COMPILED: weakref.WeakSet[Compiled] = weakref.WeakSet()
 """All compiled callables, for `reset`."""
 
 
-class StepOfFunction(Explained):
-    """A compiled function that calls `backward()` or steps optimizers; see `aotdist.step.whole`."""
-
-    @abstractmethod
-    def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        """Do a step."""
-
-
 class CompiledFunction(Compiled):
     """A compiled function: it keeps the name, the docstring and the signature of the original.
 
@@ -180,8 +171,8 @@ class CompiledFunction(Compiled):
         self,
         fn: Callable[..., Any],
         make: Maker,
-        as_step: Callable[[], StepOfFunction] | None = None,
-        step: StepOfFunction | None = None,
+        as_step: Callable[[], Explained] | None = None,
+        step: Explained | None = None,
     ) -> None:
         super().__init__(lambda: fn, fn, make)
         self._as_step = as_step

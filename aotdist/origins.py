@@ -13,8 +13,8 @@ import inspect
 import linecache
 import os
 import re
+import sys
 import sysconfig
-import threading
 from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
@@ -22,7 +22,6 @@ from types import CodeType, FrameType, MappingProxyType, TracebackType
 from typing import ParamSpec, TypeVar
 
 import torch
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from aotdist import program
 from aotdist.errors import AotdistError, InternalError
@@ -130,41 +129,25 @@ def is_of_python(filename: str) -> bool:
     return filename.startswith(_PYTHONS) and not is_of_a_package(filename)
 
 
+@functools.cache
 def _says_where(filename: str) -> bool:
     """Whether a line of `filename` tells the user where something happens: Python's own library's do not."""
     return is_user_file(filename) and not is_of_python(filename)
 
 
-class Origins:
-    """Finds the line of the user's program that is running, in about a microsecond for each frame."""
+def current_source_line() -> str:
+    """The user's innermost line on the stack, as `file:line   code`, or an empty string.
 
-    def __init__(self) -> None:
-        self._says_where: dict[str, bool] = {}
-        self._lines: dict[tuple[str, int], str] = {}
-
-    def current(self) -> str:
-        """The user's innermost line on the stack, as `file:line   code`, or an empty string.
-
-        While a graph runs that was made of the user's program, it is the line that the graph was made of.
-        """
-        if line := current_line():
-            return line
-        frame: FrameType | None = inspect.currentframe()
-        while frame is not None:
-            filename = frame.f_code.co_filename
-            says_where = self._says_where.get(filename)
-            if says_where is None:
-                says_where = self._says_where[filename] = _says_where(filename)
-            if says_where:
-                return self._line(filename, frame.f_lineno)
-            frame = frame.f_back
-        return ""
-
-    def _line(self, filename: str, number: int) -> str:
-        line = self._lines.get((filename, number))
-        if line is None:
-            line = self._lines[filename, number] = describe_line(filename, number)
+    While a graph runs that was made of the user's program, it is the line that the graph was made of.
+    """
+    if line := current_line():
         return line
+    frame: FrameType | None = inspect.currentframe()
+    while frame is not None:
+        if _says_where(filename := frame.f_code.co_filename):
+            return sys.intern(describe_line(filename, frame.f_lineno))  # one text for all nodes of a line
+        frame = frame.f_back
+    return ""
 
 
 def describe_line(filename: str, number: int) -> str:
@@ -317,20 +300,3 @@ def short_tracebacks(function: Callable[P, R]) -> Callable[P, R]:
             raise shortened(error)  # noqa: B904  # the same one
 
     return entered
-
-
-@contextlib.contextmanager
-def intercept_calls(callback: Callable[[torch.nn.Module], None]) -> Generator[None]:
-    """In this context, and in this thread, `callback` is called with each module before its forward.
-
-    Dynamo, which skips frames of `step` and `torch_seam`, compiles the hook where it compiles branches for
-    `torch.cond`.
-    """
-    thread = threading.get_ident()
-
-    def hook(module: torch.nn.Module, _: object) -> None:
-        if not torch.compiler.is_dynamo_compiling() and threading.get_ident() == thread:
-            callback(module)
-
-    with register_module_forward_pre_hook(hook):
-        yield

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from hashlib import sha256
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -15,35 +16,22 @@ from aotdist.capture.constants import is_constant
 from aotdist.equivalence import are_same, without_returned
 from aotdist.errors import UnsupportedProgram
 from aotdist.job import Job
-from aotdist.subclasses.protocol import Plain, is_real, leaves, plain_tensors, rebuild, recipe_of
+from aotdist.subclasses.protocol import Plain, is_real
 from aotdist.torch_seam.ambient import AutocastState, autocast_state, put_autocast
 from aotdist.torch_seam.functional import memory_of
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.later_backwards import LaterBackwards
 from aotdist.trace.trace import Traced, Traces
 
-T = TypeVar("T")
-
 
 def _maker_like(tensor: Any) -> Callable[[], Any]:
-    """A function that returns a tensor with the metadata of this one, without keeping it; or a constant."""
+    """A function that returns a tensor like this plain one, without keeping it, or this constant."""
     if not isinstance(tensor, torch.Tensor):
         return lambda: tensor
-    recipe, requires_grad, is_leaf = recipe_of(tensor), tensor.requires_grad, tensor.is_leaf
-    devices = [plain.device for plain in plain_tensors(tensor)]
-
-    def make() -> torch.Tensor:
-        pairs = zip(leaves(recipe), devices, strict=True)
-        plains = [
-            torch.empty_strided(leaf.size, leaf.stride, dtype=leaf.dtype, device=device)
-            for (_, leaf), device in pairs
-        ]
-        made = rebuild(recipe, plains)
-        if requires_grad:
-            made.requires_grad_()
-        return made if is_leaf or not requires_grad else made.view_as(made)
-
-    return make
+    requires_grad, is_leaf = tensor.requires_grad, tensor.is_leaf
+    like = {"dtype": tensor.dtype, "device": tensor.device, "requires_grad": requires_grad}
+    make = functools.partial(torch.empty_strided, tensor.size(), tensor.stride(), **like)
+    return make if is_leaf or not requires_grad else lambda: (made := make()).view_as(made)
 
 
 def with_traces(job: Job, traced_call: TracedCall) -> Traced:
@@ -80,7 +68,7 @@ def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards
         or captured.leaves is not None
         or not all(isinstance(each, torch.Tensor) or is_constant(each) for each in tensors)
         or any(each._base is not None or not is_real(each) for each in given)
-        or len({memory_of(plain) for each in given for plain in plain_tensors(each)}) < len(given)
+        or len(set(map(memory_of, given))) < len(given)
     )
     if depends:
         return None
@@ -95,7 +83,8 @@ def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards
         args, kwargs = pytree.tree_unflatten(made, spec)
         asked = replace(empty, call=replace(empty.call, args=args, kwargs=kwargs))
         try:
-            another = _in_a_thread(lambda: _traced_under(autocast, asked))
+            with ThreadPoolExecutor(1) as pool:  # autograd's formulas depend on whether a backward runs
+                another = pool.submit(_traced_under, autocast, asked).result()
         except Exception as error:
             raise _changed(name, str(error).partition("\n")[0]) from error
         later = another.traced.later_backwards
@@ -110,12 +99,6 @@ def _retracing(job: Job, traced_call: TracedCall) -> Callable[[], LaterBackwards
 def _traced_under(autocast: AutocastState, job: Job) -> TracedCall:
     put_autocast(autocast)  # of this thread, which ends afterwards
     return traced_by_itself(job)
-
-
-def _in_a_thread(run: Callable[[], T]) -> T:
-    """Call `run` in a thread in which no backward runs, as autograd's formulas depend on that."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(run).result()
 
 
 def _recorded(traced: Traced) -> tuple[Any, list[torch.Tensor]]:

@@ -13,7 +13,7 @@ import hashlib
 import os
 import tempfile
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import NoneType
@@ -208,21 +208,21 @@ class Settings(_RuntimeSettings):
             BadSettings: a variable names no setting or its value does not parse.
         """
         options: dict[str, Any] = {}
-        parsers = {name: _PARSERS[hint] for name, hint in _hints().items()}
+        hints = _hints()
         for variable, text in environ.items():
             if not variable.startswith("AOTDIST_"):
                 continue
             if variable == _TRACEBACK and text in ("full", "short"):  # of the process, not of a compilation
                 continue
             name = variable.removeprefix("AOTDIST_").lower()
-            if name not in parsers:
-                near = difflib.get_close_matches(name, parsers, n=1)
+            if name not in hints:
+                near = difflib.get_close_matches(name, hints, n=1)
                 raise BadSettings(
                     f"the environment has {variable}, and `{name}` is not a setting",
                     fix=f"did you mean AOTDIST_{near[0].upper()}?" if near else f"unset {variable}",
                 )
             try:
-                options[name] = parsers[name](text)
+                options[name] = _parsed(text, hints[name])
             except ValueError as error:
                 raise BadSettings(f"{variable}={text!r}: {error}", fix="see `aotdist.Settings`") from error
         return cls.make(**options)
@@ -274,7 +274,7 @@ def by_name(what: str, options: Any) -> dict[str, Any]:
     )
 
 
-_WANTED: dict[Any, str] = {
+_WANTED: Mapping[Any, str] = {
     bool: "True or False",
     int: "a whole number",
     float: "a number",
@@ -331,30 +331,19 @@ def _has_autocast(device: str) -> bool:
         return False
 
 
-def _parse_bool(text: str) -> bool:
-    lowered = text.lower()
-    if lowered not in ("0", "1", "true", "false"):
-        raise ValueError("expected 0, 1, true or false")
-    return lowered in ("1", "true")
+def _parsed(text: str, hint: Any) -> Any:
+    """The value of a setting with this annotation that the text of an environment variable stands for.
 
-
-def _parse_dynamic(text: str) -> Dynamic:
-    return "auto" if text.lower() == "auto" else _parse_bool(text)
-
-
-def _parse_names(text: str) -> frozenset[str]:
-    return frozenset(part.strip() for part in text.split(",") if part.strip())
-
-
-_PARSERS: dict[Any, Callable[[str], Any]] = {
-    bool: _parse_bool,
-    Dynamic: _parse_dynamic,
-    int: int,
-    int | None: int,
-    float: float,
-    str: str,
-    PartitionPolicy: str,
-    Unsupported: str,
-    frozenset[str]: _parse_names,
-}
-"""Parsers of the texts of environment variables, by the setting's annotation."""
+    Raises:
+        ValueError: it stands for none; what `_taken` refuses is returned as it is.
+    """
+    kinds = (hint, *typing.get_args(hint))
+    if bool in kinds:
+        lowered = text.lower()
+        if hint is bool and lowered not in ("0", "1", "true", "false"):
+            raise ValueError("expected 0, 1, true or false")
+        return lowered in ("1", "true") if lowered in ("0", "1", "true", "false") else lowered
+    if hint == frozenset[str]:
+        return frozenset(part.strip() for part in text.split(",") if part.strip())
+    number = next((kind for kind in (int, float) if kind in kinds), None)
+    return text if number is None else number(text)

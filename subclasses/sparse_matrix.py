@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.origins import Origins
+from aotdist.origins import current_source_line
 from aotdist.subclasses.own_operators import define
 from aotdist.torch_seam.functional import stands_for_another
 from aotdist.torch_seam.modes import no_modes
@@ -124,7 +124,7 @@ class SparseMatrix(Tensor):
             layout = next(each.form[0] for each in pytree.tree_leaves(args) if isinstance(each, cls))
             raise UnsupportedProgram(
                 f"`{func}` is given {cls.called} of layout {layout}",
-                where=Origins().current() or None,
+                where=current_source_line() or None,
                 stage="joint",
                 fix=cls.remedy,
             )

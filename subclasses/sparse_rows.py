@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from aotdist.errors import UnsupportedProgram
-from aotdist.origins import Origins
+from aotdist.origins import current_source_line
 from aotdist.subclasses.own_operators import define
 from aotdist.subclasses.sparse_matrix import OF_ROWS, Form, SparseMatrix, made_of, rows_of
 from aotdist.torch_seam.autograd import in_backward
@@ -133,7 +133,7 @@ def _overwritten(rows: SparseRows, new: Any) -> SparseRows:
     if rows.is_given:
         raise UnsupportedProgram(
             "a sparse tensor that the call is given is written in place",
-            where=Origins().current() or None,
+            where=current_source_line() or None,
             stage="joint",
             fix="write a clone of it, and return that",
         )

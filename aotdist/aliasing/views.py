@@ -12,7 +12,7 @@ import torch
 from aotdist.aliasing.memory import may_repeat
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Around, Inside, ViewStep
-from aotdist.origins import Origins
+from aotdist.origins import current_source_line
 from aotdist.subclasses.protocol import inner_tensors, is_wrapper, plain_tensors, recipe_of, wrapper_rule
 from aotdist.torch_seam.autograd import has_history_of_its_own, history_of
 from aotdist.torch_seam.functional import memory_of
@@ -307,4 +307,4 @@ def outgrown() -> UnsupportedProgram:
 
 def view_refusal(what: str, fix: str, where: str | None = None) -> UnsupportedProgram:
     """An error that names a line of the user's; without `where`, the one that is being traced."""
-    return UnsupportedProgram(what, where=where or Origins().current() or None, stage="joint", fix=fix)
+    return UnsupportedProgram(what, where=where or current_source_line() or None, stage="joint", fix=fix)

@@ -3,7 +3,7 @@
 A compilation is written as data: graphs node by node, with operators by name, and the facts of the trace.
 Loading prints the runtime from them, exactly as after compiling. In the order in which it happens:
 
-- `values.py`, `graphs.py`: values and graphs as JSON, of the kinds listed in `kinds.py`, and back;
+- `values.py`, `graphs.py`: values and graphs as JSON, of the kinds listed in `typed.py`, and back;
 - `signature.py`: what a call has to be for an artifact to fit;
 - `record.py`: a compilation as JSON, and as a compilation again, for a call that it fits;
 - `archive.py`: the records of all ranks, merged, and the file: members, checksums, versions;

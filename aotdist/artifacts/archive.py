@@ -28,7 +28,7 @@ from aotdist.errors import AotdistError, BadArtifact
 from aotdist.files import AS_USUAL, write_whole
 from aotdist.torch_seam.trees import pytree
 
-FORMAT = 19
+FORMAT = 20
 """Increased with every change of what is written; artifacts of other formats have to be built again."""
 
 Kind: TypeAlias = Literal["compiled", "exported"]

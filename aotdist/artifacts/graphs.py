@@ -12,8 +12,7 @@ import torch
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate, map_arg
 
-from aotdist.artifacts.kinds import NodeAt, Shape
-from aotdist.artifacts.typed import damaged, is_name, is_plain, require
+from aotdist.artifacts.typed import NodeAt, Shape, damaged, is_name, is_plain, require
 from aotdist.artifacts.values import Json, Values
 from aotdist.codegen.ahead import PackedLaunch
 from aotdist.codegen.fx import attribute_of

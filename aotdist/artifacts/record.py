@@ -10,16 +10,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, MutableMapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
 
 from aotdist.artifacts.graphs import Graphs, without_folder
-from aotdist.artifacts.kinds import Shape
 from aotdist.artifacts.live import NOTHING_LIVE, Live
 from aotdist.artifacts.signature import check_same, signature_of, steady_path, storages_of
-from aotdist.artifacts.typed import damaged, only_ours, require
+from aotdist.artifacts.typed import Shape, damaged, only_ours, require
 from aotdist.artifacts.values import Json, Values
 from aotdist.capture.capture import capture
 from aotdist.capture.captured import Captured, UserCall
@@ -198,9 +197,19 @@ def read(
             raise damaged(f"the facts are of {len(facts.inputs)} inputs, and there are {len(program.ins)}")
         places = require(json["storages"], dict[str, str], "where tensors lie")
         check_same(captured.name, places, storages_of(facts.storages, program))
-        reading = _Reading(captured, deduped, bases, program, facts, settings, values)
-        compilation = reading.compilation(json)
-    return replace(compilation, seconds={"load": time.perf_counter() - started})
+        traced, plans, region, backend = _read_region(json, captured, program, facts, settings, values)
+        return Compilation(
+            captured=captured,
+            deduped=deduped,
+            bases=bases,
+            traced=traced,
+            plans=plans,
+            region=region,
+            backend=backend,
+            settings=settings,
+            records=(),
+            seconds={"load": time.perf_counter() - started},
+        )
 
 
 def _with_closed_over(
@@ -220,109 +229,88 @@ def _with_closed_over(
     return Program(program.fn, slots, examples)
 
 
-@dataclass(frozen=True, slots=True)
-class _Reading:
-    """Reads the compiled part of a record, for a call.
+def _read_region(
+    json: Json,
+    captured: Captured,
+    program: Program[PrimalIdx],
+    facts: Facts,
+    settings: Settings,
+    values: Values,
+) -> tuple[Traced, Plans, Training | Inference, str]:
+    """The compiled part of a record: its graphs are read, and its plans derived from the facts.
 
     Args:
+        json: the record.
         captured: the call.
-        deduped: which tensors of the call are the same.
-        bases: which tensors of the call share memory.
         program: the program, with the call's tensors.
         facts: what the trace showed.
         settings: how it was compiled.
         values: reads JSON.
+
+    Returns:
+        the trace, the plans, the region, and the name of the backend.
     """
-
-    captured: Captured
-    deduped: dedupe.DedupePlan
-    bases: BasePlan
-    program: Program[PrimalIdx]
-    facts: Facts
-    settings: Settings
-    values: Values
-
-    def compilation(self, json: Json) -> Compilation:
-        """The compilation: graphs are read, and plans derived from the facts."""
-        fake_mode, region = FakeTensorMode(), json["region"]
-        shapes = require(self.values.read(json["shapes"]), tuple[Shape, ...], "the shapes")
-        graphs = Graphs(self.values, fake_mode, shapes)
-        symbols = Symbols(None, {})
-        graph = graphs.read(region["graph"] if "graph" in region else region["cut"])
-        verify(graph, "reading a file")
-        traced = Traced(self.program, graph, self.facts, fake_mode, symbols)
-        plans = Plans.of(self.program, self.facts, drawn_on(graph))
-        split = None if "graph" in region else self._split(region, graphs)
-        of = {"inference": graph} if split is None else {"forward": split.forward, "backward": split.backward}
-        emitted = {
-            name: self._emitted(name, each, graphs, of[name]) for name, each in json["emitted"].items()
-        }
-        backend: Backend = LOADED if emitted else FxBackend()
-        slots = self.captured.static_slots()
-        emitter = Emitter(backend, slots, fake_mode, self.settings, self.captured.name)
-        if split is None:
-            compiled = Inference(graph, emitted["inference"] if emitted else emitter.inference(graph))
-        else:
-            compiled = self._training(region, graphs, traced, plans, split, emitted, emitter)
-        return Compilation(
-            captured=self.captured,
-            deduped=self.deduped,
-            bases=self.bases,
-            traced=traced,
-            plans=plans,
-            region=compiled,
-            backend=backend.name,
-            settings=self.settings,
-            records=(),
-            seconds={},
+    fake_mode, region = FakeTensorMode(), json["region"]
+    shapes = require(values.read(json["shapes"]), tuple[Shape, ...], "the shapes")
+    graphs = Graphs(values, fake_mode, shapes)
+    graph = graphs.read(region["graph"] if "graph" in region else region["cut"])
+    verify(graph, "reading a file")
+    traced = Traced(program, graph, facts, fake_mode, Symbols(None, {}))
+    plans = Plans.of(program, facts, drawn_on(graph))
+    split = None if "graph" in region else _split(region, graphs, values)
+    of = {"inference": graph} if split is None else {"forward": split.forward, "backward": split.backward}
+    emitted = {
+        name: _emitted(each, graphs, values).emitted_on(
+            values.live.device_here(torch.device(values.live.device_type)),
+            of[name],
+            settings,
+            f"{captured.name} {name}",
         )
+        for name, each in json["emitted"].items()
+    }
+    backend: Backend = LOADED if emitted else FxBackend()
+    emitter = Emitter(backend, captured.static_slots(), fake_mode, settings, captured.name)
+    if split is None:
+        inference = Inference(graph, emitted["inference"] if emitted else emitter.inference(graph))
+        return traced, plans, inference, backend.name
+    joint = Joint.of(traced, graph, linked(graph), replace(split, backward=graphs.read(region["by_choice"])))
+    halves = _halves(joint.whole, emitted) if emitted else emitter.halves(split, joint.whole)
+    training = Training.of_halves(
+        traced,
+        plans,
+        replace(joint, split=split, lacks=_LOADED),
+        _request(region, split, facts, values),
+        halves,
+        emitter,
+        _no_double_backward,
+        has_other_kinds=require(region["meets_other_kinds"], bool, "a flag"),
+    )
+    return traced, plans, training, backend.name
 
-    def _emitted(self, name: str, json: Json, graphs: Graphs, traced: Graph) -> Emitted:
-        """A graph that calls kernels compiled for this machine's GPU."""
-        fusion = require(self.values.read(json["fusion"]), Fusion, "what was fused")
-        ahead = Ahead(graphs.read(json["graph"]), fusion)
-        device = self.values.live.device_here(torch.device(self.values.live.device_type))
-        return ahead.emitted_on(device, traced, self.settings, f"{self.captured.name} {name}")
 
-    def _split(self, json: Json, graphs: Graphs) -> Split:
-        split = Split(
-            graphs.read(json["forward"]),
-            graphs.read(json["backward"]),
-            require(self.values.read(json["saved"]), tuple[Slot, ...], "what is saved"),
-            require(self.values.read(json["saved_primals"]), dict[Slot, Slot], "what is saved"),
-            require(json["saved_bytes"], int, "how much is saved"),
-        )
-        verify_split(split)
-        return split
+def _emitted(json: Json, graphs: Graphs, values: Values) -> Ahead:
+    """A graph that calls kernels compiled for this machine's GPU."""
+    return Ahead(graphs.read(json["graph"]), require(values.read(json["fusion"]), Fusion, "what was fused"))
 
-    def _training(
-        self,
-        json: Json,
-        graphs: Graphs,
-        traced: Traced,
-        plans: Plans,
-        split: Split,
-        emitted: Mapping[str, Emitted],
-        emitter: Emitter,
-    ) -> Training:
-        by_choice = graphs.read(json["by_choice"])
-        recorded = Joint.of(traced, traced.graph, linked(traced.graph), replace(split, backward=by_choice))
-        whole = recorded.whole
-        halves = _halves(whole, emitted) if emitted else emitter.halves(split, whole)
-        ahead = require(self.values.read(json["ahead"]), BackwardRequest, "the backward")
-        taken = frozenset(slot for slot in split.backward.ins if slot.role in GRADIENT_ROLES)
-        if gradients(self.facts, ahead) != taken or ahead.kinds:
-            raise damaged("the backward takes other gradients than those that it is said to be for")
-        return Training.of_halves(
-            traced,
-            plans,
-            replace(recorded, split=split, lacks=_LOADED),
-            ahead,
-            halves,
-            emitter,
-            _no_double_backward,
-            has_other_kinds=require(json["meets_other_kinds"], bool, "a flag"),
-        )
+
+def _split(json: Json, graphs: Graphs, values: Values) -> Split:
+    split = Split(
+        graphs.read(json["forward"]),
+        graphs.read(json["backward"]),
+        require(values.read(json["saved"]), tuple[Slot, ...], "what is saved"),
+        require(values.read(json["saved_primals"]), dict[Slot, Slot], "what is saved"),
+        require(json["saved_bytes"], int, "how much is saved"),
+    )
+    verify_split(split)
+    return split
+
+
+def _request(json: Json, split: Split, facts: Facts, values: Values) -> BackwardRequest:
+    request = require(values.read(json["ahead"]), BackwardRequest, "the backward")
+    taken = frozenset(slot for slot in split.backward.ins if slot.role in GRADIENT_ROLES)
+    if gradients(facts, request) != taken or request.kinds:
+        raise damaged("the backward takes other gradients than those that it is said to be for")
+    return request
 
 
 def _halves(whole: Graph, emitted: Mapping[str, Emitted]) -> EmittedHalves:

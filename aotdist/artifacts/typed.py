@@ -1,7 +1,8 @@
-"""Checks what is read from a file: values by the types of our data, texts by where they are used.
+"""What an artifact may contain, and checks of what is read from one: values by the types of our data.
 
-Everything that is read passes here before it is used or printed into a program: an index is a number, and a
-name is a Python name. The printers may then trust it as they trust what was traced.
+The classes and functions that are listed here may be in a file, and nothing else. Everything that is read
+passes here before it is used or printed into a program: an index is a number, and a name is a Python name.
+The printers may then trust it as they trust what was traced.
 """
 
 from __future__ import annotations
@@ -11,31 +12,94 @@ import functools
 import json
 import keyword
 import math
+import operator
 import re
 import types
 import typing
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal, NewType, TypeAlias, Union
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from aotdist import facts
-from aotdist.artifacts.kinds import NAMES_OF_FUNCTIONS
+from aotdist.aliasing import metadata as changes
+from aotdist.artifacts.live import GroupName, MeshName, Place
 from aotdist.capture.captured import Returned
-from aotdist.capture.checks import Check
-from aotdist.capture.effects import Print, TensorResult
-from aotdist.capture.results import Shown
+from aotdist.capture.effects import Assign, Check, Delete, EffectLog, Print, TensorResult, Tree
 from aotdist.codegen.ahead import PackedLaunch
-from aotdist.codegen.triton import Packed
+from aotdist.codegen.contract import Fusion, KernelSummary
+from aotdist.codegen.triton import Packed, Result
+from aotdist.convention import bases as synthetic_base
 from aotdist.errors import AotdistError, BadArtifact, InternalError
 from aotdist.program import Row, Slot
+from aotdist.runtime.derive import BackwardRequest
+from aotdist.settings import Settings
+from aotdist.subclasses import protocol
 from aotdist.subclasses.protocol import SPARSE_PARTS, Wrapper
 from aotdist.torch_seam.autograd import CreationMeta
 from aotdist.torch_seam.dtensor import layout_kinds
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.torch_seam.trees import TreeSpec
+
+
+@dataclass(frozen=True, slots=True)
+class NodeAt:
+    """A node of a graph, by its position."""
+
+    position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The metadata of a tensor that a node computes."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+_OURS: tuple[type[Any], ...] = (
+    *(NodeAt, Shape, Slot, Settings, Returned, Check, MeshName, GroupName, Place),
+    *(EffectLog, Assign, Delete, Print, Tree, TensorResult),
+    *(BackwardRequest, PackedLaunch, Result, Fusion, KernelSummary),
+    *(protocol.Plain, protocol.Constant, protocol.Wrapper),
+    *(synthetic_base.Member, synthetic_base.Span, synthetic_base.ViewBase, synthetic_base.BasePlan),
+    *(facts.Facts, facts.BackwardFacts, facts.Choice),
+    *(facts.NodeOut, facts.Untouched, facts.DataWritten),
+    *(facts.NotATensor, facts.Fresh, facts.IsInput, facts.Kept, facts.Keep, facts.MetadataWrite),
+    *(facts.ViewOfInput, facts.ViewOfIntermediate, facts.ViewOfOutput, facts.ViewStep, facts.FunctionView),
+    *(facts.Inside, facts.Around, facts.ObservedGrad),
+)
+
+CLASSES: Mapping[str, type[Any]] = {str(cls.__name__): cls for cls in _OURS}
+"""Dataclasses of ours by name, which are written field by field."""
+
+NOT_WRITTEN = ("cache_folder", "cache_bytes")
+"""Fields of `Settings` that belong to the machine, and are taken from the process that loads a file."""
+
+FUNCTIONS: Mapping[str, Callable[..., Any]] = {
+    "getitem": operator.getitem,
+    "data_of": facts.data_of,
+    "assign_data": changes.assign_data,
+    "release_history": changes.release_history,
+    "detach_": torch.Tensor.detach_,
+    "retain_grad": torch.Tensor.retain_grad,
+    "requires_grad_": torch.Tensor.requires_grad_,
+    **{name: getattr(operator, name) for name in ("add", "mul", "floordiv", "truediv", "mod", "pow", "neg")},
+    **{name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge", "and_", "or_")},
+    **{name: getattr(torch, name) for name in ("sym_max", "sym_min", "sym_float", "sym_int", "sym_not")},
+}
+"""Functions that graphs, views and metadata writes call besides operators; the last rows are for sizes."""
+
+HIGHER_ORDER = frozenset({"cond"})
+"""Higher-order operators that graphs may call."""
+
+NAMES_OF_FUNCTIONS: Mapping[int, str] = {id(function): name for name, function in FUNCTIONS.items()}
+"""The names of `FUNCTIONS`, by identity."""
 
 Test: TypeAlias = Callable[[Any], bool]
 
@@ -283,9 +347,8 @@ _RULES: Mapping[type[Any], Sequence[tuple[str, Test]]] = {
         ),
     ),
     Wrapper: ((_NAMES, lambda it: _are_names(it.attributes)),),
-    Shown: ((_NAMES, lambda it: _are_names(it.attributes)),),
     Check: (("an error that is none of Python's", lambda it: _is_exception(it.error)),),
-    Print: (("something to call", lambda it: it.call is None and it.file is None),),
+    Print: (("something to call", lambda it: it.logger is None and it.file is None),),
     PackedLaunch: ((_NAMES, lambda it: is_name(it.name)),),
     Packed: (
         (_NAMES, lambda it: all(map(is_name, (*it.pointers, *it.blocks)))),

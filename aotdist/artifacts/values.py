@@ -1,4 +1,4 @@
-"""Values as JSON, and back: of the kinds that are listed in `kinds.py` and here, and no others.
+"""Values as JSON, and back: of the kinds that are listed in `typed.py` and here, and no others.
 
 Reading makes data, and looks up names: of operators, of functions in the list, and of objects of the call
 (`live.py`). It imports no code of the user's, and executes no text.
@@ -18,9 +18,18 @@ from typing import Any, TypeAlias, TypeVar, cast
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from aotdist.artifacts.kinds import CLASSES, FUNCTIONS, HIGHER_ORDER, NAMES_OF_FUNCTIONS, NOT_WRITTEN
 from aotdist.artifacts.live import GroupName, Live, MeshName, Place, class_named
-from aotdist.artifacts.typed import ERRORS_OF_READING, damaged, made, require
+from aotdist.artifacts.typed import (
+    CLASSES,
+    ERRORS_OF_READING,
+    FUNCTIONS,
+    HIGHER_ORDER,
+    NAMES_OF_FUNCTIONS,
+    NOT_WRITTEN,
+    damaged,
+    made,
+    require,
+)
 from aotdist.capture.source import Source
 from aotdist.codegen.triton import Packed
 from aotdist.errors import AotdistError, BadArtifact, UnsupportedProgram

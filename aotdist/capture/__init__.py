@@ -17,7 +17,7 @@ During the trace, stand-ins replace the parameters in the modules. They stay the
 traced, because its hooks (activation checkpointing) may run a forward again.
 
 **Threads.** Other threads do not see that: the thread that captures has its own attributes, parameters and
-buffers of the modules (`torch_seam/own_attributes.py`). The methods of `nn.Module` that get and set
+buffers of the modules (`torch_seam/modules.py`). The methods of `nn.Module` that get and set
 attributes ask which thread calls, and give this one its own `__dict__`. What a rule puts into a module
 (FSDP2's hooks) and what the program assigns to it is stored there, too; after the trace, attributes that
 still hold an object are copied to the module. `Source` reads a place of a module in the thread's own
@@ -39,7 +39,7 @@ of transformers may branch on data of arguments and buffers: whether a mask is c
 answer at capture becomes part of the signature, and each call asks again before it runs. An encoder that asks
 whether padding is at the end is answered no: its layers are given the mask
 (`trace/operators/padded_batches.py`). Checks of data by PyTorch (of distributions, of variances) are outputs
-of the graph, and raise eager's error afterwards (`capture/checks.py`); so are those that its functions make
+of the graph, and raise eager's error afterwards (`capture/effects.py`); so are those that its functions make
 in C++ (`istft`, `cov`), which get the expected answer in the trace (`trace/operators/functions_of_data.py`).
 
 **Corrections.** `trace/operators/corrections.py` is the table of what PyTorch does otherwise in a trace than
@@ -65,17 +65,18 @@ iterator) becomes a stand-in that raises an error when it is read (`capture/cons
 not read it. A result in an object that is no pytree is made anew at every call, as in eager.
 
 **Tensor classes without `__tensor_flatten__`.** The stand-in of a parameter whose class has methods and
-attributes is an instance of that class, too (`trace/stand_ins.py`), and tensors may have attributes, which
-results get last (`capture/results.py`). A class whose `__torch_function__` changes what functions do is
-refused (`subclasses/protocol.py`): every operator would have to be recorded with what it makes of it.
-Conversions (`as_subclass`, `_make_subclass`, calls of a class) are no torch functions and are intercepted
-(`trace/classes.py`). Attributes of an argument are read from that argument, at a place that begins at it.
+attributes is an instance of that class, too (`trace/stand_ins.py`). Attributes of inputs are watched like
+those of objects; a computed tensor with some cannot be returned (`capture/results.py`). A class whose
+`__torch_function__` changes what functions do is refused (`subclasses/protocol.py`): every operator would
+have to be recorded with what it makes of it. Conversions (`as_subclass`, `_make_subclass`, calls of a class)
+are no torch functions and are intercepted (`trace/classes.py`). Attributes of an argument are read from that
+argument, at a place that begins at it.
 
 What a program assigns
 ----------------------
 An assignment runs at capture, on stand-ins; it is undone, and every call repeats it. Everything that a call,
-or a backward, does in Python is one log of effects (`capture/effects.py`): `Assign`, `Add`, `Delete`,
-`Print`, found by comparing snapshots (`capture/watched.py`). Tensors in it are positions of graph outputs.
+or a backward, does in Python is one log of effects (`capture/effects.py`): `Assign` and `Delete`, found by
+comparing snapshots (`capture/watched.py`), `Print` and `Check`. Tensors in it are positions of graph outputs.
 How an assignment is repeated depends on what is assigned:
 
 - **Tensors** (`self.n = self.n + 1`) are additional outputs of the program (`capture/assignments.py`).

@@ -161,15 +161,13 @@ class Arguments:
             fill_instance(empty, *_rebuilt(instance.spec, values))
         return args, kwargs, [(each.path, value) for each, value in zip(self.instances, made, strict=True)]
 
-    def match(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor] | None:
-        """The tensors of another call with this structure and these constants, or None."""
-        matched = self.match_all(args, kwargs)
-        return None if matched is None else matched[0]
-
-    def match_all(
+    def match(
         self, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[list[torch.Tensor], list[Any], list[int | float]] | None:
-        """As `match`, with the objects, and the numbers for which symbols stand."""
+        """Of another call with this structure and these constants: tensors, objects, numbers with symbols.
+
+        None for any other call.
+        """
         values, spec = pytree.tree_flatten((args, self._in_order(kwargs)), is_leaf=is_leaf)
         if spec != self.spec:
             return None
@@ -337,20 +335,10 @@ def _path_in(owner: str, key_path: Sequence[Any]) -> str:
     return owner + "".join(pytree.keystr((key,)) for key in rest)
 
 
-@dataclass(frozen=True, slots=True)
-class UserFakes:
-    """The fake tensors of a call.
+UserFakes: TypeAlias = tuple[FakeTensorMode | None, frozenset[int]]
+"""The mode of the user's fake tensors, in which to trace, and the identities of those that a call may use."""
 
-    Args:
-        mode: theirs, in which to trace; None if there are none.
-        identities: of fake tensors among the arguments, or that the program may close over.
-    """
-
-    mode: FakeTensorMode | None
-    identities: frozenset[int]
-
-
-NO_FAKES = UserFakes(None, frozenset())
+NO_FAKES: UserFakes = (None, frozenset())
 """Every tensor of the call is real."""
 
 
@@ -384,4 +372,4 @@ def fakes_of(
         found.add(id(tensor))
     if mode is None:
         return NO_FAKES
-    return UserFakes(mode, frozenset(found.union(closed_over())))
+    return mode, frozenset(found.union(closed_over()))

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -35,7 +34,7 @@ from aotdist.capture.source import (
 from aotdist.capture.watched import Watched, are_same, assign, fill
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import numbers_of_data
-from aotdist.torch_seam.own_attributes import own, shared, with_shared
+from aotdist.torch_seam.modules import own, shared, with_shared
 from aotdist.torch_seam.symbols import SYMBOLIC
 from aotdist.torch_seam.trees import pytree
 
@@ -61,13 +60,13 @@ class _Content(NamedTuple):
     seen: _Container
 
     def has_changed(self) -> bool:
-        """Whether it holds something else by now."""
+        """Whether its items are others than before the trace."""
         now = own(self.held)
         is_same = type(now) in (list, dict) and are_same(self.seen, now)
         return not (is_same or are_same(self.before, _kept(self.held)))
 
     def watched(self) -> Watched:
-        """It, at a place where each call finds its own one."""
+        """The snapshot, with a place where each call finds its own container."""
         (path, root, steps), held = self.place, self.held
         if isinstance(root, Argument):
             place = Source(path, root, steps)
@@ -210,15 +209,6 @@ class Assignments:
         for watched in (*self._wholes, *self._watched()):
             watched.undo()
 
-    @contextmanager
-    def undone_on_failure(self) -> Generator[None]:
-        """Restore everything if an exception is raised inside."""
-        try:
-            yield
-        except BaseException:
-            self.roll_back()
-            raise
-
     def hidden(self) -> Iterator[tuple[str, Any]]:
         """Paths and values of places that were assigned an object that hides tensors of the trace."""
         for place, _, value in self._changed():
@@ -239,7 +229,7 @@ class Assignments:
         if self._is_data(value, tensors=True):
             return []
         parts = pytree.tree_leaves(value) if shows_traced(value) else [value]
-        return [p for p in parts if not isinstance(p, type) and hides_traced(p, self.existing)]
+        return [part for part in parts if hides_traced(part, self.existing)]
 
 
 def _with_references(value: Any, positions: Mapping[int, int]) -> Any:

@@ -22,10 +22,19 @@ from aotdist.capture.argument_mutation import MutatedArguments, are_distinct
 from aotdist.capture.arguments import Arguments, read_arguments
 from aotdist.capture.assignments import Assignments, changed_outside_of_modules
 from aotdist.capture.captured import Captured, Environment, Returned, UserCall, environment_of
-from aotdist.capture.checks import Checks
 from aotdist.capture.constants import is_leaf
 from aotdist.capture.draws import no_python_random, none_advanced
-from aotdist.capture.effects import Assign, Delete, Effect, EffectLog, Print, TensorResult, Tree
+from aotdist.capture.effects import (
+    Assign,
+    Check,
+    Checks,
+    Delete,
+    Effect,
+    EffectLog,
+    Print,
+    TensorResult,
+    Tree,
+)
 from aotdist.capture.environment import Reached
 from aotdist.capture.in_backward import InBackward
 from aotdist.capture.instances import MadeObject, taken_apart
@@ -39,8 +48,8 @@ from aotdist.capture.prints import Prints
 from aotdist.capture.results import (
     hand_over_attributes,
     inside_wrappers,
+    refuse_attributes,
     refuse_replaced,
-    with_attributes,
 )
 from aotdist.capture.source import ABSENT, Argument, Source
 from aotdist.errors import UnsupportedProgram
@@ -50,8 +59,7 @@ from aotdist.subclasses.protocol import is_real, is_wrapper, rule_of
 from aotdist.torch_seam.checks import intercept_checks
 from aotdist.torch_seam.control_flow import said_to_be_compiling
 from aotdist.torch_seam.modes import class_functions_on
-from aotdist.torch_seam.modules import recurrent_layers_referring_to
-from aotdist.torch_seam.own_attributes import own_attributes
+from aotdist.torch_seam.modules import own_attributes, recurrent_layers_referring_to
 from aotdist.torch_seam.symbols import SYMBOLIC, as_pytorchs
 from aotdist.torch_seam.tensors import marked_dims
 from aotdist.torch_seam.trees import pytree
@@ -162,8 +170,8 @@ def _tracing_modules(environment: Environment, stand_ins: tuple[torch.Tensor, ..
     with contextlib.ExitStack() as stack:
         stack.enter_context(swapped(environment.state, stand_ins))
         pairs = zip(environment.state, stand_ins, strict=True)
-        hung = {id(tensor.value): stand_in for tensor, stand_in in pairs}
-        stack.enter_context(recurrent_layers_referring_to(environment.modules.values(), hung))
+        stand_in_of = {id(tensor.value): stand_in for tensor, stand_in in pairs}
+        stack.enter_context(recurrent_layers_referring_to(environment.modules.values(), stand_in_of))
         for claim in environment.rules:
             stack.enter_context(claim.rule.capturing(claim.root))
         stack.enter_context(following_modules(environment.modules))
@@ -214,19 +222,18 @@ class _Trace:
                 "capture; read it outside of the compiled function",
                 stacklevel=2,
             )
-        outs, shown = with_attributes(outs, self.inputs, reached, assignments.existing)
-        shares = any(isinstance(out, MadeObject) for out in outs)
-        return [*outs, replace(how, shown=tuple(shown), shares=shares)]
+        refuse_attributes(outs, self.inputs)
+        return [*outs, replace(how, shares=any(isinstance(out, MadeObject) for out in outs))]
 
     def _run(self, run: Callable[[], Any], assignments: Assignments) -> tuple[list[Any], Returned]:
-        """The outputs without their attributes, and how to rebuild the result.
+        """The outputs, and how to rebuild the result.
 
         What the code has assigned is undone by means of `assignments`.
         """
         given, checks, in_backward = self.given, self.checks, self.in_backward
         inside, prints = inside_wrappers(self.inputs), Prints(assignments.existing)
         in_backward.watch_forward = functools.partial(changed_outside_of_modules, self.environment.reached)
-        in_backward.num_effects = lambda: (len(checks.made), len(prints.noted()))
+        in_backward.num_effects = lambda: (len(checks.made), len(prints.made))
         try:
             noting = prints.noting() if self.call.prints else contextlib.nullcontext()
             with class_functions_on(), modes_left_alone(), noting:
@@ -242,7 +249,7 @@ class _Trace:
             in_backward.forward_left([*assigned, *constants, *((place, ABSENT) for place in gone)])
             refuse_replaced(self.inputs, inside)
             assigned += given.assigned(made)
-            deleted, printed = [*given.deleted(), *gone], prints.noted()
+            deleted, printed = [*given.deleted(), *gone], prints.made
         except BaseException as error:
             prints.fail(error)
             assignments.roll_back()
@@ -254,14 +261,14 @@ class _Trace:
             detached = functools.partial(_without_history, inputs=self.inputs)
             trees = [(place, tree.map(detached)) for place, tree in trees]
         effects = [*(Assign(place, Tree.of(value)) for place, value in constants), *map(Delete, deleted)]
-        log = _log(outs, trees, checks.outs, printed, effects)
-        return outs, Returned(spec, log, checks=tuple(checks.made), counted=tuple(given.counted))
+        log = _log(outs, trees, checks.made, printed, effects)
+        return outs, Returned(spec, log, counted=tuple(given.counted))
 
 
 def _log(
     outs: list[Any],
     assigned: Iterable[tuple[Source, Tree]],
-    more: Iterable[torch.Tensor],
+    checks: Iterable[Check],
     printed: Iterable[Print],
     effects: Iterable[Effect],
 ) -> EffectLog:
@@ -270,7 +277,7 @@ def _log(
     Args:
         outs: the outputs; more are added.
         assigned: places that were assigned tensors, or containers of tensors, and these.
-        more: other outputs, between those that are assigned and those that are printed.
+        checks: the checks of data.
         printed: what the program printed.
         effects: effects without tensors.
     """
@@ -280,9 +287,9 @@ def _log(
         return TensorResult(len(outs) - 1)
 
     assigns = [Assign(place, tree.map(output)) for place, tree in assigned]
-    outs += more
+    checked = [replace(each, holds=each.holds.map(output)) for each in checks]
     prints = [replace(each, given=each.given.map(output)) for each in printed]
-    return EffectLog((*prints, *assigns, *effects))
+    return EffectLog((*prints, *checked, *assigns, *effects))
 
 
 def _as_symbol(leaf: Any) -> Any:

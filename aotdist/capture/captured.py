@@ -12,7 +12,6 @@ from torch import nn
 from aotdist.capture.ambient import Ambient
 from aotdist.capture.arguments import Arguments
 from aotdist.capture.assignments import Assignments
-from aotdist.capture.checks import Check
 from aotdist.capture.effects import EffectLog, TensorResult
 from aotdist.capture.environment import Reached
 from aotdist.capture.in_backward import InBackward
@@ -22,16 +21,13 @@ from aotdist.capture.modules import (
     state_tensors,
 )
 from aotdist.capture.reach import reach
-from aotdist.capture.results import (
-    Shown,
-)
 from aotdist.capture.source import UNNAMED, Given, Item, Source
 from aotdist.errors import InternalError
 from aotdist.facts import Facts, NotATensor
 from aotdist.program import ArgIdx, I, Program, Row, Slot
 from aotdist.subclasses.protocol import ModuleRule, leaves, module_rules, recipe_of
 from aotdist.torch_seam.modes import torch_functions_off
-from aotdist.torch_seam.own_attributes import shared
+from aotdist.torch_seam.modules import shared
 from aotdist.torch_seam.symbols import number_kind
 from aotdist.torch_seam.trees import pytree
 
@@ -80,16 +76,12 @@ class Returned:
     Args:
         spec: pytree structure of the returned value; its leaves are the first outputs.
         log: what the program does in Python; the tensors that it assigns are the next outputs.
-        shown: classes and attributes of outputs; the values of the attributes are the last outputs.
-        checks: errors to raise if one of the next outputs is false.
         shares: whether an object that the program makes is in several places.
         counted: paths of numbers among the arguments that the program changes to others of their type.
     """
 
     spec: pytree.TreeSpec
     log: EffectLog
-    shown: tuple[Shown, ...] = ()
-    checks: tuple[Check, ...] = ()
     shares: bool = False
     counted: tuple[str, ...] = ()
 
@@ -111,14 +103,6 @@ class Returned:
         """Whether lists or dictionaries among the arguments are changed."""
         roots = (place.root for place in self.log.places())
         return any(isinstance(root, Given) and root.name in ("args", "kwargs") for root in roots)
-
-    def first_checked(self) -> int:
-        """Position of the first output that is checked."""
-        return self.spec.num_leaves + sum(spec.num_leaves for _, spec in self.assigned())
-
-    def assigned_paths(self) -> list[str]:
-        """The names of what is assigned."""
-        return [source.path for source, _ in self.assigned()]
 
     @classmethod
     def of(cls, facts: Facts) -> Returned:

@@ -1,7 +1,7 @@
 """A lock so that one thread compiles at a time; calls of what is compiled already do not wait for it.
 
 Other threads do not see a capture: its stand-ins are in the modules for its own thread alone
-(`torch_seam.own_attributes`), and functions that it replaces in PyTorch ask which thread calls
+(`torch_seam.modules`), and functions that it replaces in PyTorch ask which thread calls
 (`torch_seam.patches`). Whatever is compiled later (a derivative, a backward without some tangents) takes the
 lock, too.
 

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 from aotdist.capture.code import is_users_class
 from aotdist.capture.source import Source
 from aotdist.errors import AotdistError, UnsupportedProgram
-from aotdist.origins import Origins
+from aotdist.origins import current_source_line
 from aotdist.torch_seam.patches import replaced_here
 
 _SHARED: tuple[tuple[str, Any, Any], ...] = (
@@ -83,7 +83,7 @@ def no_python_random(own: Iterable[tuple[str, Any]], classes: Iterable[type[nn.M
 
 
 def _refuse(name: str, *_: Any, **__: Any) -> NoReturn:
-    raise _drawn_from(name, where=Origins().current() or None)
+    raise _drawn_from(name, where=current_source_line() or None)
 
 
 def _drawn_from(name: str, where: str | None = None) -> UnsupportedProgram:

@@ -1,4 +1,4 @@
-"""The log of what a program, or its backward, changes in Python: assignments, counters, deletions, prints.
+"""The log of what a program, or its backward, does in Python: assignments, deletions, prints, checks of data.
 
 These effects are undone after the trace. Every call replays them when it has run, and every backward when its
 gradients are computed. A `TensorResult` in them stands for a computed tensor, a symbol for a number that
@@ -7,6 +7,8 @@ differs from call to call.
 
 from __future__ import annotations
 
+import builtins
+import logging
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +21,9 @@ from aotdist.capture.source import ABSENT, Source
 from aotdist.capture.watched import assign
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import NumberStep, concrete
-from aotdist.subclasses.protocol import Recipe
+from aotdist.subclasses.protocol import Recipe, is_real, is_wrapper
+from aotdist.torch_seam.checks import raise_check
+from aotdist.torch_seam.modes import under_transform
 from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, number_kind
 from aotdist.torch_seam.trees import pytree
 
@@ -80,14 +84,6 @@ class Assign:
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
-    """An integer is added to the number at a place."""
-
-    place: Source
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class Delete:
     """What is at a place is deleted."""
 
@@ -96,28 +92,85 @@ class Delete:
 
 @dataclass(frozen=True, slots=True)
 class Print:
-    """One call of `print`, or of a logger.
+    """One call of `print`, or a message to a logger.
 
     Args:
-        call: what is called; None for `print`, which is looked up when it is called.
         file: where `print` writes; None for `sys.stdout`.
-        given: its positional arguments and the others.
+        given: the arguments of `print`, positional ones and others; or message, its arguments, and `extra`.
+        logger: logger, level, file, line and function of the user's call; None for `print`.
     """
 
-    call: Callable[..., None] | None
     file: Any
     given: Tree
+    logger: tuple[logging.Logger, int, str, int, str] | None = None
 
     def make(self, given: Any) -> None:
-        """Make the call with these arguments, positional ones and others."""
-        args, kwargs = given
-        if self.call is not None:
-            self.call(*args, **kwargs)
-        else:
+        """Print, or log, with these arguments; `print` is looked up now."""
+        if self.logger is None:
+            args, kwargs = given
             print(*args, **kwargs, file=self.file)
+            return
+        logger, level, file, line, function = self.logger
+        if logger.isEnabledFor(level):
+            message, args, extra = given
+            record = logger.makeRecord(logger.name, level, file, line, message, args, None, function, extra)
+            logger.handle(record)
 
 
-Effect: TypeAlias = Assign | Add | Delete | Print
+@dataclass(frozen=True, slots=True)
+class Check:
+    """An error to raise, once the program has run, if a computed boolean is false.
+
+    `torch._check_tensor_all` makes such checks, and so does the validation of parameters and values in
+    `torch.distributions`. The program's writes are done by then; eager raises at the check.
+
+    Args:
+        error: the name of the exception, a built-in one.
+        message: its text; None for PyTorch's.
+        holds: the boolean.
+    """
+
+    error: str
+    message: str | None
+    holds: Tree
+
+
+def require(holds: torch.Tensor, check: Check) -> None:
+    """Raise the error of a check unless it holds."""
+    if not holds.item():
+        raise_check(getattr(builtins, check.error), check.message)
+
+
+class Checks:
+    """The checks that a program makes, in order.
+
+    Attributes:
+        made: the checks.
+    """
+
+    def __init__(self) -> None:
+        self.made: list[Check] = []
+        self._has_returned = False
+
+    def note(
+        self, error: type[Exception], condition: torch.Tensor, message: Callable[[], object] | None
+    ) -> bool:
+        """Note a check; False if it cannot be made after the program has run."""
+        is_built_in = getattr(builtins, error.__name__, None) is error
+        if not is_built_in or under_transform() or is_wrapper(condition) or is_real(condition):
+            return False
+        name, text = error.__name__, None if message is None else str(message())
+        if self._has_returned:  # a checkpoint that recomputes repeats checks of the forward
+            return any((check.error, check.message) == (name, text) for check in self.made)
+        self.made.append(Check(name, text, Tree.of(condition.detach().all())))
+        return True
+
+    def close(self) -> None:
+        """Note that the program has returned."""
+        self._has_returned = True
+
+
+Effect: TypeAlias = Assign | Delete | Print | Check
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +181,8 @@ class EffectLog:
         effects: the effects.
         expected: for some places, the values that they may have when the effects are replayed.
         kept: recipes of the tensors of a backward for which `TensorResult`s stand.
-        numbers: symbols of numbers that a backward reads off these tensors, or computes from such numbers, in
-            the order in which they are computed, with their origins.
+        numbers: symbols of numbers that a backward finds in places (counters), reads off these tensors, or
+            computes from such numbers, in the order in which they are computed, with their origins.
     """
 
     effects: tuple[Effect, ...] = ()
@@ -152,9 +205,13 @@ class EffectLog:
         """The prints."""
         return [each for each in self.effects if isinstance(each, Print)]
 
+    def checks(self) -> list[Check]:
+        """The checks of data."""
+        return [each for each in self.effects if isinstance(each, Check)]
+
     def places(self) -> list[Source]:
         """All places that are changed; a list that is appended to is one place."""
-        places = [each.place for each in self.effects if not isinstance(each, Print)]
+        places = [each.place for each in self.effects if isinstance(each, (Assign, Delete))]
         return [place.whole().whole_list() if place.is_grown_list else place for place in places]
 
     def leaves(self) -> list[Any]:
@@ -189,11 +246,9 @@ class EffectLog:
                     place.whole().read().extend(next(values))
                 case Assign(place):
                     place.write(next(values))
-                case Add(place, step):
-                    place.write(place.read() + step)
                 case Delete(place):
                     place.write(ABSENT)
-                case Print():
+                case Print() | Check():
                     pass
 
     def _with_own_numbers(self, results: Sequence[Any], symbols: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -227,7 +282,7 @@ class EffectLog:
         """
         if not self.kept:
             return ()
-        if self.numbers:
+        if any(isinstance(origin, int) for _, origin in self.numbers):
             raise UnsupportedProgram(
                 "the backward (a hook, an autograd function) keeps a number that it reads off a tensor, and "
                 "runs otherwise than with the gradients that are assumed (`create_graph`, other classes)",

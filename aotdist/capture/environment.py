@@ -109,7 +109,7 @@ class Reached:
         known = set[Spot]()
         for source, first in self.ties:
             is_logged = any(source.lies_in(log) or first.lies_in(log) for log in logs)
-            if not is_logged and (spot := spot_of(source)) not in known:
+            if not is_logged and (spot := source.spot()) not in known:
                 known.add(spot)
                 yield source, first
 
@@ -209,11 +209,6 @@ class EnteredCode:
         containers = {name.partition("[")[0] for name in self.used if "[" in name}
         names = (name for name in self.appended if not self.used & {name, name.partition("[")[0]})
         return frozenset(name for name in names if name not in containers)
-
-
-def spot_of(source: Source) -> Spot:
-    """`Source.spot`; for a root without steps, its identity."""
-    return source.spot() if source.steps else (id(source.root), None)
 
 
 def name_of(source: Source) -> str:

@@ -18,7 +18,6 @@ from aotdist.capture.assignments import Assignments, is_plain
 from aotdist.capture.constants import is_leaf, is_same
 from aotdist.capture.effects import (
     NOTHING,
-    Add,
     Assign,
     Delete,
     Effect,
@@ -108,7 +107,7 @@ class InBackward:
         with changes.undone():
             with prints.noting():
                 yield
-            self.kept = changes.tensors_left(prints.noted())
+            self.kept = changes.tensors_left(prints.made)
 
     @contextmanager
     def _watching(
@@ -127,11 +126,11 @@ class InBackward:
                 _refuse_given(given)
                 _refuse_hidden(watched)
                 found = list(watched.changed_data(tensors=True))
-                values = [*(value for _, _, value in found), *(each.given.leaves for each in prints.noted())]
+                values = [*(value for _, _, value in found), *(each.given.leaves for each in prints.made)]
                 as_result, self.kept, numbers = _results(values, origins_of, self.symbols)
                 changed = [(place, before, Tree.of(value).map(as_result)) for place, before, value in found]
                 effects, expected = _effects(changed, self._environment)
-                printed = [replace(each, given=each.given.map(as_result)) for each in prints.noted()]
+                printed = [replace(each, given=each.given.map(as_result)) for each in prints.made]
                 kept = tuple(map(recipe_of, self.kept))
                 changes = EffectLog((*printed, *effects), expected, kept, numbers)
                 self.replaced = [
@@ -173,11 +172,6 @@ class InBackward:
         kinds = ((place, number_kind(leaf)) for place, leaf in found)
         return [place for place, kind in kinds if kind and type(place.read_or(None)) is kind]
 
-    def assigns_symbols(self) -> bool:
-        """Whether the backward does more to a number than to add a constant."""
-        leaves = [leaf for _, tree in self.whole.assigned() for leaf in tree.leaves]
-        return any(isinstance(leaf, SYMBOLIC) and not depends_on_data(leaf) for leaf in leaves)
-
     def changes(self, arrived: Collection[NodeOutIdx]) -> EffectLog:
         """The changes of a backward from these results."""
         return self.of_some.get(frozenset(arrived), self.whole)
@@ -203,9 +197,6 @@ def _effects(
         if place.is_of_argument or place.spot() in seen or is_same(before, value):
             continue
         seen.add(place.spot())
-        if (step := _step(before, value)) is not None:
-            effects.append(Add(place, step))
-            continue
         effects.append(Delete(place) if value is ABSENT else Assign(place, tree))
         known = (before,)
         if place.is_grown_list:
@@ -221,14 +212,6 @@ def _effects(
 def _is_computed(leaf: Any) -> bool:
     """Whether it stands for a tensor, or a number, that a backward computes."""
     return isinstance(leaf, TensorResult) or depends_on_data(leaf)
-
-
-def _step(before: Any, value: Any) -> int | None:
-    """The number that is added to a symbol; None for plain numbers, whose difference may be a coincidence."""
-    if not (isinstance(before, torch.SymInt) and isinstance(value, (int, torch.SymInt))):
-        return None
-    step = value - before
-    return None if isinstance(value, bool) or symbols_in(step) else int(step)
 
 
 def _results(
@@ -252,7 +235,7 @@ def _results(
     def as_result(leaf: Any) -> Any:
         return TensorResult(positions[id(leaf)]) if id(leaf) in positions else leaf
 
-    names = {name for leaf in filter(depends_on_data, leaves) for name in symbols_in(leaf)}
+    names = {name for leaf in leaves if isinstance(leaf, SYMBOLIC) for name in symbols_in(leaf)}
     return as_result, tuple(kept), _origins_behind(names, steps)
 
 

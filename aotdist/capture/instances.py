@@ -224,51 +224,42 @@ def taken_apart(
     leaves, spec = pytree.tree_flatten(result, is_leaf=is_leaf)
     if all(is_constant(leaf) or isinstance(leaf, torch.Tensor) for leaf in leaves):
         return result
-    apart = _Apart(existing, made, positions, anew=anew)
-    return pytree.tree_unflatten([apart.leaf(leaf) for leaf in leaves], spec)
+    entered = set[int]()
 
+    def part(value: Any) -> Any:
+        if type(value) is set and id(value) not in existing:
+            return _Members([part(item) for item in value])
+        return pytree.tree_map(leaf_or_parts, value, is_leaf=is_leaf)
 
-class _Apart:
-    """Takes apart the objects that one call makes."""
-
-    def __init__(
-        self, existing: Collection[int], made: dict[int, int], positions: Mapping[int, int], *, anew: bool
-    ) -> None:
-        self._existing = existing
-        self._positions = positions
-        self._anew = anew
-        self._made = made
-        self._entered: set[int] = set()
-
-    def leaf(self, value: Any) -> Any:
-        """Replaces a leaf of a result: by its parts, by a reference to an object, or by itself."""
-        if (position := self._positions.get(id(value))) is not None:
+    def leaf_or_parts(value: Any) -> Any:
+        """A leaf of the result: a reference to an object, an object's parts, or the leaf itself."""
+        if (position := positions.get(id(value))) is not None:
             return ArgumentObject(position)
-        if (number := self._made.get(id(value))) is not None:
-            if id(value) in self._entered:
+        if (number := made.get(id(value))) is not None:
+            if id(value) in entered:
                 raise _refused(type(value), "itself among them", "return the tensors themselves")
             return MadeObject(number)
-        if id(value) not in self._existing:
-            _refuse_deferred(value, self._existing)
-        if is_constant(value) or isinstance(value, (*_WHOLE, *SYMBOLIC)) or id(value) in self._existing:
-            return value
-        if not (self._anew and is_instance(value)) and not hides_traced(value, self._existing):
+        if id(value) in existing or _stays(value, existing, anew=anew):
             return value
         cls = type(value)
         if not is_instance(value) and not isinstance(value, nn.Module):
             raise _refused(cls, "which cannot be made anew", "return the tensors themselves")
-        number = self._made[id(value)] = len(self._made)
-        self._entered.add(id(value))
+        number = made[id(value)] = len(made)
+        entered.add(id(value))
         attributes, items = state_of(value)
-        parts = {name: self._part(part) for name, part in attributes.items()}
-        apart = _Parts(cls, parts, self._part(items), number)
-        self._entered.remove(id(value))
-        return apart
+        parts = _Parts(cls, {name: part(held) for name, held in attributes.items()}, part(items), number)
+        entered.remove(id(value))
+        return parts
 
-    def _part(self, value: Any) -> Any:
-        if type(value) is set and id(value) not in self._existing:
-            return _Members([self._part(item) for item in value])
-        return pytree.tree_map(self.leaf, value, is_leaf=is_leaf)
+    return pytree.tree_unflatten(map(leaf_or_parts, leaves), spec)
+
+
+def _stays(value: Any, existing: Collection[int], *, anew: bool) -> bool:
+    """Whether a leaf that the program made is returned as it is; see `taken_apart`."""
+    if is_constant(value) or isinstance(value, SYMBOLIC):
+        return True
+    _refuse_deferred(value, existing)
+    return isinstance(value, _WHOLE) or not ((anew and is_instance(value)) or hides_traced(value, existing))
 
 
 def _refuse_deferred(value: Any, existing: Collection[int]) -> None:

@@ -71,10 +71,9 @@ def hides_traced(value: Any, existing: Collection[int]) -> bool:
         existing: identities of objects from before the call. Modules among them do not count: stand-ins are
             in them only during the trace.
     """
-    if isinstance(value, (torch.Tensor, *SYMBOLIC)) or _is_known_module(value, existing):
+    if isinstance(value, (torch.Tensor, *SYMBOLIC)):
         return False
-    seen = {id(value): value}  # keeps the objects alive: no other may get the identity of one
-    return any(_leads_to_traced(part, seen, existing) for part in _parts(value))
+    return _leads_to_traced(value, {}, existing)
 
 
 def refuse_carried(error: BaseException, existing: Collection[int]) -> None:
@@ -97,14 +96,10 @@ def _leads_to_traced(value: Any, seen: dict[int, Any], existing: Collection[int]
         return depends_on_data(value)
     if is_constant(value) or isinstance(value, _NOT_ENTERED) or id(value) in seen:
         return False
-    if _is_known_module(value, existing):
+    if isinstance(value, nn.Module) and id(value) in existing:
         return False
-    seen[id(value)] = value
+    seen[id(value)] = value  # keeps the object alive: no other may get its identity
     return any(_leads_to_traced(part, seen, existing) for part in _parts(value))
-
-
-def _is_known_module(value: Any, existing: Collection[int]) -> bool:
-    return isinstance(value, nn.Module) and id(value) in existing
 
 
 def _parts(value: Any) -> Iterator[Any]:

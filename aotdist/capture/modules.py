@@ -24,8 +24,7 @@ from aotdist.capture.module_attributes import HOOKS, PrintedSource
 from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import inside_module, set_current_line, set_current_module, with_paths
-from aotdist.torch_seam.modules import global_module_hooks
-from aotdist.torch_seam.own_attributes import own, shared, within
+from aotdist.torch_seam.modules import global_module_hooks, own, shared, within
 
 KINDS = ("_parameters", "_buffers")
 """The dictionaries of a module that hold its parameters and buffers."""
@@ -131,15 +130,15 @@ def _refuse_uninitialised(value: torch.Tensor, path: str) -> None:
 @contextlib.contextmanager
 def swapped(state: Sequence[StateTensor], stand_ins: Sequence[torch.Tensor]) -> Generator[None]:
     """A context in which `stand_ins` are in the places of `state`."""
-    hung = [(own(owner), key) for tensor in state for owner, key in tensor.places]
-    before = [owner[key] for owner, key in hung]
+    entries = [(own(owner), key) for tensor in state for owner, key in tensor.places]
+    before = [owner[key] for owner, key in entries]
     try:
         for tensor, stand_in in zip(state, stand_ins, strict=True):
             for owner, key in tensor.places:
                 own(owner)[key] = stand_in
         yield
     finally:
-        for (owner, key), value in zip(hung, before, strict=True):
+        for (owner, key), value in zip(entries, before, strict=True):
             owner[key] = value
 
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 import builtins
 import logging
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from aotdist.capture.constants import is_constant
 from aotdist.capture.effects import Print, Tree
 from aotdist.capture.leaked_tensors import hides_traced, is_text_of_traced, refusal, text_of
 from aotdist.errors import AotdistError
-from aotdist.origins import Origins, code_behind, is_user_file
+from aotdist.origins import code_behind, current_source_line, is_user_file
 from aotdist.torch_seam.patches import Patch
 from aotdist.torch_seam.symbols import SYMBOLIC
 
@@ -32,32 +32,33 @@ class Prints:
 
     Args:
         existing: identities of objects that were there before the call.
+
+    Attributes:
+        made: the calls that were noted, with the tensors of the trace that they are given.
     """
 
     def __init__(self, existing: Collection[int]) -> None:
         self._existing = existing
-        self._noted: list[Print] = []
+        self.made: list[Print] = []
 
     def noting(self) -> AbstractContextManager[None]:
         """A context in which this thread's prints are noted instead of printed."""
         return _PRINTS.applied(self)
 
-    def note(
-        self, call: Callable[..., None] | None, file: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        """Note a call.
+    def note(self, file: Any, given: Any, logger: Any = None) -> None:
+        """Note a call; for the arguments see `Print`.
 
         Raises:
             UnsupportedProgram: an object among the arguments hides tensors of the program.
         """
-        given = Tree.of((args, kwargs))
+        given = Tree.of(given)
         if any(map(is_text_of_traced, given.leaves)):
             warnings.warn(
-                "aotdist: a text of a tensor is printed, which every call prints without values; "
-                f"give `print` the tensor or number itself (`print('loss', loss)`), at {Origins().current()}",
+                "aotdist: a text of a tensor is printed, which every call prints without values; give "
+                f"`print` the tensor or number itself (`print('loss', loss)`), at {current_source_line()}",
                 stacklevel=3,
             )
-        self._noted.append(Print(call, file, given.map(self._as_it_is)))
+        self.made.append(Print(file, given.map(self._as_it_is), logger))
 
     def _as_it_is(self, leaf: Any) -> Any:
         """A copy of a leaf, which later writes do not change; the text of an object."""
@@ -72,14 +73,10 @@ class Prints:
             )
         return str(leaf)
 
-    def noted(self) -> list[Print]:
-        """The calls that were noted, with the tensors of the trace that they are given."""
-        return self._noted
-
     def fail(self, error: BaseException) -> None:
         """Attach the noted prints to `error`, which the program has raised, for `made_before`."""
-        if self._noted:
-            prints = [replace(each, given=each.given.map(_without_value)) for each in self._noted]
+        if self.made:
+            prints = [replace(each, given=each.given.map(_without_value)) for each in self.made]
             setattr(error, _MADE_BEFORE, prints)
 
 
@@ -104,7 +101,7 @@ def _noted_print(*args: Any, file: Any = None, **kwargs: Any) -> None:
     if prints is None or (code := code_behind(1)) is None or not is_user_file(code.co_filename):
         _PRINTS.original(builtins, "print")(*args, file=file, **kwargs)
     else:
-        prints.note(None, file, args, kwargs)
+        prints.note(file, (args, kwargs))
 
 
 def _noted_log(
@@ -124,32 +121,9 @@ def _noted_log(
         log(self, level, msg, args, exc_info, extra, stack_info, stacklevel)
     else:
         place = self.findCaller(False, stacklevel + 1)[:3]
-        prints.note(_Logging(self, level, place), None, (msg, args, extra), {})
-
-
-@dataclass(frozen=True, slots=True)
-class _Logging:
-    """Logs a message as if from the user's line.
-
-    Args:
-        logger: the logger.
-        level: the level.
-        place: file, line and function.
-    """
-
-    logger: logging.Logger
-    level: int
-    place: tuple[str, int, str]
-
-    def __call__(self, msg: object, args: Any, extra: Any) -> None:
-        """Log a message that is made of `args`."""
-        if self.logger.isEnabledFor(self.level):
-            file, line, function = self.place
-            name = self.logger.name
-            record = self.logger.makeRecord(name, self.level, file, line, msg, args, None, function, extra)
-            self.logger.handle(record)
+        prints.note(None, (msg, args, extra), (self, level, *place))
 
 
 _PRINTS = Patch[Prints](
-    "prints_heard", lambda: [(builtins, "print", _noted_print), (logging.Logger, "_log", _noted_log)]
+    "prints_noted", lambda: [(builtins, "print", _noted_print), (logging.Logger, "_log", _noted_log)]
 )

@@ -32,7 +32,6 @@ from aotdist.capture.environment import (
     is_tensor,
     items_of,
     keys_of,
-    spot_of,
 )
 from aotdist.capture.instances import STEPPERS
 from aotdist.capture.leaked_tensors import attributes_of
@@ -167,7 +166,7 @@ class _Walk:
         Imported modules are left out, which many files import.
         """
         first = self.seen[id(value)]
-        if first is None or isinstance(value, types.ModuleType) or spot_of(source) == spot_of(first):
+        if first is None or isinstance(value, types.ModuleType) or source.spot() == first.spot():
             return
         self.reached.ties.append((source, first))
 

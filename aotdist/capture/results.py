@@ -1,73 +1,41 @@
-"""Classes and attributes of the tensors that a program returns; tensors inside of wrappers stay."""
+"""Classes and attributes of a program's tensors; tensors inside of wrappers stay."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from aotdist.capture.constants import is_leaf
-from aotdist.capture.environment import Reached
-from aotdist.capture.leaked_tensors import hides_traced, refusal
-from aotdist.capture.source import Source
 from aotdist.errors import UnsupportedProgram
 from aotdist.subclasses.protocol import inner_tensors, is_real, is_wrapper
 from aotdist.torch_seam.classes import attributes_from_users
 from aotdist.torch_seam.functional import FunctionalTensor, given_attributes
-from aotdist.torch_seam.trees import pytree
 
 
-@dataclass(frozen=True, slots=True)
-class Shown:
-    """The class and the attributes of one output.
+def refuse_attributes(outs: Sequence[Any], inputs: Sequence[torch.Tensor]) -> None:
+    """Refuse attributes that the program gives to a tensor which it computes and returns, or assigns.
 
     Args:
-        out: its position among the outputs.
-        cls: its class: `torch.Tensor`, or `nn.Parameter`.
-        attributes: of each its name, the structure of its value, and which output is its first leaf.
-    """
-
-    out: int
-    cls: type[torch.Tensor]
-    attributes: tuple[tuple[str, pytree.TreeSpec, int], ...]
-
-
-def with_attributes(
-    outs: Sequence[Any], inputs: Sequence[torch.Tensor], reached: Reached, existing: Collection[int]
-) -> tuple[list[Any], list[Shown]]:
-    """`outs`, followed by the values of attributes of tensors among them; and these attributes.
-
-    In these values, objects that the program has found somewhere are represented by their place. Attributes
-    of inputs are left out: `Assignments` has them.
-
-    Args:
-        outs: the leaves of what the program returns.
-        inputs: the tensors among its inputs.
-        reached: what it can reach.
-        existing: identities of objects from before the call.
+        outs: what the program returns and assigns.
+        inputs: its inputs, whose attributes are watched (`Assignments`).
 
     Raises:
-        UnsupportedProgram: an attribute hides tensors that the program computes.
+        UnsupportedProgram: such a tensor has an attribute, or is a parameter.
     """
-    places = _places(reached)
-    flat, shown, seen = list(outs), list[Shown](), set(map(id, inputs))
-    for position, out in enumerate(flat):  # attributes are appended to it in the loop
+    seen = set(map(id, inputs))
+    for out in outs:
         if id(out) in seen or not isinstance(out, torch.Tensor) or is_real(out) or is_wrapper(out):
             continue
-        seen.add(id(out))
         cls, attributes = appearance(out)
-        found: list[tuple[str, pytree.TreeSpec, int]] = []
-        for name, value in attributes.items():
-            leaves, spec = pytree.tree_flatten(value, is_leaf=lambda v: is_leaf(v) or id(v) in places)
-            found.append((name, spec, len(flat)))
-            flat += [places.get(id(leaf), leaf) for leaf in leaves]
-            _refuse_hidden(cls, name, leaves, existing)
-        if found or cls is not torch.Tensor:
-            shown.append(Shown(position, cls, tuple(found)))
-    return flat, shown
+        if attributes or (cls is not torch.Tensor and not out.requires_grad):  # new leaves are refused later
+            has = f"has the attribute `{next(iter(attributes))}`" if attributes else f"is a {cls.__name__}"
+            raise UnsupportedProgram(
+                f"a tensor that the program computes and returns {has}, which calls would not repeat",
+                stage="capture",
+                fix="return what the attribute holds, or set it outside of what is compiled",
+            )
 
 
 def appearance(tensor: torch.Tensor) -> tuple[type[torch.Tensor], dict[str, Any]]:
@@ -86,31 +54,6 @@ def hand_over_attributes(stand_ins: Iterable[torch.Tensor], examples: Iterable[t
             for name in held.keys() - given.keys():
                 del held[name]
             held.update(given)
-
-
-def show_as(tensor: torch.Tensor, cls: type[torch.Tensor], attributes: Mapping[str, Any]) -> None:
-    """Set the class and attributes of a real tensor."""
-    if type(tensor) is not cls:
-        tensor.__class__ = cls
-    vars(tensor).update(attributes)
-
-
-def _places(reached: Reached) -> Mapping[int, Source]:
-    """The places of objects that are no constants, by identity."""
-    known = [*reached.assignable.containers, *reached.assignable.owners, *reached.identities]
-    return {id(value): source for source, value in known if not isinstance(value, torch.Tensor)}
-
-
-def _refuse_hidden(
-    cls: type[torch.Tensor], name: str, leaves: Sequence[Any], existing: Collection[int]
-) -> None:
-    for leaf in leaves:
-        if hides_traced(leaf, existing):
-            raise refusal(
-                f"the attribute `{name}` of a {cls.__name__} is a {type(leaf).__name__} that holds tensors "
-                "which the program computes",
-                "assign the tensors themselves",
-            )
 
 
 def inside_wrappers(inputs: Sequence[torch.Tensor]) -> dict[tuple[int, str], torch.Tensor]:

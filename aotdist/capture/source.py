@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
-from aotdist.torch_seam.own_attributes import own, shared
+from aotdist.torch_seam.modules import own, shared
 
 UNNAMED = "constant_"
 """Prefix of the names of tensors that the walk has not found: they are kept by identity."""
@@ -253,9 +253,13 @@ class Source:
     def spot(self) -> Spot:
         """The identity of the owner of the place, and its key there: equal for all sources of one place.
 
+        Without steps, the root's identity.
+
         Raises:
             AttributeError, IndexError, KeyError: the place does not exist any more.
         """
+        if not self.steps:
+            return id(self.root), None
         owner, last = self._owner()
         match last:
             case Attribute(name=name):
@@ -294,16 +298,14 @@ class Source:
                     text = f"{name}({text})"
         return text
 
-    def assignment(self, value: str, bind: Callable[[str, Any], str], *, adds: bool = False) -> str:
-        """Python source that assigns, or adds, the value of an expression; `bind` as for `expression`."""
-        there = self.expression(bind)
+    def assignment(self, value: str, bind: Callable[[str, Any], str]) -> str:
+        """Python source that assigns the value of an expression; `bind` as for `expression`."""
         match self.steps[-1]:
             case Item(key=key, cls=type() as cls):
                 owner, key = self.owner().expression(bind), _literal(key, bind)
-                new = f"{there} + {value}" if adds else value
-                return f"{bind(cls.__name__, cls)}.__setitem__({owner}, {key}, {new})"
+                return f"{bind(cls.__name__, cls)}.__setitem__({owner}, {key}, {value})"
             case _:
-                return f"{there} {'+=' if adds else '='} {value}"
+                return f"{self.expression(bind)} = {value}"
 
     def deletion(self, bind: Callable[[str, Any], str]) -> str:
         """Python source that deletes the value; `bind` as for `expression`."""

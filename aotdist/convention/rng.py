@@ -18,7 +18,7 @@ import torch
 
 from aotdist.aliasing.memory import restrided
 from aotdist.errors import UnsupportedProgram
-from aotdist.origins import Origins
+from aotdist.origins import current_source_line
 from aotdist.program import Call, Slot
 from aotdist.torch_seam.operators import OpOverload, argument_names, own_operator, with_defaults
 from aotdist.torch_seam.trees import pytree
@@ -299,7 +299,7 @@ def _laid_out(drawn: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def _refusal(what: str) -> UnsupportedProgram:
     return UnsupportedProgram(
         f"{what}, which `functional_rng` asks for",
-        where=Origins().current() or None,
+        where=current_source_line() or None,
         stage="joint",
         fix="draw that number outside of the compiled function, or compile without `functional_rng`",
     )

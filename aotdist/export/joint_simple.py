@@ -93,8 +93,8 @@ def _refuse_what_is_not_simple(traced: ExportTrace) -> None:
             raise _not_simple(f"`{slots[idx]}` is written")
     for idx in facts.backward.writes:
         raise _not_simple(f"`{slots[idx]}` is written by the backward")
-    for path in traced.returned().assigned_paths():
-        raise _not_simple(f"`{path}` is assigned a tensor")
+    for place, _ in traced.returned().assigned():
+        raise _not_simple(f"`{place.path}` is assigned a tensor")
     if not _is_flat(traced.returned().spec):
         raise _not_simple("the result is not one flat tuple of tensors and constants")
     for position, fact in enumerate(traced.outputs()):

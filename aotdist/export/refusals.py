@@ -76,7 +76,8 @@ def refuse_mode_without_symbols(fakes: UserFakes) -> None:
     Raises:
         BadSettings: it has none.
     """
-    if fakes.mode is not None and fakes.mode.shape_env is None:
+    mode, _ = fakes
+    if mode is not None and mode.shape_env is None:
         raise BadSettings(
             "`dynamic_shapes` asks for symbols, and the mode of the fake tensors has none",
             stage="export",
@@ -121,9 +122,9 @@ def refuse_returned(returned: Returned) -> None:
     """Refuse results that are one object in two places, and checks of data."""
     if returned.shares:
         raise unsupported("the program returns an object, which it makes, in two places", "return it once")
-    if returned.checks:
+    for check in returned.log.checks():
         raise unsupported(
-            f"the program checks the data of a tensor (`{returned.checks[0].error}`), and an exported graph "
+            f"the program checks the data of a tensor (`{check.error}`), and an exported graph "
             "raises no errors",
             "export it without the check (`torch._check_tensor_all`, or `validate_args`)",
         )

@@ -16,9 +16,8 @@ from torch.fx import GraphModule
 from aotdist.artifacts.archive import FORMAT, Manifest, check_versions, merged, open_archive, version_of
 from aotdist.artifacts.archive import save as save_archive
 from aotdist.artifacts.graphs import Graphs
-from aotdist.artifacts.kinds import Shape
 from aotdist.artifacts.live import GroupName, Live
-from aotdist.artifacts.typed import damaged, made, only_ours, require
+from aotdist.artifacts.typed import Shape, damaged, made, only_ours, require
 from aotdist.artifacts.values import Json, Values
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export.export_module import BackwardSignature, GraphSignature

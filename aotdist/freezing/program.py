@@ -166,8 +166,8 @@ def _refuse_state_writes(traced: ExportTrace) -> None:
     for idx, leaf in leaves.items():
         if isinstance(facts.inputs[idx], DataWritten) and leaf.kind != "argument":
             raise _written(leaf.path)
-    for path in traced.returned().assigned_paths():
-        raise _written(path)
+    for place, _ in traced.returned().assigned():
+        raise _written(place.path)
     outputs = traced.outputs()
     for position, fact in enumerate(outputs):
         fact = _of_base(fact, outputs)

@@ -55,6 +55,10 @@ class Explained(ABC):
     """A callable that is compiled when it is called, and can then be asked what was compiled."""
 
     @abstractmethod
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run what was compiled for such a call; compile it if there is none."""
+
+    @abstractmethod
     def _compiled_parts(self) -> Sequence[Artifacts]:
         """The artifacts of each part: of a training step, its programs are parts."""
 

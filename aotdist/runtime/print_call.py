@@ -89,7 +89,7 @@ def print_call(
         printer.comment("run")
         for idx in plans.epilogue.switched_on:
             printer.line(f"{primals[idx]}.requires_grad_()")
-        do = action_printer(printer, plans.epilogue, primals, fit.environment.ambient, bind)
+        do = action_printer(printer, plans.epilogue, primals, fit.environment.ambient)
         with printer.block(f"with {printer.call(torch.enable_grad)}:") if enables_grad else nullcontext():
             _print_run(printer, run, _print_given(printer, plans.writes, primals, hooks), fit)
             if names := [f"values[{idx}]" for idx in hooks.at_once()]:
@@ -205,15 +205,10 @@ def _print_arguments(printer: Printer, fit: Guards) -> None:
 
 
 def _print_nested_arguments(printer: Printer, fit: Guards) -> None:
-    count = len(fit.arguments.tensor_paths())
-    if fit.arguments.instances or fit.arguments.numbers:
-        printer.line(f"matched = {printer.bind('match', fit.arguments.match_all)}(args, kwargs)")
-        _miss_unless(printer, ["matched is not None"])
-        printer.line("tensors, objects, numbers = matched")
-    else:
-        printer.line(f"tensors = {printer.bind('match', fit.arguments.match)}(args, kwargs)")
-        _miss_unless(printer, ["tensors is not None"])
-    if count:
+    printer.line(f"matched = {printer.bind('match', fit.arguments.match)}(args, kwargs)")
+    _miss_unless(printer, ["matched is not None"])
+    printer.line("tensors, objects, numbers = matched")
+    if count := len(fit.arguments.tensor_paths()):
         printer.spread("(", [*fit.variables[:count]], ",) = tensors")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any, assert_never
@@ -12,18 +11,16 @@ import torch
 from aotdist.aliasing.overwrite import put
 from aotdist.capture.ambient import Ambient
 from aotdist.capture.captured import Returned
-from aotdist.capture.checks import require
 from aotdist.capture.effects import (
-    Add,
     Assign,
+    Check,
     Delete,
     EffectLog,
     Print,
     TensorResult,
+    require,
 )
 from aotdist.capture.instances import MadeObject
-from aotdist.capture.results import Shown, show_as
-from aotdist.capture.source import Source
 from aotdist.convention.epilogue import EpiloguePlan, first_to_make, function_view, rewrite, viewer
 from aotdist.facts import (
     Action,
@@ -83,11 +80,7 @@ def print_steps(
 
 
 def action_printer(
-    printer: Printer,
-    epilogue: EpiloguePlan,
-    primals: Sequence[str],
-    modes: Ambient,
-    bind: Callable[[str, Any], str],
+    printer: Printer, epilogue: EpiloguePlan, primals: Sequence[str], modes: Ambient
 ) -> Callable[[Action], None]:
     """A function that prints one action of the epilogue; it makes each output once.
 
@@ -96,7 +89,6 @@ def action_printer(
         epilogue: the outputs and actions.
         primals: the variables of the inputs.
         modes: those of the call.
-        bind: names the root object of a place.
     """
     printed: set[OutIdx] = set()
     made: dict[int, str] = {}  # variables of common view steps, by serial number
@@ -108,11 +100,8 @@ def action_printer(
         ):
             return
         printed.add(idx)
-        if isinstance(fact, NotATensor) and isinstance(fact.value, Source):
-            shown = fact.value.expression(bind)
-        else:
-            shown = print_literal(printer, fact.value) if isinstance(fact, NotATensor) else at(fact)
-        printer.line(f"o{idx} = {shown}")
+        value = print_literal(printer, fact.value) if isinstance(fact, NotATensor) else at(fact)
+        printer.line(f"o{idx} = {value}")
 
     def at(place: Place) -> str:
         if isinstance(place, ViewOfOutput):
@@ -224,11 +213,9 @@ def print_return(
     for each in returned.log.prints():  # calls of `print` and of loggers
         printed = print_tree(printer, each.given.spec, map(leaf, each.given.leaves))
         printer.line(f"{printer.bind('printed', each.make)}({printed})")
-    for position, check in enumerate(returned.checks, returned.first_checked()):
-        printer.line(printer.call(require, f"o{position}", printer.bind("CHECK", check)))
-    for shown in returned.shown:
-        if not isinstance(outputs[OutIdx(shown.out)], IsInput):
-            _print_shown(printer, shown)
+    for check in returned.log.checks():
+        (holds,) = map(leaf, check.holds.leaves)
+        printer.line(printer.call(require, holds, printer.bind("CHECK", check)))
     result = print_tree(printer, returned.spec, iter(names))
     if returned.shares:  # objects in it may also be assigned to places, so they are made before that
         printer.line(f"result = {result}")
@@ -257,20 +244,7 @@ def _print_changes(
                     printer.line(f"{whole.expression(bind)}.extend({value}){remark(f'{whole.path} grows')}")
                 else:
                     printer.line(f"{place.assignment(value, bind)}{remark(f'{place.path} is reassigned')}")
-            case Add(place, step):
-                added = place.assignment(str(step), bind, adds=True)
-                printer.line(f"{added}{remark(f'{place.path} is counted in')}")
             case Delete(place):
                 printer.line(place.deletion(bind))
-            case Print():
+            case Print() | Check():
                 pass
-
-
-def _print_shown(printer: Printer, shown: Shown) -> None:
-    """Print that the class and attributes of an output are set."""
-    values = [
-        f"{name!r}: {print_tree(printer, spec, map('o{}'.format, itertools.count(first)))}"
-        for name, spec, first in shown.attributes
-    ]
-    cls = printer.bind(shown.cls.__name__, shown.cls)
-    printer.line(printer.call(show_as, f"o{shown.out}", cls, f"{{{', '.join(values)}}}"))

@@ -15,7 +15,7 @@ from torch import nn
 
 from aotdist.codegen.backend import Compiler, is_eager
 from aotdist.codegen.contract import Backend
-from aotdist.compiled import CompiledFunction, StepOfFunction
+from aotdist.compiled import CompiledFunction
 from aotdist.compiling import Compiling, compiling
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.origins import short_tracebacks
@@ -82,7 +82,7 @@ class TrainStep(Explained):
         self.grad_norm: torch.Tensor | None = None
         self._recipe, self._make, self._calls = recipe, make, 0
         steps = [WholeStep(part, make) for part in recipe.parts() if make is not None]
-        self._steps: Sequence[StepOfFunction] = steps
+        self._steps: Sequence[Explained] = steps
         compiled = [CompiledFunction(step.run, step.make, step=step) for step in steps]
         self._adds, self._updates = compiled or recipe.parts()
 

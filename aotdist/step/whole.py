@@ -10,22 +10,23 @@ from typing import Any
 import torch
 from torch import nn
 
-from aotdist.compiled import AsWritten, StepOfFunction
+from aotdist.compiled import AsWritten
 from aotdist.compiling import Compiling
-from aotdist.origins import intercept_calls
+from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifacts
 from aotdist.step.held import HeldState, held_by, hyperparameters
 from aotdist.step.program import StepInputs, StepProgram
 from aotdist.step.result import Varies
 from aotdist.step.stepping import MakesState, ReadsAhead
 from aotdist.torch_seam.dynamo import compiled_as_written
+from aotdist.torch_seam.modules import within
 from aotdist.torch_seam.optimizers import intercept_steps, optimizer_hooks
 
 _VARYING = frozenset({"lr"})
 """Hyperparameters that are graph inputs from the first trace on; others once they are seen to change."""
 
 
-class WholeStep(StepOfFunction):
+class WholeStep(Explained):
     """A training step of the user's.
 
     Its first call runs eagerly, and so does any later one in which an optimizer or a scaler creates state.
@@ -76,7 +77,7 @@ class WholeStep(StepOfFunction):
         def note(optimizer: torch.optim.Optimizer) -> None:
             stepped.append((weakref.ref(optimizer), hyperparameters([optimizer])))
 
-        with intercept_steps(note, lambda _: None), intercept_calls(self._name), compiled_as_written():
+        with intercept_steps(note, lambda _: None), within(self._name), compiled_as_written():
             result = self.run(*args, **kwargs)
         for reference, found in stepped:
             if (optimizer := reference()) is not None:

@@ -81,7 +81,7 @@ def choose_kernels(choices: tuple[bool, ...]) -> None:
 
 def device_of_context() -> torch.device | None:
     """The default device of new tensors, if a context or `torch.set_default_device` sets one."""
-    # `torch.get_default_device` takes 5 us, and is itself a torch function, of which a trace's modes hear.
+    # `torch.get_default_device` takes 5 us, and is itself a torch function, which the modes of a trace see.
     num_modes = torch._C._len_torch_function_stack()
     if not num_modes:
         return None
@@ -180,7 +180,7 @@ _DEFAULT = Patch[torch.Generator](
 
 
 class _Here:
-    """The pattern of a filter of warnings: matches in the thread that made it alone, until it is off."""
+    """The message pattern of a warnings filter: matches only in the thread that made it, until it is off."""
 
     def __init__(self, pattern: re.Pattern[str] | None) -> None:
         self._pattern, self.thread = pattern, threading.get_ident()

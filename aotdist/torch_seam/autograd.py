@@ -130,9 +130,18 @@ def history_of(tensor: torch.Tensor) -> Any | None:
 
 def is_leaf_with_grad(tensor: torch.Tensor) -> bool:
     """Whether a tensor requires grad and nothing made it; False where autograd cannot tell."""
+    return _is_leaf(tensor) and tensor.requires_grad
+
+
+def accumulated_into(tensor: torch.Tensor) -> bool:
+    """Whether `tensor` is a leaf that has a gradient."""
+    return _is_leaf(tensor) and tensor.grad is not None
+
+
+def _is_leaf(tensor: torch.Tensor) -> bool:
     try:
-        return tensor.requires_grad and tensor.is_leaf
-    except RuntimeError:
+        return tensor.is_leaf
+    except RuntimeError:  # of a view made under `no_grad` whose base was written since
         return False
 
 
@@ -261,15 +270,6 @@ def in_backward() -> bool:
 def call_after_backward(call: Callable[[], None]) -> None:
     """Let the running backward call `call` when it is over, unless it fails."""
     torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def accumulated_into(tensor: torch.Tensor) -> bool:
-    """Whether `tensor` is a leaf that has a gradient."""
-    try:
-        is_leaf = tensor.is_leaf
-    except RuntimeError:  # of a view made under `no_grad` whose base was written since
-        return False
-    return is_leaf and tensor.grad is not None
 
 
 def in_thread_of_engine() -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 import types
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -15,7 +14,7 @@ import torch
 from torch.distributions import constraints, distribution
 
 from aotdist.torch_seam import patches
-from aotdist.torch_seam.patches import all_replaced_here, replaced_here
+from aotdist.torch_seam.patches import all_replaced_here, caller_of_replaced, replaced_here
 
 NoteCheck: TypeAlias = Callable[[type[Exception], torch.Tensor, Callable[[], object] | None], bool]
 """Takes error, condition and message, as `torch._check_tensor_all_with`; True if it handles the check."""
@@ -35,7 +34,7 @@ def intercept_checks(note: NoteCheck) -> AbstractContextManager[None]:
             check_now(error_type, cond, message)
 
     def is_all_true(is_now: Callable[..., Any], valid: torch.Tensor) -> torch.Tensor | bool:
-        asking = sys._getframe(2)
+        asking = caller_of_replaced()
         is_validation = asking.f_globals is vars(distribution)
         if is_validation and note(ValueError, valid, functools.partial(_invalid, asking)):
             return True

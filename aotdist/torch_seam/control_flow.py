@@ -6,7 +6,6 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
@@ -18,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from aotdist.torch_seam.autograd import Region, is_read_otherwise, next_sequence_nr
 from aotdist.torch_seam.classes import overrides_torch_functions
-from aotdist.torch_seam.patches import Patch, all_replaced_here, replaced_here
+from aotdist.torch_seam.patches import Patch, all_replaced_here, caller_of_replaced, replaced_here
 from aotdist.torch_seam.trees import pytree
 
 _CONTROL_FLOW = frozenset(
@@ -105,7 +104,7 @@ _SAID_TO_COMPILE = Patch[bool](
     ],
 )
 _RECOMPUTES = Patch[list[Region]](
-    "recomputes", lambda: [(torch.utils.checkpoint, "CheckpointFunction", _Recomputed)]
+    "recomputes", lambda: [(_ReentrantCheckpoint, "apply", staticmethod(_recomputed))]
 )
 
 
@@ -116,23 +115,20 @@ def _takes_of_a_copy(enter: Callable[..., Any], recomputing: Any) -> Any:
     return enter(recomputing)
 
 
-class _Recomputed:
-    """Replaces `CheckpointFunction` in `torch.utils.checkpoint`."""
-
-    @staticmethod
-    def apply(fn: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
-        regions = _RECOMPUTES.value
-        if regions is None:
-            return _ReentrantCheckpoint.apply(fn, preserve_rng_state, *args)
-        if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
-            with torch.no_grad():  # as a reentrant checkpoint does: parameters get no gradient then
-                return fn(*args)
-        first = next_sequence_nr()
-        found = checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
-        results = found if isinstance(found, tuple) else (found,)
-        histories = [(one.grad_fn, one.output_nr) for one in results if isinstance(one, torch.Tensor)]
-        regions.append((range(first, next_sequence_nr()), frozenset(histories)))
-        return found
+def _recomputed(fn: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    """Replaces the `apply` of reentrant checkpoints."""
+    regions = _RECOMPUTES.value
+    if regions is None:
+        return _RECOMPUTES.original(_ReentrantCheckpoint, "apply")(fn, preserve_rng_state, *args)
+    if not any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args):
+        with torch.no_grad():  # as a reentrant checkpoint does: parameters get no gradient then
+            return fn(*args)
+    first = next_sequence_nr()
+    found = checkpoint(fn, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
+    results = found if isinstance(found, tuple) else (found,)
+    histories = [(one.grad_fn, one.output_nr) for one in results if isinstance(one, torch.Tensor)]
+    regions.append((range(first, next_sequence_nr()), frozenset(histories)))
+    return found
 
 
 def _cond_module() -> Any:
@@ -156,7 +152,7 @@ def _cond_of_trees(
 
 
 def _says_yes_to_control_flow(is_dynamo_compiling: Callable[[], bool]) -> bool:
-    return sys._getframe(2).f_globals.get("__name__") in _CONTROL_FLOW or is_dynamo_compiling()
+    return caller_of_replaced().f_globals.get("__name__") in _CONTROL_FLOW or is_dynamo_compiling()
 
 
 _FAST_PATHS = {
@@ -181,7 +177,7 @@ def fast_paths_on() -> AbstractContextManager[None]:
     """
 
     def has_torch_function(asked: Callable[..., bool], values: Sequence[Any]) -> bool:
-        if sys._getframe(2).f_code not in _FAST_PATHS:
+        if caller_of_replaced().f_code not in _FAST_PATHS:
             return asked(values)
         return any(
             overrides_torch_functions(type(value)) for value in values if isinstance(value, torch.Tensor)

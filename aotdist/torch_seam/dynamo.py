@@ -103,7 +103,7 @@ def compiled_as_written() -> AbstractContextManager[None]:
     """What `torch.compile` made of functions and modules runs as it was written, in this context and thread.
 
     To whatever it made, the stance (`torch.compiler.set_stance`) is "force_eager" in this thread. Operators
-    that take functions (`torch.cond`) compile these as ever: autograd sees what they close over only then.
+    that take functions (`torch.cond`) still compile these: autograd sees what they close over only then.
     """
     return _AS_WRITTEN.applied(True)
 

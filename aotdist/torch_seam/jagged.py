@@ -50,7 +50,7 @@ def jagged_traced(attend: Attend) -> AbstractContextManager[None]:
     """
     return all_replaced_here(
         (FakeTensorMode, "create_symbolic_nested_int", _ragged_size),
-        (nested_tensor, "_nt_view_dummy", lambda original: _unmet_dummy()),
+        (nested_tensor, "_nt_view_dummy", lambda original: _dummy_outside_of_traces()),
         (NestedTensor, "_get_max_seqlen", partial(_length, "max")),
         (NestedTensor, "_get_min_seqlen", partial(_length, "min")),
         (ops, "jagged_scaled_dot_product_attention", partial(_jagged_attention, attend)),
@@ -108,7 +108,7 @@ def _length(which: Literal["min", "max"], original: Any, jagged: NestedTensor) -
 
 
 @functools.cache
-def _unmet_dummy() -> torch.Tensor:
+def _dummy_outside_of_traces() -> torch.Tensor:
     """A jagged tensor for `MAKES_JAGGED` to be dispatched by, which is no tensor of the program."""
     with no_modes(), torch.no_grad():
         with FakeTensorMode():

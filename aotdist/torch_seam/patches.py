@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import sys
 import threading
+import types
 from collections.abc import Callable, Generator, Iterable
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -181,6 +183,11 @@ def settle_in_child() -> None:
     """In a forked process, put back what threads replaced that do not exist in it."""
     for patch in PATCHES.values():
         patch.settle_in_child()
+
+
+def caller_of_replaced() -> types.FrameType:
+    """The frame that called a replaced function; for the function that `replaced_here` is given to ask."""
+    return sys._getframe(3)  # behind this function, the one that asks, and `here`
 
 
 def replaced_here(owner: Any, name: str, instead: Callable[..., Any]) -> AbstractContextManager[None]:

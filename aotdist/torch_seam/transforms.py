@@ -48,7 +48,7 @@ def swapped_unseen(swap: Swap) -> AbstractContextManager[None]:
 
 
 _SWAPPED = Patch[Swap](
-    "transform_hearers",
+    "tensors_swapped",
     lambda: [
         (owner, name, _taking_swapped(inspect.getattr_static(owner, name))) for owner, name in _TAKE_TENSORS
     ],

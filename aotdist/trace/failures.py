@@ -12,7 +12,7 @@ import torch
 from aotdist.aliasing.view_log import ViewLog
 from aotdist.aliasing.views import detached_since, reshaped_since
 from aotdist.errors import AotdistError, UnsupportedProgram
-from aotdist.origins import Origins, raised_at
+from aotdist.origins import current_source_line, raised_at
 from aotdist.program import Slot
 from aotdist.torch_seam.dynamo import is_compiling_a_frame
 from aotdist.torch_seam.functional import (
@@ -32,7 +32,7 @@ def unsupported(what: str, fix: str, where: str | None = None) -> UnsupportedPro
 
 def refusal(what: str, fix: str) -> UnsupportedProgram:
     """An error that names the user's line that is being traced."""
-    return unsupported(what, fix, Origins().current() or None)
+    return unsupported(what, fix, current_source_line() or None)
 
 
 _ASKS_FOR_DATA = (
@@ -265,7 +265,7 @@ class AccumulatesInside(UnsupportedProgram):
 def accumulates_inside(what: str) -> AccumulatesInside:
     """An error for a step that is compiled as a part of something else; `what` says what it does to what."""
     fix = "compile a function that calls the module, the whole step, and not the module"
-    return AccumulatesInside(what, where=Origins().current() or None, stage="joint", fix=fix)
+    return AccumulatesInside(what, where=current_source_line() or None, stage="joint", fix=fix)
 
 
 def steps_inside(step: Callable[..., None], schedule: Any, *_: Any, **__: Any) -> None:

@@ -120,15 +120,15 @@ class Recorder:
         finds_out: bool = False,
     ) -> None:
         self.options = options
+        mode, self._user_fakes = fakes
         if within is not None:
-            self.shape_env, self.fake_mode = None, within.fake_mode
-        elif fakes.mode is not None:
-            self.shape_env, self.fake_mode = fakes.mode.shape_env, fakes.mode
+            self.shape_env, self.fake_mode, self._user_fakes = None, within.fake_mode, within._user_fakes
+        elif mode is not None:
+            self.shape_env, self.fake_mode = mode.shape_env, mode
         else:
             asked = is_asked_by_the_user if of_data else None
             self.shape_env = shape_env(of_data=asked) if symbolic or of_data else None
             self.fake_mode = FakeTensorMode(static_shapes=not symbolic, shape_env=self.shape_env)
-        self._fakes: UserFakes = fakes if within is None else within._fakes
         self._within = within
         self.tracer = Tracer()
         self._finds_out = finds_out
@@ -232,7 +232,7 @@ class Recorder:
 
     def is_given(self, tensor: torch.Tensor) -> bool:
         """Whether `tensor` comes from outside of the trace: it is real, or a fake of the user's."""
-        return is_real(tensor) or id(tensor) in self._fakes.identities
+        return is_real(tensor) or id(tensor) in self._user_fakes
 
     def fake(self, example: torch.Tensor) -> torch.Tensor:
         """A fake of a plain tensor, real or another recorder's; its storage is not touched."""

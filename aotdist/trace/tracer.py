@@ -7,7 +7,7 @@ from typing import Any, Literal
 import torch
 from torch.fx.node import map_arg
 
-from aotdist.origins import Origins, current_module, current_tags
+from aotdist.origins import current_module, current_source_line, current_tags
 from aotdist.torch_seam.autograd import ACCUMULATION, next_sequence_nr, running_node
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.nodes import Appender, is_erased
@@ -28,7 +28,6 @@ class Tracer(PythonKeyTracer):
 
     Attributes:
         phase: whether the forward or the backward is recorded now.
-        origins: knows which of the user's lines runs now.
         num_serials: how many serials were given to nodes so far.
     """
 
@@ -39,7 +38,6 @@ class Tracer(PythonKeyTracer):
         self.tensor_attrs: dict[Any, str] = {}
         self.graph = torch.fx.Graph(tracer_cls=PythonKeyTracer)
         self.phase: Phase = "forward"
-        self.origins = Origins()
         self.num_serials = 0
         self._first_seq_nr = next_sequence_nr()
         self._skips: list[tuple[int, int]] = []
@@ -63,7 +61,7 @@ class Tracer(PythonKeyTracer):
             source, module = self._origins_by_seq_nr.get(seq_nr, ("", "")) if seq_nr is not None else ("", "")
         else:
             seq_nr, function = next_sequence_nr() - 1, ""
-            source, module = self.origins.current(), current_module()
+            source, module = current_source_line(), current_module()
             # The first operation that an autograd node covers is the one the user wrote.
             self._origins_by_seq_nr.setdefault(seq_nr, (source, module))
         stamp: dict[str, Any] = {"phase": self.phase, "source": source, "module": module, **current_tags()}

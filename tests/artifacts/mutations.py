@@ -53,7 +53,7 @@ _KINDS = (
     *("dict", "list", "set", "row", "slice", "tree", "leaf", "class", "place", "mesh", "group", "packed"),
     *("operator", "function", "higher_order", "tensor", "torch", "device", "size", "float", "complex"),
     *("Slot", "Plain", "Wrapper", "Constant", "ViewStep", "MetadataWrite", "Returned", "Check", "Print"),
-    *("EffectLog", "Assign", "Add", "Delete", "Tree", "TensorResult"),
+    *("EffectLog", "Assign", "Delete", "Tree", "TensorResult"),
     *("Inside", "Around", "NodeAt", "Fresh", "IsInput", "ViewOfInput", "Facts", "Settings", "NotATensor"),
 )
 

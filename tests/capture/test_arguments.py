@@ -76,14 +76,14 @@ CONSTANTS = [
 @pytest.mark.parametrize("value", CONSTANTS, ids=repr)
 def test_each_kind_of_constant(value):
     arguments = read(value)
-    assert arguments.match((value,), {}) == []
+    assert arguments.match((value,), {}) == ([], [], [])
     assert all(arguments.match((other,), {}) is None for other in CONSTANTS if other is not value)
     (given,), _, _ = arguments.unflatten([])
     assert given is value
 
 
 def test_nan_is_itself():
-    assert read(float("nan")).match((float("nan"),), {}) == []
+    assert read(float("nan")).match((float("nan"),), {}) == ([], [], [])
 
 
 def test_one_is_neither_true_nor_a_float():
@@ -94,7 +94,7 @@ def test_one_is_neither_true_nor_a_float():
 def test_other_structures_do_not_fit():
     t = torch.ones(1)
     arguments = read([t, t], k=t)
-    assert arguments.match(([t, t],), {"k": t}) == [t, t, t]
+    assert arguments.match(([t, t],), {"k": t}) == ([t, t, t], [], [])
     for args, kwargs in (
         (([t],), {"k": t}),
         (((t, t),), {"k": t}),
@@ -110,7 +110,7 @@ def test_other_structures_do_not_fit():
 def test_keyword_arguments_fit_in_any_order():
     a, b = torch.ones(1), torch.zeros(1)
     arguments = read(a=[a], b=b)
-    assert arguments.match((), {"b": b, "a": [a]}) == [a, b]
+    assert arguments.match((), {"b": b, "a": [a]}) == ([a, b], [], [])
 
 
 def test_what_is_neither_is_refused_by_name():

@@ -14,7 +14,6 @@ import torch
 
 from aotdist.capture.assignments import Assignments
 from aotdist.capture.effects import (
-    Add,
     Assign,
     Delete,
     Effect,
@@ -125,10 +124,10 @@ def test_results_stand_where_they_are_computed() -> None:
     number = read / count
     log = EffectLog(
         (
-            Print(None, out, Tree.of((("norm", number), {}))),
+            Print(out, Tree.of((("norm", number), {}))),
             Assign(root.item("log").items_from(0), Tree.of([{"grad": TensorResult(0)}, number])),
             Assign(root.item("kept"), Tree.of(TensorResult(0))),
-            Add(root.item("count"), 2),
+            Assign(root.item("count"), Tree.of(count + 2)),
         ),
         numbers=((expression(read), 1), (expression(count), root.item("count"))),
     )
@@ -173,7 +172,7 @@ def test_tensors_are_read_back_from_where_they_were_left() -> None:
 def test_what_is_expected_is_found_or_nothing_is_done(known: Any, fits: Any, differs: Any) -> None:
     held: dict[str, Any] = {"n": 0}
     place = Source("held", held).item("found", "held.found")
-    log = EffectLog((Add(Source("held", held).item("n"), 1),), ((place, any_of((known,))),))
+    log = EffectLog((Assign(Source("held", held).item("n"), Tree.of(1)),), ((place, any_of((known,))),))
     for value, count in ((fits, 1), (differs, 1)):
         held.pop("found", None)
         held.update({} if value is ABSENT else {"found": value})

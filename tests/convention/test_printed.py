@@ -29,9 +29,9 @@ def referred(artifact: Artifact) -> Callable[..., Any]:
     lifted = reference(artifact)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        tensors = fit.arguments.match(args, kwargs)
-        assert tensors is not None
-        values = iter(lifted([*tensors, *(source.read() for source in fit.sources)]))
+        matched = fit.arguments.match(args, kwargs)
+        assert matched is not None
+        values = iter(lifted([*matched[0], *(source.read() for source in fit.sources)]))
         result = _unflatten(values, returned.spec)
         for place, structure in returned.assigned():
             place.write(_unflatten(values, structure))

@@ -208,14 +208,14 @@ LOOKS: dict[str, Callable[[], Any]] = {
     "own_attributes": attributes,
     "kernel_batches": batches,
     "compiled_as_written": lambda: _stance.stance,
-    "prints_heard": said,
+    "prints_noted": said,
     "said_to_compile": torch.compiler.is_compiling,
     "recomputes": recomputed,
     "default_generator": seeds,
     "numbers_of_data_followed": numbers,
     "functions_of_numbers": numbers,
     "lengths_open": lambda: len(torch.ones(2)),
-    "transform_hearers": transforms,
+    "tensors_swapped": transforms,
 }
 """What shows another thread each patch, and is what it was: all that have a name."""
 

@@ -233,7 +233,7 @@ def test_step_by_step(step: Callable[..., Any], kind: str) -> None:
 
 REPEATABLE = [
     *(logs, counts, counts_in_both, counts_and_logs_in_one_place),
-    *(marks, finds_what_the_forward_left),
+    *(doubles, marks, finds_what_the_forward_left),
 ]
 
 
@@ -250,7 +250,7 @@ def test_two_forwards_then_two_backwards(step: Callable[..., Any]) -> None:
 
 
 ONCE = [
-    *(anneals, doubles, computes_with_count, takes_out, takes_out_what_is_there),
+    *(anneals, computes_with_count, takes_out, takes_out_what_is_there),
     *(marks_every_other, asks_a_function),
 ]
 
@@ -267,7 +267,7 @@ def test_what_a_hook_may_read_and_changes_is_what_the_forward_left(step: Callabl
 
 
 @pytest.mark.parametrize(
-    "step", [counts, counts_in_both, counts_and_logs_in_one_place, recomputes_by_a_backward_inside]
+    "step", [counts, counts_in_both, doubles, counts_and_logs_in_one_place, recomputes_by_a_backward_inside]
 )
 def test_what_counts_is_compiled_once(step: Callable[..., Any]) -> None:
     module = aotdist.compile(Noting(step, "plain"), backend="fx")

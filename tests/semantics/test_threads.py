@@ -27,8 +27,7 @@ from aotdist.api import compiled_call
 from aotdist.capture.compile_lock import alone, waited_for_lock
 from aotdist.errors import UnsupportedProgram
 from aotdist.torch_seam.functional import FunctionalTensorMode
-from aotdist.torch_seam.modules import global_module_hooks
-from aotdist.torch_seam.own_attributes import own_attributes
+from aotdist.torch_seam.modules import global_module_hooks, own_attributes
 from aotdist.torch_seam.patches import LOCKS, PATCHES, _held_by, hand_on, is_owned
 
 

@@ -21,7 +21,7 @@ from aotdist.torch_seam.block_gradients import tensor_ids_of_roots
 from aotdist.torch_seam.control_flow import intercept_checkpoints
 from aotdist.torch_seam.functional import FunctionalTensor, functional_value
 from aotdist.torch_seam.modes import torch_functions_off
-from aotdist.torch_seam.own_attributes import (
+from aotdist.torch_seam.modules import (
     intercept_forwards,
     note_read,
     noting_no_reads,

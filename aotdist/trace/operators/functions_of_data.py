@@ -1,7 +1,7 @@
 """Functions of PyTorch that read, in C++, what a trace does not have: data, or numbers for symbolic sizes.
 
 - *Checks* (`istft`, `cov`, `gaussian_nll_loss`): a function asks whether a condition holds, and gets the
-  answer with which it goes on; the condition becomes a check (`aotdist.capture.checks`), in a backward a node
+  answer with which it goes on; the condition becomes a check (`capture/effects.py`), in a backward a node
   that raises.
 - *Linear algebra* asks whether a tensor is a plain one, and computes vectors otherwise along with the values
   that are asked for, by another algorithm, which rounds otherwise; and leaves `out=` as it is.
