@@ -44,7 +44,6 @@ from aotdist.trace.backward import (
     grad_results,
     is_linear,
     kept_results,
-    refuse_unfit,
 )
 from aotdist.trace.context import TraceContext
 from aotdist.trace.data_writes import backward_writes, counts_of_results
@@ -113,7 +112,6 @@ class BackwardTrace:
                 whole = backward.run(retain_graph=self._may_run_later or len(self._ends) > 1)
         row = self._inputs.row()
         context.refuse_accumulation()
-        refuse_unfit(row, whole.grads, metadata.is_reshaped)
         grads = grad_results(recorder, row.map(lambda one: one.slot), whole.grads)
         grads += self._waypoints.results(recorder)
         writes, written = backward_writes(recorder, row, counters, metadata)

@@ -31,15 +31,14 @@ def forward_writes(
     Returns:
         the facts, and how many of the counted writes of each input will be repeated; see `Facts.rewinds`.
     """
-    for idx, stand_in in row.enumerate():
-        metadata.refuse_late_history(idx, stand_in)
+    with_history = {idx for idx, stand_in in row.enumerate() if metadata.has_new_history(idx, stand_in)}
     facts: list[InputFact] = [Untouched(metadata.bumps(stand_in, written=False)) for stand_in in row]
-    repeated = metadata.repeated_bumps(row) + outputs.bumps
+    repeated = metadata.repeated_bumps(row)
     written = _written_by_name(row, metadata)
     for differentiable in (True, False):
         for idx, stand_in in written:
             # A leaf written under `no_grad` still requires grad, but its new value has no history.
-            if metadata.has_new_history(idx, stand_in) is differentiable:
+            if (idx in with_history) is differentiable:
                 if differentiable and is_leaf_with_grad(stand_in.example):
                     raise detached_and_written(stand_in.slot)
                 slot = Slot("write", stand_in.slot.path)

@@ -48,7 +48,6 @@ from aotdist.trace.failures import refusal
 from aotdist.trace.operators import collectives, corrections
 from aotdist.trace.operators.fakes import as_in_eager
 from aotdist.trace.operators.functionalised import is_list_write
-from aotdist.trace.rebinding import Rebinding
 from aotdist.trace.strided import Strided
 
 
@@ -86,7 +85,6 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
         super().__init__()
         self._laid_out: dict[int, FunctionalTensor] = {}
         self.strided = Strided(self)
-        self.rebinding = Rebinding(self.strided)
         self.on_write: Callable[[FunctionalTensor], None] | None = None
         """Called with each tensor before an operator writes it."""
         self.num_writes = 0
@@ -137,7 +135,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
         if beneath_wrappers and is_left_whole_in_inference(func):
             with self:
                 return broken_up(func, *args, **kwargs)
-        moves = self.rebinding.does.get(func)
+        moves = self.strided.moves.get(func)
         if moves is not None and isinstance(args[0], FunctionalTensor):
             self.num_writes += 1
             with self, torch.no_grad():

@@ -117,8 +117,6 @@ def trace(
         sizes, numbers = recorder.shape_env is not None, bool(options.counts)
         stack.enter_context(python_numbers.followed(recorder.unbacked, sizes=sizes, numbers=numbers))
         tensors = list(map(inputs.add, program.ins, program.examples))
-        for view, make in inputs.views_of_inputs():
-            log.views.note_given(view, make)
         stack.enter_context(symbols.counting(options.counts))
         stack.enter_context(context.view_mode)
         stack.enter_context(intercept_swaps(_refuse_swap))
