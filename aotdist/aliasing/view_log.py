@@ -22,8 +22,8 @@ from aotdist.aliasing.views import (
     share_memory,
     view_refusal,
 )
-from aotdist.facts import Around, Inside, ViewStep
-from aotdist.subclasses.protocol import around_one, is_wrapper, plain_tensors
+from aotdist.facts import Inside, ViewStep
+from aotdist.subclasses.protocol import plain_tensors
 from aotdist.torch_seam.autograd import history_of
 from aotdist.torch_seam.functional import memory_of
 
@@ -158,14 +158,13 @@ def is_recorded(values: Sequence[Any]) -> bool:
     return any(isinstance(one, torch.Tensor) and one.requires_grad for one in flat)
 
 
-# Views that no operator makes: a tensor inside of a wrapper, and a wrapper around a tensor.
+# Views that no operator makes: tensors inside of wrappers.
 
 
 def look_inside(log: ViewLog, tensors: Iterable[Any], inputs: Sequence[Opened]) -> None:
-    """Log as views tensors from inside of wrapper inputs, and wrappers around inputs.
+    """Log as views tensors from inside of wrapper inputs, and of views of these.
 
-    In eager they share the inputs' memory, which here is written only after the region has run. Tensors
-    inside of views of inputs, and wrappers around these, count, too.
+    In eager they share the inputs' memory, which here is written only after the region has run.
 
     Args:
         log: where the views are noted.
@@ -181,7 +180,7 @@ def look_inside(log: ViewLog, tensors: Iterable[Any], inputs: Sequence[Opened]) 
 
 
 def _unseen(log: ViewLog, tensor: Any, inputs: Sequence[Opened], memory: Container[int]) -> ViewEntry | None:
-    """The entry for the base of a tensor, if that is from inside of a wrapper, or a wrapper of a tensor."""
+    """The entry for the base of a tensor, if that is from inside of a wrapper."""
     if not isinstance(tensor, torch.Tensor):
         return None
     base = log.root(tensor, ()).base
@@ -189,8 +188,7 @@ def _unseen(log: ViewLog, tensor: Any, inputs: Sequence[Opened], memory: Contain
         return None
     if any(base is given.tensor for given in inputs):
         return None
-    entry = _inside(log.views, base, inputs)
-    return _around(log.views, base) if entry is None and is_wrapper(base) else entry
+    return _inside(log.views, base, inputs)
 
 
 def _inside(views: Views, inner: torch.Tensor, inputs: Sequence[Opened]) -> ViewEntry | None:
@@ -201,20 +199,6 @@ def _inside(views: Views, inner: torch.Tensor, inputs: Sequence[Opened]) -> View
     for wrapper in (*inputs, *map(Opened.of, logged.values())):
         for path, tensor in wrapper.inside:
             if tensor is inner and not views.is_view_of(wrapper.tensor, inner):
-                return _without_operator(views, inner, wrapper.tensor, Inside(path))
+                step = ViewStep(Inside(path), (), serial=views.next_serial())
+                return ViewEntry(inner, wrapper.tensor, (step,), views.made(wrapper.tensor), None)
     return None
-
-
-def _around(views: Views, wrapper: torch.Tensor) -> ViewEntry | None:
-    """The step that puts a tensor into a wrapper, if that wraps one tensor only."""
-    inside = around_one(wrapper)
-    if inside is None:
-        return None
-    inner, recipe = inside
-    return _without_operator(views, wrapper, inner, Around(recipe))
-
-
-def _without_operator(
-    views: Views, view: torch.Tensor, base: torch.Tensor, op: Callable[..., Any]
-) -> ViewEntry:
-    return ViewEntry(view, base, (ViewStep(op, (), serial=views.next_serial()),), views.made(base), None)

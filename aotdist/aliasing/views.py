@@ -11,7 +11,7 @@ import torch
 
 from aotdist.aliasing.memory import may_repeat
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import Around, Inside, ViewStep
+from aotdist.facts import Inside, ViewStep
 from aotdist.origins import Origins
 from aotdist.subclasses.protocol import inner_tensors, is_wrapper, plain_tensors, recipe_of, wrapper_rule
 from aotdist.torch_seam.autograd import has_history_of_its_own, history_of
@@ -150,9 +150,9 @@ class Views:
             entry = self.get(entry.base)
 
     def bases_by_operators(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """As `bases`, up to a step into a wrapper or out of one, which autograd does not record."""
+        """As `bases`, up to a step into a wrapper, which autograd does not record."""
         entry = self.get(tensor)
-        while entry is not None and not isinstance(entry.steps[-1].op, (Inside, Around)):
+        while entry is not None and not isinstance(entry.steps[-1].op, Inside):
             yield entry.base
             entry = self.get(entry.base)
 

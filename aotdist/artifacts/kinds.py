@@ -53,7 +53,7 @@ _OURS: tuple[type[Any], ...] = (
     *(facts.NodeOut, facts.Untouched, facts.DataWritten),
     *(facts.NotATensor, facts.Fresh, facts.IsInput, facts.Kept, facts.Keep, facts.MetadataWrite),
     *(facts.ViewOfInput, facts.ViewOfIntermediate, facts.ViewOfOutput, facts.ViewStep, facts.FunctionView),
-    *(facts.Inside, facts.Around, facts.ObservedGrad),
+    *(facts.Inside, facts.ObservedGrad),
 )
 
 CLASSES: Mapping[str, type[Any]] = {str(cls.__name__): cls for cls in _OURS}

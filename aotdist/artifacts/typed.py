@@ -198,7 +198,7 @@ def is_attribute_path(value: Any) -> bool:
 
 def _is_function(value: Any) -> bool:
     """Whether it is an operator, one of `FUNCTIONS`, or a callable dataclass of ours."""
-    return isinstance(value, (OpOverload, facts.Inside, facts.Around)) or id(value) in NAMES_OF_FUNCTIONS
+    return isinstance(value, (OpOverload, facts.Inside)) or id(value) in NAMES_OF_FUNCTIONS
 
 
 _LEAVES = (bool, int, float, complex, str, type(None))
