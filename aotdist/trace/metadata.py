@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -44,7 +44,7 @@ class Metadata:
                 history of views of one is forgotten.
         """
         row = inputs.row()
-        switched_on = tuple(idx for idx, stand_in in row.enumerate() if is_switched_on(stand_in))
+        switched_on = tuple(idx for idx, stand_in in row.enumerate() if _is_switched_on(stand_in))
         changes: dict[PrimalIdx, list[Change]] = defaultdict(list)
         written: list[int] = []
         for stand_in in row:
@@ -113,13 +113,10 @@ class Metadata:
         """By how much these writes raised the version counter of an input."""
         return sum(change.bumps for change in self.changes.get(idx, ()))
 
-    def repeated_bumps(self, row: Row[PrimalIdx, StandIn]) -> Counter[PrimalIdx]:
+    def repeated_bumps(self, row: Row[PrimalIdx, StandIn]) -> dict[PrimalIdx, int]:
         """By how much the counters rise again when these writes are repeated."""
-        found: Counter[PrimalIdx] = Counter()
-        for idx in self.changes:
-            if not (row[idx].derived or row[idx].tensor.is_inference()):
-                found[idx] += self.counted(idx)
-        return found
+        counting = (i for i in self.changes if not (row[i].derived or row[i].tensor.is_inference()))
+        return {idx: self.counted(idx) for idx in counting}
 
     def taking_grad(self, row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, StandIn]]:
         """The inputs that get gradients; a leaf that the program detached requires grad again."""
@@ -183,7 +180,7 @@ def _name_of_history(tensor: torch.Tensor) -> str | None:
     return None if node is None else node.name()
 
 
-def is_switched_on(stand_in: StandIn) -> bool:
+def _is_switched_on(stand_in: StandIn) -> bool:
     """Whether an input begins to require grad."""
     after = stand_in.tensor
     return after.requires_grad and not stand_in.example.requires_grad and after.is_leaf

@@ -36,7 +36,6 @@ from aotdist.subclasses.protocol import is_wrapper, wrapper_rule
 from aotdist.torch_seam.autograd import creation_meta, is_leaf_with_grad, released_history
 from aotdist.torch_seam.jagged import is_ragged
 from aotdist.trace.failures import unsupported
-from aotdist.trace.metadata import is_switched_on
 from aotdist.trace.stand_ins import Inputs
 
 
@@ -115,9 +114,7 @@ class NodeOutputs:
         data = None
         if change.grown is not None:
             data = self.add(Slot("output", f"grown[{number}]"), change.grown, history=False)
-        # What begins to require grad does so before the call, and is reshaped as if it did not yet.
-        grad = change.grad and not is_switched_on(self._inputs.row()[idx])
-        return MetadataWrite(IsInput(idx), change.op, args, change.kwargs, grad, number, data)
+        return MetadataWrite(IsInput(idx), change.op, args, change.kwargs, change.grad, number, data)
 
     def _source(self, number: int, now: int, tensor: torch.Tensor) -> Place:
         """Where to find, outside, a tensor whose storage another tensor takes over."""
