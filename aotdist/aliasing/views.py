@@ -64,8 +64,8 @@ class Root:
     Args:
         base: the tensor at its start.
         steps: the steps from there to the first of `made`, or to the view itself.
-        made: the tensors in between with histories of their own: all that are no views to autograd, which
-            may be the base of others, and the last one that is a view.
+        made: the tensors in between whose history is not that of a view of `base`: each that autograd takes
+            for no view (it may be the base of others), and the last one that it takes for a view.
     """
 
     base: torch.Tensor

@@ -51,7 +51,7 @@ from aotdist.trace.operators.functionalised import is_list_write
 from aotdist.trace.strided import Strided
 
 
-def is_read_otherwise(a: torch.Tensor, b: torch.Tensor) -> bool:
+def differ_in_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors differ in their conjugate or negative bit."""
     return (a.is_conj(), a.is_neg()) != (b.is_conj(), b.is_neg())
 
@@ -293,7 +293,7 @@ def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:
         return
     # Fakes claim that random operators keep gaps between elements; the real kernels do not.
     lies_otherwise = value.stride() != before.stride() or extent(before) > before.numel()
-    if lies_otherwise or is_read_otherwise(value, before):
+    if lies_otherwise or differ_in_bits(value, before):
         memory = memory_to_read_as(before, value)
         if lies_otherwise:
             memory = torch.ops.aten.copy.default(with_bits_flipped(before, before), memory)

@@ -26,7 +26,7 @@ from aotdist.torch_seam.patches import formulas_under_modes, intercept_saved_ten
 from aotdist.torch_seam.tensors import intercept_swaps, swap_attributes
 from aotdist.torch_seam.transforms import swapped_unseen
 from aotdist.trace.backward_effects import BackwardTrace
-from aotdist.trace.blocks.copies import NO_COPIES, Copies
+from aotdist.trace.blocks import NO_COPIES, Copies
 from aotdist.trace.blocks.instances import Blocks
 from aotdist.trace.capture_mode import CaptureMode
 from aotdist.trace.classes import users_code
