@@ -168,8 +168,8 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         twin, entry = out_of_place(func), self.log.views.get(changed)
         if entry is None and changed._is_view():
             raise view_refusal(
-                f"`{func}` reshapes an input that is a view of another tensor, and one of the two is written "
-                "with history",
+                f"`{func}` reshapes a view in place that no operator of the program made: an input that is a "
+                "view of another tensor, and one of the two is written with history",
                 "reshape it out of place (`t` for `t_`), or clone it first",
             )
         if entry is not None and twin is not None:

@@ -5,6 +5,7 @@ Also where each write of metadata that shows outside is repeated, and with which
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -119,7 +120,7 @@ class NodeOutputs:
     def _source(self, number: int, now: int, tensor: torch.Tensor) -> Place:
         """Where to find, outside, a tensor whose storage another tensor takes over."""
         root, slot = self._log.root(tensor, ()), Slot("output", f"source[{number}]")
-        self._refuse_changed(slot, tensor, root)
+        self._refuse_changed(slot, tensor, root, now)
         steps, changes = root.all_steps(), self._log.changes_of(root.base)
         place = self._place(slot, root.base, steps)
         if not steps or all(not steps[0].serial < change.serial < now for change in changes):
@@ -201,7 +202,7 @@ class NodeOutputs:
         # under `no_grad` has no gradient, and requires one if its base does.
         return self._view(slot, root.base, steps, history=has_history and out.is_leaf)
 
-    def _refuse_changed(self, slot: Slot, tensor: torch.Tensor, root: Root) -> None:
+    def _refuse_changed(self, slot: Slot, tensor: torch.Tensor, root: Root, now: float = math.inf) -> None:
         """Refuse what was given other memory in place, or views an intermediate that was changed later.
 
         Outside, it would be made of what the program has left there. Changes of inputs are repeated outside,
@@ -211,8 +212,8 @@ class NodeOutputs:
         for one in (tensor, root.base, *(made.tensor for made in root.made)):
             if self._inputs.index_of(one) is not None:
                 continue
-            changes = self._log.changes_of(one)
-            if any(c.moves() or (one is not tensor and c.serial > steps[0].serial) for c in changes):
+            used = now if one is tensor else steps[0].serial
+            if any(change.moves() or change.serial > used for change in self._log.changes_of(one)):
                 raise unsupported(
                     f"`{slot.path}` follows from a tensor that the program made, and then reshaped, detached "
                     "or gave other memory in place",

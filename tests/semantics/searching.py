@@ -26,7 +26,7 @@ REFUSALS = (
     "reads a tensor's data",
     "size, strides or storage written in place",
     "follows from a tensor that the program made, and then reshaped",
-    "reshapes an input that is a view of another tensor",
+    "that no operator of the program made",
     "a tensor is resized in place, and",
     "the sizes of a tensor with history are changed in place under `no_grad`",
     "writes memory that `as_strided` shows",

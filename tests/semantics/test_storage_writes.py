@@ -104,6 +104,10 @@ ONE: dict[str, Callable[[torch.Tensor], Any]] = {
     "data = of another size": lambda x: (assign(x, new(x, 4)), 1)[1],
     "data = itself": lambda x: assign(x, x.data) * 2,
     "data = what was made of it": lambda x: assign(x, x * 2) * x,
+    "data = what is reshaped then": lambda x: (y := x * 2, assign(x, y), y.detach().t_(), y.t_(), x * 1)[4],
+    "data = a view that is reshaped then": lambda x: (
+        y := (x * 2)[:], assign(x, y), quietly(y.unsqueeze_, 0), x * 1,
+    )[3],
     "data = after use": lambda x: ((x * x).sum(), assign(x, new(x, 2, 3)))[0],
     "data =, then written behind autograd": lambda x: assign(x, new(x, 2, 3)).data.mul_(2).sum(),
     "data = twice": lambda x: (assign(x, new(x, 2, 3)), assign(x, x.data * 2))[1] + 1,
