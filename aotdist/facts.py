@@ -17,9 +17,7 @@ from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.sizes import Expression, NumberStep
 from aotdist.subclasses.protocol import (
     Recipe,
-    Wrapper,
     leaves,
-    wrapper_rule,
 )
 from aotdist.torch_seam.ambient import autocast_off
 from aotdist.torch_seam.modes import no_modes
@@ -45,29 +43,11 @@ class Inside:
 
 
 @dataclass(frozen=True, slots=True)
-class Around:
-    """The view step from a tensor to a wrapper around it.
-
-    Args:
-        recipe: how to make the wrapper; the tensor inside counts as plain, whatever it is.
-    """
-
-    recipe: Wrapper
-
-    def __call__(self, inner: torch.Tensor) -> torch.Tensor:
-        """A new wrapper around `inner`."""
-        return wrapper_rule(self.recipe.cls).around(inner, self.recipe)
-
-    def __str__(self) -> str:
-        return f"in_{self.recipe.cls.__name__}"
-
-
-@dataclass(frozen=True, slots=True)
 class ViewStep:
     """One view operation, to be replayed on a base: `op(base, *args, **kwargs)[pick]`.
 
     Args:
-        op: the operator (`aten.t.default`), or a function: `data_of`, `Inside`, `Around`.
+        op: the operator (`aten.t.default`), or a function: `data_of`, `Inside`.
         args: its other positional arguments; they hold no tensors.
         kwargs: its keyword arguments as pairs.
         pick: which of several results (`split`, `unbind`), or None.
@@ -94,7 +74,7 @@ class ViewStep:
 
     def ends_views(self) -> bool:
         """Whether the result is no view to autograd, and so the base of its own views."""
-        return self.op in (DETACH, data_of) or isinstance(self.op, (Inside, Around))
+        return self.op in (DETACH, data_of) or isinstance(self.op, Inside)
 
 
 @dataclass(frozen=True, slots=True)
@@ -363,8 +343,8 @@ class BackwardFacts:
         waypoints: the waypoints, in the order in which the program made them.
         levels: for each node output, one more than the position of the last waypoint that its gradient
             flows through; 0 if there is none. Empty if there are no waypoints.
-        once: whether it can run only once for each call: it reads and writes a tensor that the forward made
-            and nobody else has, so that a second run would read another value.
+        once: whether it can run only once for each call: it writes a tensor that the forward made and nobody
+            else has, so that a second run may read another value.
         choices: the choices of results for which it was traced separately.
         adds_layouts: whether it adds gradients of different layouts (DTensors of other placements), so that
             the backward of some results is not a part of this one.

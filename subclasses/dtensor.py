@@ -86,10 +86,6 @@ class _DTensorRule(WrapperRule):
         # Parameters keep their spec object, so the comparison (0.5 us) is rarely reached.
         return f"({tensor}._spec is {expected} or {tensor}._spec == {expected})"
 
-    def around(self, inner: torch.Tensor, recipe: Wrapper) -> torch.Tensor:
-        # The constructor warns if only the inner tensor requires grad.
-        return make_dtensor(inner, _spec(recipe), requires_grad=inner.requires_grad).requires_grad_(False)
-
     def unflattener(self, recipe: Wrapper) -> Callable[[Mapping[str, Any], tuple[int, ...]], torch.Tensor]:
         # DTensor's own fails for the strided shards of views (torch 2.13).
         def put_together(inner: Mapping[str, Any], stride: tuple[int, ...]) -> torch.Tensor:

@@ -16,7 +16,7 @@ import functools
 import importlib
 from collections.abc import Callable, Generator, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -167,22 +167,6 @@ def inner_tensors(wrapper: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f".{name}{path}", deeper
 
 
-def around_one(wrapper: torch.Tensor) -> tuple[torch.Tensor, Wrapper] | None:
-    """The tensor inside of `wrapper`, and a recipe to wrap another one; None if there are several inside.
-
-    In the recipe the inner tensor is a `Plain`, even if it is a wrapper itself.
-    """
-    recipe = recipe_of(wrapper)
-    assert isinstance(recipe, Wrapper), "callers ask of wrappers"
-    names = [name for name, part in recipe.attributes if not isinstance(part, Constant)]
-    if len(names) != 1:
-        return None
-    inner = _flattened(wrapper)[0][names[0]]
-    plain = Plain(inner.size(), inner.stride(), inner.dtype)
-    attributes = ((name, part if isinstance(part, Constant) else plain) for name, part in recipe.attributes)
-    return inner, replace(recipe, attributes=tuple(attributes))
-
-
 def leaves(recipe: Recipe) -> Iterator[tuple[str, Plain]]:
     """Attribute path (`._local_tensor`, empty for a plain tensor) and metadata of every plain tensor."""
     match recipe:
@@ -312,10 +296,6 @@ class WrapperRule:
     def same_context_source(self, tensor: str, expected: str) -> str:
         """Python expression for whether the variable `tensor` has the context in the variable `expected`."""
         return f"{tensor}.__tensor_flatten__()[1] == {expected}"
-
-    def around(self, inner: torch.Tensor, recipe: Wrapper) -> torch.Tensor:
-        """A wrapper that requires no grad around `inner`, which may require some; see `around_one`."""
-        return rebuild(recipe, [inner])
 
     def unflattener(self, recipe: Wrapper) -> Callable[[Mapping[str, Any], tuple[int, ...]], torch.Tensor]:
         """A function from attributes by name, and strides, to the wrapper."""

@@ -15,9 +15,10 @@ that the user's code handles, wrappers included, also under `no_grad`. A chain s
 `autograd.Function` returned, as replaying the operators inside of that would lose its backward.
 
 After a write to its base, autograd rebuilds the history of a view: in eager from the memory layout of the
-two, in a trace from the operators that made the view. These no longer apply if the base or the view was
-reshaped in place since; so its history is then rebuilt here, from what the base is now
-(`aliasing/metadata.py`). Two kinds of views are made by no operator: a tensor inside of a wrapper (`x.a`),
-and a wrapper around a tensor. They are added to the chain when it is read (`Inside`, `Around`): outside of
-the graph, `x.a` is read after `x` has been written.
+two, in a trace from the operators that made the view. These no longer apply if the view was reshaped in place
+since; so its history is then rebuilt here (`aliasing/metadata.py`). If the base was, the view is refused.
+
+One kind of views is made by no operator: tensors inside of a wrapper (`x.a`). They are added to the chain
+when it is read (`Inside`): outside of the graph, `x.a` is read after `x` has been written. A wrapper around
+memory of an input that is written is refused.
 """

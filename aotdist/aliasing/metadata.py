@@ -6,7 +6,7 @@ They change sizes and strides (`t_`, `resize_`), the storage (`set_`, `.data =`)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,7 @@ class Change:
         kwargs: its keyword arguments as pairs.
         grad: whether grad mode was on.
         bumps: by how much the version counter increases.
-        former: a second tensor with the memory and the sizes of before; None where the operator has an
-            inverse.
+        former: a second tensor with the memory and the sizes of before, if the tensor may have other memory.
         grown: a second tensor with the memory of after, if that has grown.
     """
 
@@ -74,29 +73,12 @@ class Change:
         """Whether the tensor has other sizes and strides now."""
         return self.op not in _OF_HISTORY
 
-    def is_unrecorded(self, size: torch.Size) -> bool:
-        """Whether a gradient of the changed tensor, of this size, fits the tensor of before.
-
-        It does if the change ran under `no_grad`, where autograd records nothing, and kept the size.
-        """
-        return not self.grad and self.op in INVERSES and size == self.size
-
     def before(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor`, as the change left it, in the form that it had before."""
         inverse = INVERSES.get(self.op)  # pyright: ignore[reportArgumentType]
         if inverse is not None:
             return inverse(tensor, self)
         return tensor if self.former is None else self.former
-
-    def before_to_autograd(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The same, with the history that it had: autograd did not record a change under `no_grad`.
-
-        Gradients arrive in the sizes of after the change; where they do not fit, eager raises, too. For a
-        view, autograd rebuilds the history.
-        """
-        if not tensor.requires_grad or tensor._is_view() or not self.is_unrecorded(tensor.size()):
-            return self.before(tensor)
-        return with_history_of(tensor, lambda: another_name(self.before(tensor.detach())))
 
 
 def assign_data(tensor: torch.Tensor, source: torch.Tensor) -> None:
@@ -109,37 +91,24 @@ def release_history(tensor: torch.Tensor, reason: str) -> None:
     put(tensor, failing_in_backward(tensor, reason), 0)
 
 
-def rebuild_history(view: torch.Tensor, changed: torch.Tensor, steps: Sequence[ViewStep]) -> None:
-    """Replace the history of a view by one that starts from its base as it is after a change.
+def rebuild_history(view: torch.Tensor, base: torch.Tensor, steps: Sequence[ViewStep]) -> None:
+    """Replace the history of a view that was reshaped in place.
 
-    After a write to the base, autograd rebuilds the history of a view when it is read. In eager it does so
-    from the memory layout of both, whatever sizes the base has by then. Tensors of a trace have no memory:
-    there, autograd calls the operators that made the view again, on the base as it is now.
+    Autograd rebuilds it when it is read. In eager it does so from the memory layout of both. Tensors of a
+    trace have no memory: there, autograd calls the operator that made the view again, and would forget how it
+    was reshaped.
 
     Args:
         view: the view; only its history changes.
-        changed: a view of the changed base that has the sizes of before.
-        steps: the operations that made the view of the base before the change.
+        base: what it is a view of.
+        steps: the operations that lead from the base to the view, the last one included.
     """
-    creation, rebuilt = creation_meta(view), changed
+    creation, rebuilt = creation_meta(view), base
     for step in steps:
         result = step.of(rebuilt)
         rebuilt = result if step.pick is None else result[step.pick]
     swap_histories(view, rebuilt)
     set_creation_meta(view, creation)
-
-
-def lies_elsewhere(base: torch.Tensor, changes: Iterable[Change]) -> bool:
-    """Whether some of these changes gave a tensor another offset, size or stride than it has now.
-
-    Eager rebuilds the histories of its views from their memory layout.
-    """
-    formers = [change.former for change in changes if change.moves() and change.former is not None]
-    return any(_place(former) != _place(base) for former in formers)
-
-
-def _place(tensor: torch.Tensor) -> tuple[torch.Size, tuple[int, ...], int]:
-    return tensor.size(), tensor.stride(), int(tensor.storage_offset())
 
 
 _OF_HISTORY = frozenset[Any]({torch.Tensor.detach_, torch.Tensor.requires_grad_})
@@ -169,12 +138,6 @@ def with_history_of(tensor: torch.Tensor, second: Callable[[], torch.Tensor]) ->
     """`second()`, a tensor of the same values as `tensor`, with the history of `tensor`."""
     with torch.enable_grad():
         return _Named.apply(tensor, second)
-
-
-def named_history(name: torch.Tensor) -> Any | None:
-    """The history of the tensor that `name` was made of by `another_name`."""
-    node = history_of(name)
-    return None if node is None else node.next_functions[0][0]
 
 
 def another_name(tensor: torch.Tensor) -> torch.Tensor:

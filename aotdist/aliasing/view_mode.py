@@ -68,7 +68,7 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
     def __init__(self, log: ViewLog) -> None:
         super().__init__()
         self.log = log
-        self._reshaped: list[tuple[torch.Tensor, ViewStep]] = []
+        self._reshaped: list[torch.Tensor] = []
         self._is_off = False
 
     def __torch_dispatch__(
@@ -165,20 +165,20 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
                 return result
             op, rest, kwargs = _RESIZE, [tuple(changed.size())], _format_of(changed)
         change = self.log.note_change(changed, size, op, rest, kwargs, bumps=1, former=former)
-        if not change.moves():
-            self._rebuild_histories_of_views(changed)
-        twin = out_of_place(func)
-        entry = self.log.views.get(changed)
-        if entry is not None:
-            self.log.rebase_views_of(entry)
-        if twin is not None and (entry is not None or self.log.views.was_given(changed)):
+        twin, entry = out_of_place(func), self.log.views.get(changed)
+        if entry is None and changed._is_view():
+            raise view_refusal(
+                f"`{func}` reshapes a view in place that no operator of the program made: an input that is a "
+                "view of another tensor, and one of the two is written with history",
+                "reshape it out of place (`t` for `t_`), or clone it first",
+            )
+        if entry is not None and twin is not None:
             # Autograd rebuilds a view's history after a write, in the grad mode in which the view was made.
-            grad = (entry is None or entry.steps[-1].grad) if changed._is_view() else change.grad
+            grad = entry.steps[-1].grad if changed._is_view() else change.grad
             step = ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, grad, change.serial)
-            self._reshaped.append((changed, step))
-            if entry is not None:
-                steps = (*entry.steps, *self._as_steps(step, changed, change))
-                self.log.views.put(replace(entry, steps=steps))
+            self._reshaped.append(changed)
+            steps = (*entry.steps, *self._as_steps(step, changed, change))
+            self.log.views.put(replace(entry, steps=steps))
         return result
 
     def _as_steps(self, step: ViewStep, changed: torch.Tensor, change: Change) -> tuple[ViewStep, ...]:
@@ -190,39 +190,15 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
 
     def settle(self) -> None:
         """Rebuild the histories of views that the last call reshaped in place."""
-        views = self.log.views
         while self._reshaped:
-            view, last = self._reshaped.pop()
+            view = self._reshaped.pop()
             base = view._base
-            if base is not None:
-                known = views.first_steps(view)
-                steps = (*known, last) if known else views.steps_from(base, view)
+            # Autograd rebuilds the history of a wrapper from its layout.
+            if base is not None and isinstance(view, FunctionalTensor) and not view.is_inference():
                 rewind(base, 1)  # so that autograd finds the view outdated, and rebuilds its history
-                self._rebuild_history(view, base, steps)
+                with replaced(self, "_is_off", True):
+                    rebuild_history(view, base, self.log.views.steps_from(base, view))
                 bump(base, 1)
-
-    def _rebuild_histories_of_views(self, base: torch.Tensor) -> None:
-        """Rebuild the histories of the views of `base`, which was reshaped in place.
-
-        Autograd would call the operators that made them, which only fit the base as it was before.
-        """
-        views = self.log.views
-        for view in views.of(base):
-            with enable_reentrant_dispatch():
-                self._rebuild_history(view, base, views.first_steps(view) or views.steps_from(base, view))
-
-    def _rebuild_history(self, view: torch.Tensor, base: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
-        if not isinstance(view, FunctionalTensor) or view.is_inference():
-            return  # autograd rebuilds the history of a wrapper from its layout
-        self.log.views.keep_first_steps(view, steps)
-        with replaced(self, "_is_off", True):
-            rebuild_history(view, self._as_at(base, steps[0].serial), steps)
-
-    def _as_at(self, base: torch.Tensor, serial: int) -> torch.Tensor:
-        """A view of a changed tensor in the form that it had at a point of the trace."""
-        for change in reversed(self.log.changes_of(base)):
-            base = change.before(base) if change.serial > serial else base
-        return base
 
 
 def another_name_from_below(tensor: torch.Tensor) -> torch.Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import torch
 
 from aotdist.aliasing.memory import may_repeat
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import Around, Inside, ViewStep
+from aotdist.facts import Inside, ViewStep
 from aotdist.origins import current_source_line
 from aotdist.subclasses.protocol import inner_tensors, is_wrapper, plain_tensors, recipe_of, wrapper_rule
 from aotdist.torch_seam.autograd import has_history_of_its_own, history_of
@@ -64,8 +64,8 @@ class Root:
     Args:
         base: the tensor at its start.
         steps: the steps from there to the first of `made`, or to the view itself.
-        made: the tensors in between with histories of their own: all that are no views to autograd, which
-            may be the base of others, and the last one that is a view.
+        made: the tensors in between whose history is not that of a view of `base`: each that autograd takes
+            for no view (it may be the base of others), and the last one that it takes for a view.
     """
 
     base: torch.Tensor
@@ -109,9 +109,6 @@ class Views:
 
     def __init__(self) -> None:
         self._entries: dict[int, ViewEntry] = {}
-        self._from_base: dict[int, tuple[ViewStep, ...]] = {}
-        self._given: dict[int, torch.Tensor] = {}
-        """Views among the inputs; they have no entry."""
         self._serials = itertools.count()
 
     def __iter__(self) -> Iterator[ViewEntry]:
@@ -132,19 +129,9 @@ class Views:
         """Forget that a tensor is a view."""
         self._entries.pop(id(tensor), None)
 
-    def note_given(self, view: torch.Tensor, make: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Note how an input is made of another one, of which it is a view to autograd."""
-        self._given[id(view)] = view
-        self.keep_first_steps(view, (ViewStep(make, (), serial=-1),))
-
-    def was_given(self, view: torch.Tensor) -> bool:
-        """Whether a tensor is such an input."""
-        return id(view) in self._given
-
-    def of(self, base: torch.Tensor) -> list[torch.Tensor]:
-        """The tensors that are views of `base` to autograd, inputs among them."""
-        known = [*(entry.view for entry in self), *self._given.values()]
-        return [view for view in known if view._base is base]
+    def of(self, base: torch.Tensor) -> Iterator[torch.Tensor]:
+        """The views of `base`, direct and through others."""
+        return (entry.view for entry in self if self.is_view_of(entry.view, base))
 
     def next_serial(self) -> int:
         """A serial number greater than all before."""
@@ -163,9 +150,9 @@ class Views:
             entry = self.get(entry.base)
 
     def bases_by_operators(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """As `bases`, up to a step into a wrapper or out of one, which autograd does not record."""
+        """As `bases`, up to a step into a wrapper, which autograd does not record."""
         entry = self.get(tensor)
-        while entry is not None and not isinstance(entry.steps[-1].op, (Inside, Around)):
+        while entry is not None and not isinstance(entry.steps[-1].op, Inside):
             yield entry.base
             entry = self.get(entry.base)
 
@@ -189,31 +176,19 @@ class Views:
 
     def has_outdated_views(self, base: torch.Tensor) -> bool:
         """Whether a tensor has outdated views that require grad."""
-        views = [entry.view for entry in self._entries.values()]
-        return any(v.requires_grad and self.is_view_of(v, base) and self.is_outdated(v) for v in views)
+        return any(view.requires_grad and self.is_outdated(view) for view in self.of(base))
 
     def steps_from(self, base: torch.Tensor, view: torch.Tensor) -> tuple[ViewStep, ...]:
-        """The steps from `base` to a view; if an input is in between, from what that is a view of."""
+        """The steps from `base` to a view."""
         steps: tuple[ViewStep, ...] = ()
-        while view is not base and view in self:
+        while view is not base:
             entry = self._entries[id(view)]
             steps, view = (*entry.steps, *steps), entry.base
-        if steps and self.was_given(view):
-            before = steps[0].serial
-            steps = (*(step for step in self._from_base[id(view)] if step.serial < before), *steps)
         return steps
 
     def is_view_of(self, view: torch.Tensor, base: torch.Tensor) -> bool:
         """Whether a tensor is a view of `base`, directly or through others."""
         return any(passed is base for passed in self.bases(view))
-
-    def first_steps(self, view: torch.Tensor) -> tuple[ViewStep, ...] | None:
-        """The steps from a view's base, before that was reshaped, to the view; None if not known."""
-        return self._from_base.get(id(view))
-
-    def keep_first_steps(self, view: torch.Tensor, steps: tuple[ViewStep, ...]) -> None:
-        """Set what `first_steps` returns."""
-        self._from_base[id(view)] = steps
 
 
 def share_memory(base: torch.Tensor, result: Any) -> bool:
@@ -289,19 +264,12 @@ def detached_since(where: str | None = None) -> UnsupportedProgram:
 
 
 def reshaped_since(how: str = "", where: str | None = None) -> UnsupportedProgram:
-    """An error for a view whose base was reshaped since, and has a history now; `how` gives details."""
+    """An error for a view whose base has other sizes, strides or memory since; `how` gives details."""
     return view_refusal(
-        f"a view is used whose base was reshaped in place after it was made{how and f' ({how})'}",
+        "a view is used whose base was reshaped in place after it was made, or was given another storage"
+        f"{how and f' ({how})'}",
         "make the view afterwards, or reshape without writing (`t` for `t_`)",
         where,
-    )
-
-
-def outgrown() -> UnsupportedProgram:
-    """An error for a view whose base has other memory since."""
-    return view_refusal(
-        "a view is used whose base grew in place, or was given another storage, after it was made",
-        "make the view afterwards, or resize the tensor before the compiled function",
     )
 
 

@@ -72,7 +72,7 @@ _OURS: tuple[type[Any], ...] = (
     *(facts.NodeOut, facts.Untouched, facts.DataWritten),
     *(facts.NotATensor, facts.Fresh, facts.IsInput, facts.Kept, facts.Keep, facts.MetadataWrite),
     *(facts.ViewOfInput, facts.ViewOfIntermediate, facts.ViewOfOutput, facts.ViewStep, facts.FunctionView),
-    *(facts.Inside, facts.Around, facts.ObservedGrad),
+    *(facts.Inside, facts.ObservedGrad),
 )
 
 CLASSES: Mapping[str, type[Any]] = {str(cls.__name__): cls for cls in _OURS}
@@ -262,7 +262,7 @@ def is_attribute_path(value: Any) -> bool:
 
 def _is_function(value: Any) -> bool:
     """Whether it is an operator, one of `FUNCTIONS`, or a callable dataclass of ours."""
-    return isinstance(value, (OpOverload, facts.Inside, facts.Around)) or id(value) in NAMES_OF_FUNCTIONS
+    return isinstance(value, (OpOverload, facts.Inside)) or id(value) in NAMES_OF_FUNCTIONS
 
 
 _LEAVES = (bool, int, float, complex, str, type(None))

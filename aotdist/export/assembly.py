@@ -9,16 +9,14 @@ from typing import Any, assert_never
 import torch
 from torch.fx import GraphModule, Node
 
-from aotdist.export.refusals import unsupported, view_made_by
+from aotdist.export.refusals import unsupported
 from aotdist.export.trace import ExportTrace, Input
 from aotdist.facts import (
     DataWritten,
     Fresh,
     FunctionView,
     IsInput,
-    MetadataWrite,
     NotATensor,
-    Place,
     Step,
     Untouched,
     ViewOfInput,
@@ -145,40 +143,23 @@ class Assembly:
         seed.kwargs = {"pin_memory": False, "memory_format": torch.preserve_format}
         self._builder.env |= dict.fromkeys(tangents, seed)
 
-    def _value(self, position: OutIdx, before: int | None = None) -> Any:
-        """The new node of a result, or the constant that it is.
-
-        Args:
-            before: position in the order of effects at which its value is taken; None for the end.
-        """
-        made = self._facts.order.index(position)
+    def _value(self, position: OutIdx) -> Any:
+        """The new node of a result, or the constant that it is."""
         match self._facts.outputs[position]:
             case NotATensor(value=value):
                 return self._number(value)
             case Fresh(value=value):
-                node = self._node_out(value, cloned=position in self._traced.cloned)
+                return self._node_out(value, cloned=position in self._traced.cloned)
             case IsInput(input=idx):
                 return self._current(idx)
             case ViewOfInput(base=idx, steps=steps):
-                node = self._replayed(self._current(idx), steps)
+                return self._replayed(self._current(idx), steps)
             case ViewOfIntermediate(base=base, steps=steps):
-                whole = self._reshaped(self._node_out(base), Fresh(base), slice(made))
-                node = self._replayed(whole, steps)
-            case ViewOfOutput(base=base, steps=()):
-                return self._value(base, before)
+                return self._replayed(self._node_out(base), steps)
             case ViewOfOutput(base=base, steps=steps):
-                node = self._replayed(self._value(base, made), steps)
+                return self._replayed(self._value(base), steps)
             case _ as unknown:
                 assert_never(unknown)
-        return self._reshaped(node, ViewOfOutput(position, ()), slice(made, before))
-
-    def _reshaped(self, node: Node, place: Place, when: slice) -> Node:
-        """`node` with the sizes and strides that the program writes in this part of the order of effects."""
-        for action in self._facts.order[when]:
-            if isinstance(action, MetadataWrite) and action.target == place:
-                view = view_made_by(action)
-                node = node if view is None else self._view(node, view, action.args, action.kwargs)
-        return node
 
     def _node_out(self, idx: NodeOutIdx, *, cloned: bool = False) -> Node:
         node = self._results[self._facts.node_outs[idx].slot]

@@ -10,11 +10,10 @@ from torch.fx import GraphModule
 
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.export.assembly import Assembly
-from aotdist.export.refusals import unsupported, view_made_by
+from aotdist.export.refusals import unsupported
 from aotdist.export.trace import Call, ExportTrace, trace_for_export
 from aotdist.facts import (
     DataWritten,
-    Facts,
     IsInput,
     OutputFact,
     ViewOfInput,
@@ -102,7 +101,7 @@ def _refuse_what_is_not_simple(traced: ExportTrace) -> None:
 
 
 def _refuse_result(traced: ExportTrace, position: OutIdx, fact: OutputFact) -> None:
-    facts, requires_grad = traced.trace.facts, traced.requires_grad[position]
+    requires_grad = traced.requires_grad[position]
     match fact:
         case IsInput(input=idx) | ViewOfInput(base=idx):
             raise _not_simple(f"`out[{position}]` is `{traced.trace.program.ins[idx]}`, or a view of it")
@@ -110,13 +109,5 @@ def _refuse_result(traced: ExportTrace, position: OutIdx, fact: OutputFact) -> N
             raise _not_simple(f"`out[{position}]` is a view")
         case ViewOfOutput(base=base, steps=steps) if requires_grad and steps:
             raise _not_simple(f"`out[{position}]` is a view of `out[{base}]`")
-        case _ if requires_grad and _is_reshaped(facts, position):
-            raise _not_simple(f"`out[{position}]` is reshaped in place")
         case _:
             pass
-
-
-def _is_reshaped(facts: Facts, position: OutIdx) -> bool:
-    """Whether a result is reshaped in place, so that its gradient has another shape than the node's."""
-    writes = (write for write in facts.metadata_writes() if write.target == ViewOfOutput(position, ()))
-    return any(view_made_by(write) is not None for write in writes)

@@ -8,23 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from aotdist.aliasing.metadata import release_history
 from aotdist.capture.arguments import UserFakes
 from aotdist.capture.captured import Returned
 from aotdist.errors import BadSettings, UnsupportedProgram
-from aotdist.facts import IsInput, MetadataWrite, ViewOfInput
+from aotdist.facts import IsInput, ViewOfInput
 from aotdist.subclasses.protocol import Plain, is_real, recipe_of
 from aotdist.torch_seam.functional import is_fake
-from aotdist.torch_seam.operators import OpOverload, out_of_place
 from aotdist.trace.trace import Traced
-
-_OF_HISTORY = frozenset[Any](
-    {
-        torch.Tensor.detach_,
-        torch.Tensor.requires_grad_,
-        torch.Tensor.retain_grad,
-    }
-)
-"""Writes that change neither data nor sizes nor strides."""
 
 
 def unsupported(what: str, fix: str) -> UnsupportedProgram:
@@ -100,22 +91,13 @@ def refuse_strays(traced: Traced, num_given: int) -> None:
 
 
 def refuse_metadata_writes(traced: Traced) -> None:
-    """Refuse metadata that is written in place, unless the graph can make a view with the new metadata."""
+    """Refuse inputs whose metadata is written in place, and results whose graph the program has freed."""
     facts = traced.facts
     for idx in sorted({*facts.reshaped(), *facts.switched_on}):
         what = f"`{traced.program.ins[idx]}` has its size, strides or history written in place"
         raise unsupported(what, "return the changed tensor instead")
-    if not all(view_made_by(write) or write.op in _OF_HISTORY for write in facts.metadata_writes()):
-        raise unsupported(
-            "a tensor that the program makes is resized in place after it was viewed, or given another "
-            "storage",
-            "make another tensor instead, or clone the view",
-        )
-
-
-def view_made_by(write: MetadataWrite) -> OpOverload | None:
-    """The view that a write of sizes and strides makes of its target (`t` for `t_`), if it is one."""
-    return out_of_place(write.op) if isinstance(write.op, OpOverload) else None
+    if any(write.op is release_history for write in facts.metadata_writes()):
+        raise unsupported("the program frees the graph of a result by `autograd.grad`", "return it detached")
 
 
 def refuse_returned(returned: Returned) -> None:

@@ -20,7 +20,7 @@ from aotdist.report.nodes import num_operations
 from aotdist.runtime.artifact import Artifact
 from aotdist.runtime.backwards import Training
 from aotdist.subclasses.protocol import conversions
-from aotdist.trace.blocks.copies import Copies
+from aotdist.trace.blocks import Copies
 
 NOTHING_YET = "nothing compiled yet: call it once"
 _MOST_NAMES = 8

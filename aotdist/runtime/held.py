@@ -121,7 +121,7 @@ def run_once(ctx: Any) -> None:
     if getattr(ctx, "has_run", False):
         raise UnsupportedProgram(
             "a second backward is asked for, and the first wrote a tensor that the forward made and did not "
-            "return, which gradients are computed of",
+            "return, and that gradients may follow from",
             stage="runtime",
             fix="return that tensor too; or compute all gradients in one backward",
         )

@@ -9,7 +9,7 @@ and user code may keep tensors. With one of these, the backward is traced for ev
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,12 +41,9 @@ from aotdist.trace.capture_mode import CaptureMode, ReplayMode
 from aotdist.trace.classes import users_code
 from aotdist.trace.failures import (
     naming_failures_of_backward,
-    reshaped_unrecorded,
-    retyped_unrecorded,
     unsupported,
 )
 from aotdist.trace.recorder import Recorder
-from aotdist.trace.stand_ins import StandIn
 
 End = tuple[NodeOutIdx, torch.Tensor]
 """A differentiable result of the program."""
@@ -229,33 +226,6 @@ def new_tangent(
         for (inner, leaf), one in zip(leaves(recipe), likes, strict=same_kind)
     ]
     return rebuild(recipe, plains)
-
-
-def refuse_unfit(
-    row: Row[PrimalIdx, StandIn],
-    grads: Mapping[PrimalIdx, torch.Tensor],
-    reshaped: Callable[[PrimalIdx], bool],
-) -> None:
-    """Raise if the gradient of an input that was reshaped in place does not fit what autograd knows of it.
-
-    Args:
-        row: the inputs.
-        grads: their gradients.
-        reshaped: whether an input was reshaped in place.
-    """
-    for idx, grad in grads.items():
-        if not reshaped(idx):  # whose size may be symbolic, and is not to be compared
-            continue
-        known = row[idx].example
-        if grad.dtype != known.dtype:
-            raise retyped_unrecorded(row[idx].slot, known.dtype, grad.dtype)
-        size = known.size()
-        fits = grad.size()[max(grad.dim() - len(size), 0) :] == size
-        # What fits is copied into the sizes of the leaf; autograd takes a single element as it is.
-        if not (fits and (grad.size() == size or grad.numel() > 1)):
-            raise reshaped_unrecorded(
-                f"`{row[idx].slot}` is known as {list(size)}, and gets {list(grad.size())}"
-            )
 
 
 Result = tuple[Slot, torch.fx.Node | None]

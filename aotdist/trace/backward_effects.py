@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +31,7 @@ from aotdist.facts import (
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import Recipe, is_wrapper, leaves, plain_tensors, recipe_of, same_layout
 from aotdist.torch_seam.autograd import nodes_behind, saves_tensors, sequence_nr
-from aotdist.torch_seam.functional import functional_storage_id, memory_of
+from aotdist.torch_seam.functional import FunctionalTensor, data_writes, functional_storage_id, memory_of
 from aotdist.torch_seam.modes import TorchDispatchMode
 from aotdist.torch_seam.operators import OpOverload, makes_views
 from aotdist.trace.backward import (
@@ -44,36 +43,17 @@ from aotdist.trace.backward import (
     grad_results,
     is_linear,
     kept_results,
-    refuse_unfit,
 )
+from aotdist.trace.capture_mode import ReplayMode
 from aotdist.trace.context import TraceContext
-from aotdist.trace.data_writes import backward_writes, counts_of_results
 from aotdist.trace.failures import refusal, unsupported
 from aotdist.trace.forward_effects import ForwardEffects
-from aotdist.trace.metadata import refuse
+from aotdist.trace.later_backwards import LaterBackwards
+from aotdist.trace.metadata import Metadata, refuse
 from aotdist.trace.observed_grads import HeldTensor, ObservedGrads
 from aotdist.trace.outputs import NodeOutputs
-from aotdist.trace.recorder import Recorder, Writers
+from aotdist.trace.recorder import Recorder
 from aotdist.trace.stand_ins import Inputs, StandIn
-
-
-@dataclass(frozen=True, slots=True)
-class BackwardEffects:
-    """What the backward did.
-
-    Args:
-        runs: runs the backward, again if need be.
-        waypoints: where gradients of results pass others.
-        grads: the gradients that inputs get.
-        facts: what the later stages know of it.
-        results: gradients, and what was written.
-    """
-
-    runs: Backward
-    waypoints: ObservedGrads
-    grads: Mapping[PrimalIdx, torch.Tensor]
-    facts: BackwardFacts
-    results: list[Result]
 
 
 class BackwardTrace:
@@ -100,25 +80,27 @@ class BackwardTrace:
         self._backward = self._backward_of(forward)
         self._nonlinear = self._backward.choices() if context.options.cuts else []
 
-    def effects(self) -> BackwardEffects:
-        """Run the backward, and read off what it did."""
+    def effects(self) -> tuple[BackwardFacts, list[Result], LaterBackwards | None]:
+        """Run the backward: what it did, gradients and what was written, and what traces others later.
+
+        There is nothing to trace others with where they cannot run, or where the backward writes.
+        """
         context, recorder, forward, backward = self._context, self._recorder, self._forward, self._backward
         metadata, tensors = forward.metadata, forward.outputs.tensors
         num_changes = len(context.log.changes)
         counters = [one.counts() for one in self._inputs.row()]
-        counted = counts_of_results(tensors, self._inputs.row())
+        counted = _counts_of_results(tensors, self._inputs.row())
         sums = LayoutSums()
         with self._waypoints.watched(recorder), sums if len(self._ends) > 1 else nullcontext():
-            with recorder.noting_writers() as writers:
+            with recorder.noting_writers() as (writers, overwritten):
                 whole = backward.run(retain_graph=self._may_run_later or len(self._ends) > 1)
         row = self._inputs.row()
         context.refuse_accumulation()
-        refuse_unfit(row, whole.grads, metadata.is_reshaped)
         grads = grad_results(recorder, row.map(lambda one: one.slot), whole.grads)
         grads += self._waypoints.results(recorder)
-        writes, written = backward_writes(recorder, row, counters, metadata)
+        writes, written = _backward_writes(recorder, row, counters, metadata)
         for out, before, after in zip(
-            forward.node_outs, counted, counts_of_results(tensors, row), strict=True
+            forward.node_outs, counted, _counts_of_results(tensors, row), strict=True
         ):
             if before != after:
                 raise refusal(
@@ -128,7 +110,7 @@ class BackwardTrace:
                 )
         written += kept_results(recorder, whole.kept)
         _refuse_replaced_inputs(recorder, self._inputs, self._in_python.replaced)
-        once = _is_read_again(self._written_of_nobody(writers), grads + written)
+        once = self._writes_what_nobody_holds(overwritten)
         keeps = whole.kept and context.options.cuts and self._may_run_later
         choices = self._backward.some() if keeps else self._nonlinear
         chosen, of_choices = self._trace_alone([] if once or writes else choices)
@@ -151,7 +133,22 @@ class BackwardTrace:
             adds_layouts=sums.differ,
             freed=self._freed,
         )
-        return BackwardEffects(backward, self._waypoints, whole.grads, facts, grads + of_choices + written)
+        later = None if writes or not context.options.cuts else self._later(whole.grads)
+        return facts, grads + of_choices + written, later
+
+    def _later(self, grads: Collection[PrimalIdx]) -> LaterBackwards | None:
+        if not self._may_run_later:
+            return None
+        self._inputs.forget_attributes()
+        row = self._inputs.row()
+        return LaterBackwards(
+            backward=self._backward,
+            replay_mode=ReplayMode({idx: one.tensor for idx, one in row.enumerate()}),
+            ins=row.map(lambda one: one.slot),
+            recipes=row.map(lambda one: one.recipe),
+            grads=grads,
+            waypoints=self._waypoints,
+        )
 
     def _backward_of(self, forward: ForwardEffects) -> Backward:
         """What runs autograd from the differentiable results."""
@@ -164,14 +161,18 @@ class BackwardTrace:
             in_python=self._in_python,
         )
 
-    def _written_of_nobody(self, writers: Writers) -> list[Node]:
-        """Values of the forward that the backward overwrites, and that are neither inputs nor results."""
+    def _writes_what_nobody_holds(self, overwritten: Mapping[Node, int]) -> bool:
+        """Whether it overwrites values of the forward that are neither inputs nor results.
+
+        A second backward would need the new values, which are not kept.
+        """
         held = [plain for one in self._inputs.row() for plain in one.plains]
         held += [plain for result in self._forward.outputs.tensors for plain in plain_tensors(result)]
-        storages = set(map(memory_of, held))
-        return [node for node, storage in writers.of_forward.items() if storage not in storages]
+        return not set(map(memory_of, held)).issuperset(overwritten.values())
 
-    def _writers(self, writes: Collection[PrimalIdx], writers: Writers) -> frozenset[frozenset[NodeOutIdx]]:
+    def _writers(
+        self, writes: Collection[PrimalIdx], writers: Collection[tuple[int, int | None]]
+    ) -> frozenset[frozenset[NodeOutIdx]]:
         """See `BackwardFacts.writers`; for a backward whose parts are not backwards, nothing is known."""
         if not writes:
             return frozenset()
@@ -180,7 +181,7 @@ class BackwardTrace:
         behind: dict[int | None, frozenset[NodeOutIdx]] = {
             sequence_nr(node): results for node, results in self._behind.items()
         }
-        numbers = {number for storage, number in writers.nodes if storage in memory}
+        numbers = {number for storage, number in writers if storage in memory}
         found = {behind.get(number, frozenset()) for number in numbers}
         return frozenset(found | ({frozenset()} if self._nonlinear else set()))
 
@@ -256,22 +257,41 @@ def _read_instead(node: Node, buffer: Node, first: Node) -> None:
                 node.graph.erase_node(view)
 
 
-def _is_read_again(written: Collection[Node], results: Sequence[Result]) -> bool:
-    """Whether results of the backward are computed from values of the forward that it overwrites.
-
-    A second backward would need the new values, which are not kept.
-    """
-    over, seen = set(written), set[Node]()
-    pending = [node for _, node in results if node is not None] if over else []
-    while pending:
-        node = pending.pop()
-        if node in seen or node.meta.get("phase") != "backward":
+def _backward_writes(
+    recorder: Recorder,
+    row: Row[PrimalIdx, StandIn],
+    before: Sequence[tuple[tuple[int, ...], int]],
+    metadata: Metadata,
+) -> tuple[dict[PrimalIdx, int], list[Result]]:
+    """Inputs that the backward wrote, and how often; their new values."""
+    writes: dict[PrimalIdx, int] = {}
+    results: list[Result] = []
+    # An input that the backward was the first to touch has no count from before: nothing was written then.
+    padded = [*before, *[((), 0)] * (len(row) - len(before))]
+    for idx, stand_in in row.enumerate():
+        counts, (counted, bumps) = stand_in.writes(), padded[idx]
+        if stand_in.derived or counts == (counted or (0,) * len(counts)):
             continue
-        seen.add(node)
-        if not over.isdisjoint(node.all_input_nodes):
-            return True
-        pending += node.all_input_nodes
-    return False
+        writes[idx] = stand_in.bumps() - bumps
+        plains = metadata.plains_as_before(idx, stand_in)
+        for (inner, _), plain in zip(leaves(stand_in.recipe), plains, strict=True):
+            results.append((Slot("backward_write", stand_in.slot.path, inner), recorder.value(plain)))
+    return writes, results
+
+
+def _counts_of_results(
+    tensors: Sequence[torch.Tensor], row: Row[PrimalIdx, StandIn]
+) -> list[tuple[int, ...]]:
+    """How often each of the node's results was written; empty for those in memory of inputs."""
+    of_inputs = {functional_storage_id(plain) for one in row for plain in one.plains}
+
+    def counts(tensor: torch.Tensor) -> tuple[int, ...]:
+        plains = [plain for plain in plain_tensors(tensor) if isinstance(plain, FunctionalTensor)]
+        if any(functional_storage_id(plain) in of_inputs for plain in plains):
+            return ()
+        return tuple(map(data_writes, plains))
+
+    return list(map(counts, tensors))
 
 
 def _results_behind_nodes(ends: Sequence[End]) -> dict[Any, frozenset[NodeOutIdx]]:

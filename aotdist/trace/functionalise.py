@@ -48,11 +48,10 @@ from aotdist.trace.failures import refusal
 from aotdist.trace.operators import collectives, corrections
 from aotdist.trace.operators.fakes import as_in_eager
 from aotdist.trace.operators.functionalised import is_list_write
-from aotdist.trace.rebinding import Rebinding
 from aotdist.trace.strided import Strided
 
 
-def is_read_otherwise(a: torch.Tensor, b: torch.Tensor) -> bool:
+def differ_in_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether two tensors differ in their conjugate or negative bit."""
     return (a.is_conj(), a.is_neg()) != (b.is_conj(), b.is_neg())
 
@@ -86,7 +85,6 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
         super().__init__()
         self._laid_out: dict[int, FunctionalTensor] = {}
         self.strided = Strided(self)
-        self.rebinding = Rebinding(self.strided)
         self.on_write: Callable[[FunctionalTensor], None] | None = None
         """Called with each tensor before an operator writes it."""
         self.num_writes = 0
@@ -137,7 +135,7 @@ class Functionalisation(OutOfDynamo, FunctionalTensorMode):
         if beneath_wrappers and is_left_whole_in_inference(func):
             with self:
                 return broken_up(func, *args, **kwargs)
-        moves = self.rebinding.does.get(func)
+        moves = self.strided.moves.get(func)
         if moves is not None and isinstance(args[0], FunctionalTensor):
             self.num_writes += 1
             with self, torch.no_grad():
@@ -295,7 +293,7 @@ def _restore_layout(tensor: FunctionalTensor, before: torch.Tensor) -> None:
         return
     # Fakes claim that random operators keep gaps between elements; the real kernels do not.
     lies_otherwise = value.stride() != before.stride() or extent(before) > before.numel()
-    if lies_otherwise or is_read_otherwise(value, before):
+    if lies_otherwise or differ_in_bits(value, before):
         memory = memory_to_read_as(before, value)
         if lies_otherwise:
             memory = torch.ops.aten.copy.default(with_bits_flipped(before, before), memory)

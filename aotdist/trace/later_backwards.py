@@ -123,7 +123,7 @@ class LaterBackwards:
         replay_mode: the mode that backwards run in.
         ins: names of the inputs.
         recipes: how the inputs are put together.
-        grads: the gradients that inputs get.
+        grads: the inputs that get gradients.
         waypoints: where gradients of results pass others.
         serials: numbers the backwards of one recorder; shared with the backwards of a backward.
     """
@@ -134,7 +134,7 @@ class LaterBackwards:
         replay_mode: ReplayMode,
         ins: Row[PrimalIdx, Slot],
         recipes: Row[PrimalIdx, Recipe],
-        grads: Mapping[PrimalIdx, torch.Tensor],
+        grads: Collection[PrimalIdx],
         waypoints: ObservedGrads | None = None,
         serials: Iterator[int] | None = None,
     ) -> None:

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from aotdist.aliasing.metadata import NAMED, Change, named_history, release_history
+from aotdist.aliasing.metadata import NAMED, Change, release_history
 from aotdist.aliasing.view_log import ViewLog
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Fresh, IsInput, MetadataWrite, NotATensor, OutputFact, Place, ViewOfOutput
 from aotdist.program import OutIdx, PrimalIdx, Row, Slot
 from aotdist.subclasses.protocol import plain_tensors
-from aotdist.torch_seam.autograd import history_of, released_history, retains_grad, sequence_nr
+from aotdist.torch_seam.autograd import history_of, released_history, retains_grad
 from aotdist.torch_seam.functional import memory_of
 from aotdist.trace.failures import reshaped_unrecorded, retyped_unrecorded, unsupported
 from aotdist.trace.stand_ins import Inputs, StandIn
@@ -44,7 +44,7 @@ class Metadata:
                 history of views of one is forgotten.
         """
         row = inputs.row()
-        switched_on = tuple(idx for idx, stand_in in row.enumerate() if is_switched_on(stand_in))
+        switched_on = tuple(idx for idx, stand_in in row.enumerate() if _is_switched_on(stand_in))
         changes: dict[PrimalIdx, list[Change]] = defaultdict(list)
         written: list[int] = []
         for stand_in in row:
@@ -56,18 +56,12 @@ class Metadata:
             if change.moves() and not _stays_inside(change, row[idx]):
                 raise refuse(row[idx], "and shares memory with another")
             example = row[idx].example
-            if idx in switched_on and change.op is torch.ops.aten.resize_.default:
+            if idx in switched_on:
                 raise refuse(row[idx], "and begins to require grad")
-            size = change.tensor.size()
             if example.requires_grad and torch.is_grad_enabled():
                 _refuse_other_ends(change, row[idx])
-            if example.requires_grad and change.moves() and size != example.size():
+            if example.requires_grad and change.moves() and change.tensor.size() != example.size():
                 raise refuse(row[idx], "in another size than its gradient is to have")
-            is_view = example._base is not None and history_of(example) is not None
-            if is_view and change.is_unrecorded(change.tensor.size()):
-                raise reshaped_unrecorded(
-                    f"of `{row[idx].slot}`, which is a view, eager makes another history"
-                )
             changes[idx].append(change)
             written.append(number)
         return cls(changes, frozenset(written), switched_on)
@@ -87,10 +81,7 @@ class Metadata:
         tensor = stand_in.tensor
         with torch.set_grad_enabled(history):
             for change in reversed(self.changes.get(idx, ())):
-                if history:
-                    tensor = change.before_to_autograd(tensor)
-                elif change.reshapes():
-                    tensor = change.before(tensor)
+                tensor = change.before(tensor)
         return tensor
 
     def plains_as_before(self, idx: PrimalIdx, stand_in: StandIn) -> Sequence[torch.Tensor]:
@@ -98,27 +89,17 @@ class Metadata:
         return plain_tensors(self.as_before(idx, stand_in, history=False))
 
     def has_new_history(self, idx: PrimalIdx, stand_in: StandIn) -> bool:
-        """Whether autograd recorded a write to the input; if its history was released, before that."""
-        tensor, grad_fn = stand_in.tensor, history_of(stand_in.tensor)
-        for change in self.changes.get(idx, ()):
-            if change.former is not None and (change.moves() or not change.reshapes()):
-                tensor, grad_fn = change.former, named_history(change.former)
-                break
-        untouched = None if stand_in.tensor is stand_in.leaf else NAMED
-        return tensor.requires_grad and (None if grad_fn is None else grad_fn.name()) != untouched
+        """Whether autograd recorded a write to the input, and the input keeps that history.
 
-    def refuse_late_history(self, idx: PrimalIdx, stand_in: StandIn) -> None:
-        """Refuse a write with history to an input that was moved to other memory before."""
-        changes = self.changes.get(idx, [])
-        moves = [change for change in changes if change.moves()]
-        now = history_of(stand_in.tensor)
-        if not moves or now is None or not stand_in.tensor.requires_grad or "NotImplemented" in now.name():
-            return
-        former = moves[-1].former
-        before = None if former is None else named_history(former)
-        now = _without_repeated(now, [change for change in changes if change.serial > moves[-1].serial])
-        if before is None or now is None or sequence_nr(before) != sequence_nr(now):
-            raise refuse(stand_in, "before a write that takes part in the backward")
+        Raises:
+            UnsupportedProgram: the input was moved to other memory, too.
+        """
+        name = _name_of_history(stand_in.tensor)
+        is_new = name != (None if stand_in.tensor is stand_in.leaf else NAMED)
+        has_moved = any(change.moves() for change in self.changes.get(idx, ()))
+        if is_new and has_moved and name is not None and "NotImplemented" not in name:
+            raise refuse(stand_in, "beside a write that takes part in the backward")
+        return stand_in.tensor.requires_grad and is_new and not has_moved
 
     def bumps(self, stand_in: StandIn, *, written: bool) -> int:
         """By how much the program raised an input's version counter."""
@@ -132,15 +113,10 @@ class Metadata:
         """By how much these writes raised the version counter of an input."""
         return sum(change.bumps for change in self.changes.get(idx, ()))
 
-    def repeated_bumps(self, row: Row[PrimalIdx, StandIn]) -> Counter[PrimalIdx]:
-        """By how much the counters rise again when these writes are repeated; a view shares its base's."""
-        found: Counter[PrimalIdx] = Counter()
-        for idx in self.changes:
-            base = row[idx].base
-            counts = idx if base is None else base
-            if not (row[counts].derived or row[counts].tensor.is_inference()):
-                found[counts] += self.counted(idx)
-        return found
+    def repeated_bumps(self, row: Row[PrimalIdx, StandIn]) -> dict[PrimalIdx, int]:
+        """By how much the counters rise again when these writes are repeated."""
+        counting = (i for i in self.changes if not (row[i].derived or row[i].tensor.is_inference()))
+        return {idx: self.counted(idx) for idx in counting}
 
     def taking_grad(self, row: Row[PrimalIdx, StandIn]) -> list[tuple[PrimalIdx, StandIn]]:
         """The inputs that get gradients; a leaf that the program detached requires grad again."""
@@ -182,7 +158,9 @@ def _refuse_other_ends(change: Change, stand_in: StandIn) -> None:
     example, source = stand_in.example, next(iter(change.args), None)
     if change.op in _SETS and example.is_leaf:
         raise refuse(stand_in, "and gets a gradient")
-    if change.grad and isinstance(source, torch.Tensor) and source.dtype != example.dtype:
+    if change.reshapes() and not (change.moves() or change.grad):
+        raise reshaped_unrecorded(f"`{stand_in.slot}` by `{change.op}`")
+    if isinstance(source, torch.Tensor) and source.dtype != example.dtype:
         raise retyped_unrecorded(stand_in.slot, example.dtype, source.dtype)
 
 
@@ -197,15 +175,12 @@ def _stays_inside(change: Change, stand_in: StandIn) -> bool:
     return change.op is torch.ops.aten.resize_.default and all(memory_of(a) == memory_of(b) for a, b in pairs)
 
 
-def _without_repeated(history: Any | None, changes: Sequence[Change]) -> Any | None:
-    """A history without the nodes of these last changes, which are made again where they are repeated."""
-    for change in reversed(changes):
-        if history is not None and change.grad and change.reshapes() and not change.moves():
-            history = history.next_functions[0][0]
-    return history
+def _name_of_history(tensor: torch.Tensor) -> str | None:
+    node = history_of(tensor) if tensor.requires_grad else None
+    return None if node is None else node.name()
 
 
-def is_switched_on(stand_in: StandIn) -> bool:
+def _is_switched_on(stand_in: StandIn) -> bool:
     """Whether an input begins to require grad."""
     after = stand_in.tensor
     return after.requires_grad and not stand_in.example.requires_grad and after.is_leaf

@@ -5,7 +5,7 @@ Also where each write of metadata that shows outside is repeated, and with which
 
 from __future__ import annotations
 
-from collections import Counter
+import math
 from collections.abc import Container, Sequence
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from aotdist.aliasing.metadata import Change
 from aotdist.aliasing.view_log import ViewLog, look_inside
-from aotdist.aliasing.views import share_memory
+from aotdist.aliasing.views import Root, share_memory
 from aotdist.facts import (
     Action,
     Fresh,
@@ -31,18 +31,13 @@ from aotdist.facts import (
     ViewOfIntermediate,
     ViewOfOutput,
     ViewStep,
-    data_of,
 )
 from aotdist.program import NodeOutIdx, OutIdx, PrimalIdx, Slot
 from aotdist.subclasses.protocol import is_wrapper, wrapper_rule
 from aotdist.torch_seam.autograd import creation_meta, is_leaf_with_grad, released_history
 from aotdist.torch_seam.jagged import is_ragged
 from aotdist.trace.failures import unsupported
-from aotdist.trace.metadata import is_switched_on
 from aotdist.trace.stand_ins import Inputs
-
-_LATER = 1 << 62
-"""After all views and changes."""
 
 
 class NodeOutputs:
@@ -67,7 +62,6 @@ class NodeOutputs:
         self.slots: list[Slot] = []
         self.tensors: list[torch.Tensor] = []
         self.with_history: set[NodeOutIdx] = set()
-        self.bumps: Counter[PrimalIdx] = Counter()
         self._known: dict[int, NodeOutIdx] = {}
         self._outs, self._inputs, self._log = outs, inputs, log
         self._written, self._freed = written, freed
@@ -76,10 +70,7 @@ class NodeOutputs:
         for position, out in enumerate(outs):
             if isinstance(out, torch.Tensor):
                 self._first.setdefault(id(out), OutIdx(position))
-        self._replayed: set[int] = set()
         self._kept: list[tuple[int, Keep]] = []
-        while self._finds_more_to_replay():
-            pass
         self.facts = [self._output(OutIdx(position), out) for position, out in enumerate(outs)]
         self.order = self._in_order()
 
@@ -107,64 +98,16 @@ class NodeOutputs:
             (self._time(out), OutIdx(position)) for position, out in enumerate(self._outs)
         ]
         for number, change in enumerate(self._log.changes):
-            target = self._target(number, change)
-            if target is not None:
-                self._count_bumps(change, target)
-                made.append((change.serial, self._write(number, change, target)))
+            idx = self._inputs.index_of(change.tensor)
+            if idx is not None and number in self._written:
+                made.append((change.serial, self._write(number, change, idx)))
         return tuple(item for _, item in sorted([*self._kept, *made], key=lambda pair: pair[0]))
-
-    def _finds_more_to_replay(self) -> bool:
-        """Look for intermediates that are returned as they were made, with their changes repeated outside.
-
-        These were moved to other memory, or have a returned view that was made before a change.
-        """
-        before = len(self._replayed)
-        for tensor, time in self._seen_outside():
-            root = self._log.root(tensor, self._first)
-            steps, changes = root.all_steps(), self._log.changes_of(root.base)
-            seen = steps[0].serial if steps else time
-            if any(change.moves() or change.serial > seen for change in changes):
-                self._replayed.add(id(root.base))
-        return len(self._replayed) > before
-
-    def _seen_outside(self) -> list[tuple[torch.Tensor, int]]:
-        """Tensors that are used outside, and when."""
-        seen = [(out, _LATER) for out in self._outs if isinstance(out, torch.Tensor)]
-        for number, change in enumerate(self._log.changes):
-            if self._is_done_outside(number, change):
-                seen += [(arg, change.serial) for arg in change.args if isinstance(arg, torch.Tensor)]
-        return seen
-
-    def _is_done_outside(self, number: int, change: Change) -> bool:
-        key = id(change.tensor)
-        if self._inputs.index_of(change.tensor) is not None:
-            return number in self._written
-        return key in self._replayed or (key in self._first and change.moves())
 
     def _has_history(self, out: torch.Tensor) -> bool:
         """Whether gradients of an output may reach inputs: not if its saved tensors are freed."""
         return out.requires_grad and id(out) not in self._freed
 
-    def _target(self, number: int, change: Change) -> Place | None:
-        if not self._is_done_outside(number, change):
-            return None
-        as_input = self._inputs.index_of(change.tensor)
-        if as_input is not None:
-            return IsInput(as_input)
-        if id(change.tensor) in self._first:
-            return ViewOfOutput(self._first[id(change.tensor)], ())
-        return Fresh(self._value(Slot("output", "changed"), change.tensor, history=False))
-
-    def _count_bumps(self, change: Change, target: Place) -> None:
-        """Count a change of a view of an input, which shares the input's counter, unless it is `.data`."""
-        root = self._log.root(change.tensor, ())
-        of_input = self._inputs.index_of(root.base)
-        if of_input is None or not isinstance(target, ViewOfOutput):
-            return
-        if not any(step.op is data_of for step in root.steps):
-            self.bumps[of_input] += change.bumps
-
-    def _write(self, number: int, change: Change, target: Place) -> MetadataWrite:
+    def _write(self, number: int, change: Change, idx: PrimalIdx) -> MetadataWrite:
         args = tuple(
             self._source(number, change.serial, arg) if isinstance(arg, torch.Tensor) else arg
             for arg in change.args
@@ -172,26 +115,24 @@ class NodeOutputs:
         data = None
         if change.grown is not None:
             data = self.add(Slot("output", f"grown[{number}]"), change.grown, history=False)
-        # What begins to require grad does so before the call, and is reshaped as if it did not yet.
-        idx = self._inputs.index_of(change.tensor)
-        begins = idx is not None and is_switched_on(self._inputs.row()[idx])
-        return MetadataWrite(target, change.op, args, change.kwargs, change.grad and not begins, number, data)
+        return MetadataWrite(IsInput(idx), change.op, args, change.kwargs, change.grad, number, data)
 
     def _source(self, number: int, now: int, tensor: torch.Tensor) -> Place:
         """Where to find, outside, a tensor whose storage another tensor takes over."""
-        root = self._log.root(tensor, ())
+        root, slot = self._log.root(tensor, ()), Slot("output", f"source[{number}]")
+        self._refuse_changed(slot, tensor, root, now)
         steps, changes = root.all_steps(), self._log.changes_of(root.base)
-        place = self._place(number, root.base, steps)
+        place = self._place(slot, root.base, steps)
         if not steps or all(not steps[0].serial < change.serial < now for change in changes):
             return place
         self._kept.append((steps[0].serial, Keep(len(self._kept), place)))
         return Kept(len(self._kept) - 1)
 
-    def _place(self, number: int, base: torch.Tensor, steps: tuple[ViewStep, ...]) -> Place:
+    def _place(self, slot: Slot, base: torch.Tensor, steps: tuple[ViewStep, ...]) -> Place:
         as_input = self._inputs.index_of(base)
         if as_input is not None:
             return ViewOfInput(as_input, steps) if steps else IsInput(as_input)
-        value = self._value(Slot("output", f"source[{number}]"), base, history=False)
+        value = self.add(slot, base, history=False)
         return ViewOfIntermediate(value, steps) if steps else Fresh(value)
 
     def _time(self, out: Any) -> int:
@@ -225,9 +166,10 @@ class NodeOutputs:
             return ViewOfOutput(self._first[id(out)], ())
         root = self._log.root(out, self._first)
         slot = Slot("output", f"out[{position}]")
+        self._refuse_changed(slot, out, root)
         if root.base is out:
             self._refuse_unknown_alias(slot, out)
-            return Fresh(self._value(slot, out, history=self._has_history(out)))
+            return Fresh(self.add(slot, out, history=self._has_history(out)))
         self._refuse_outdated_copy(slot, out, root.base)
         self._refuse_view_of_replaced(slot, out, root.base)
         return self._rebuilt_view(slot, out)
@@ -242,7 +184,7 @@ class NodeOutputs:
             of_output = base is not root.base and self._inputs.index_of(base) is None
             if has_history and of_output and is_leaf_with_grad(out):
                 # Made under `no_grad`, of a view that is an output: it requires grad if their base does.
-                self._value(Slot(slot.role, f"{slot.path}.base"), base, history=True)
+                self.add(Slot(slot.role, f"{slot.path}.base"), base, history=True)
             return self._view(slot, root.base, root.steps, history=has_history)
         # What is taken out of an input is taken out of the input itself, outside of all functions.
         depths = [depth for depth, step in enumerate(root.steps, 1) if isinstance(step.op, Inside)]
@@ -252,13 +194,31 @@ class NodeOutputs:
             own = slot if made.tensor is out else Slot("output", f"{slot.path}.made[{number}]")
             # Gradients of what is detached go nowhere; the step's own backward may have freed the graph.
             history = out.requires_grad or released_history(made.tensor) is None
-            value = self.add(own, self._log.as_made(made.tensor), history=history)
+            value = self.add(own, made.tensor, history=history)
             steps = (*steps, FunctionView(inside, value, creation_meta(made.tensor)))
             inside = made.after
         steps = (*steps, *inside)
         # The base of what a function returned gets its gradient through the function alone. But what is made
         # under `no_grad` has no gradient, and requires one if its base does.
         return self._view(slot, root.base, steps, history=has_history and out.is_leaf)
+
+    def _refuse_changed(self, slot: Slot, tensor: torch.Tensor, root: Root, now: float = math.inf) -> None:
+        """Refuse what was given other memory in place, or views an intermediate that was changed later.
+
+        Outside, it would be made of what the program has left there. Changes of inputs are repeated outside,
+        in order.
+        """
+        steps = root.all_steps()
+        for one in (tensor, root.base, *(made.tensor for made in root.made)):
+            if self._inputs.index_of(one) is not None:
+                continue
+            used = now if one is tensor else steps[0].serial
+            if any(change.moves() or change.serial > used for change in self._log.changes_of(one)):
+                raise unsupported(
+                    f"`{slot.path}` follows from a tensor that the program made, and then reshaped, detached "
+                    "or gave other memory in place",
+                    "change a clone of it, or reshape without writing (`t` for `t_`)",
+                )
 
     def _refuse_unknown_alias(self, slot: Slot, out: torch.Tensor) -> None:
         """Refuse a wrapper around several tensors, some in memory of an input that is written.
@@ -303,21 +263,14 @@ class NodeOutputs:
     def _view(
         self, slot: Slot, base: torch.Tensor, steps: tuple[Step, ...], *, history: bool
     ) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
-        of_base = Slot(slot.role, f"{slot.path}.base")
         of_input = self._inputs.index_of(base)
         if of_input is not None:
             return ViewOfInput(of_input, steps)
         if id(base) in self._first:
-            if id(base) in self._replayed:  # it may have lost its history since
-                self._value(of_base, base, history=history)
             return ViewOfOutput(self._first[id(base)], steps)
         self._refuse_unknown_alias(slot, base)
-        return ViewOfIntermediate(self._value(of_base, base, history=history), steps)
-
-    def _value(self, slot: Slot, tensor: torch.Tensor, *, history: bool) -> NodeOutIdx:
-        """The node output for a tensor: as it was made, if its changes are repeated outside."""
-        as_made = self._log.as_made(tensor) if id(tensor) in self._replayed else tensor
-        return self.add(slot, as_made, history=history)
+        of_base = Slot(slot.role, f"{slot.path}.base")
+        return ViewOfIntermediate(self.add(of_base, base, history=history), steps)
 
 
 def _refuse_ragged_size(position: OutIdx, out: Any) -> None:

@@ -14,7 +14,7 @@ import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -62,19 +62,9 @@ from aotdist.trace.operators.attention import chosen_for
 from aotdist.trace.proxy_mode import ProxyMode
 from aotdist.trace.tracer import Tracer
 
-
-@dataclass(frozen=True, slots=True)
-class Writers:
-    """What a backward writes.
-
-    Args:
-        nodes: pairs of a storage and the sequence number of the autograd node that writes it; hooks run
-            between nodes, and have None for the number.
-        of_forward: values of the forward that are overwritten, each with its storage.
-    """
-
-    nodes: set[tuple[int, int | None]]
-    of_forward: dict[torch.fx.Node, int]
+Writers: TypeAlias = tuple[set[tuple[int, int | None]], dict[torch.fx.Node, int]]
+"""What a backward writes: storages, each with the sequence number of the autograd node that writes it (of a
+hook, None); and values of the forward that are overwritten, each with its storage."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -365,7 +355,7 @@ class Recorder:
 
     def note_larger_storage(self, tensor: FunctionalTensor) -> None:
         """Note that the storage of `tensor` is larger than the tensor."""
-        self._functionalisation.rebinding.larger_storages.add(functional_storage_id(tensor))
+        self.strided.larger_storages.add(functional_storage_id(tensor))
 
     def asked_for_strides(self, tensor: torch.Tensor) -> None:
         """Note that the program's backward reads the strides of a tensor, which depend on the tangents'."""
@@ -446,20 +436,20 @@ class Recorder:
     @contextlib.contextmanager
     def noting_writers(self) -> Generator[Writers]:
         """Note what is written while the context is active, and by which autograd nodes."""
-        found = Writers(set(), {})
+        nodes, of_forward = set[tuple[int, int | None]](), dict[torch.fx.Node, int]()
 
         def note(tensor: FunctionalTensor) -> None:
             storage = functional_storage_id(tensor)
-            found.nodes.add((storage, running_node()[0]))
+            nodes.add((storage, running_node()[0]))
             value = self._node_of(tensor)
             if value is None or self.draws.are_repeated(functional_value(tensor)):
                 return
             if value.meta.get("phase") == "forward":
-                found.of_forward[value] = storage
+                of_forward[value] = storage
 
         self._functionalisation.on_write = note
         try:
-            yield found
+            yield nodes, of_forward
         finally:
             self._functionalisation.on_write = None
 

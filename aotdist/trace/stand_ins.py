@@ -8,8 +8,7 @@ decided only among plain tensors.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -70,7 +69,6 @@ class StandIn:
         derived: whether it is a base without history, or a view of another stand-in: writes to it, and
             gradients for it, are those of the other inputs.
         spans: the spans that its plain tensors lie in, together with others.
-        base: which stand-in it is a view of, if it is made as one.
         first_version: version counter of `tensor` before the program ran.
     """
 
@@ -82,7 +80,6 @@ class StandIn:
     plains: tuple[FunctionalTensor, ...]
     derived: bool = False
     spans: frozenset[PrimalIdx] = frozenset()
-    base: PrimalIdx | None = None
     first_version: int = 0
 
     @property
@@ -160,7 +157,7 @@ class Inputs:
             self._recorder.note_data(at, functionals, plain_tensors(example))
         base = self._views.get(at)
         if base is not None:
-            return replace(self._view_of_base(slot, example, recipe, self._stand_ins[base]), base=base)
+            return self._view_of_base(slot, example, recipe, self._stand_ins[base])
         functionals = self._through_spans(at, functionals, example)
         stand_in = self._of_its_own(slot, example, recipe, functionals, fakes)
         spans = frozenset(span for (primal, _), (span, _) in self._aliases.items() if primal == at)
@@ -256,11 +253,6 @@ class Inputs:
     def row(self) -> Row[PrimalIdx, StandIn]:
         """Every stand-in so far."""
         return Row(self._stand_ins)
-
-    def views_of_inputs(self) -> Iterator[tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]]:
-        """The stand-ins that autograd knows as views of another, each with the function that makes it."""
-        for stand_in in (one for one in self._stand_ins if one.base is not None):
-            yield stand_in.tensor, functools.partial(made_again, stand_in.example)
 
     def index_of(self, tensor: torch.Tensor) -> PrimalIdx | None:
         """Which input the traced `tensor` is, if it is one."""

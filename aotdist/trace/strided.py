@@ -1,22 +1,27 @@
-"""Views that count from the storage: `as_strided`, and `unfold` where it leaves elements out or repeats them.
+"""Views that count from the storage, and tensors that are moved in it, or to another.
 
+The views are those of `as_strided`, and of `unfold` where it leaves elements out or repeats them.
 Functionalisation writes through `as_strided` only if no other view precedes it, and through `unfold` only if
 each element is shown once. So both are made as `as_strided` of the tensor that owns the memory.
 
 A trace has only the part of an input's storage that the input shows. A program may read outside of that part
 as long as nothing is written.
+
+A functional tensor is a shell around the tensor that owns the memory, which the program and autograd hold.
+Where the program moves a tensor (`set_`, `resize_`, `.data =`), the shell stays, and gets the content of
+another shell, made by a view or by an allocation.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from aotdist.aliasing.memory import extent, shows
+from aotdist.aliasing.memory import by_stride, extent, shows
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import is_symbolic
 from aotdist.torch_seam.functional import (
@@ -33,28 +38,26 @@ from aotdist.torch_seam.functional import (
 from aotdist.torch_seam.operators import OpOverload
 from aotdist.trace.failures import refusal
 
-_AS_STRIDED = torch.ops.aten.as_strided.default
-_UNFOLD = torch.ops.aten.unfold.default
+_ATEN = torch.ops.aten
+_AS_STRIDED = _ATEN.as_strided.default
+_UNFOLD = _ATEN.unfold.default
 _IN_PLACE: Mapping[Any, Callable[..., torch.Tensor]] = {
-    torch.ops.aten.t_.default: torch.ops.aten.t.default,
-    torch.ops.aten.transpose_.default: torch.ops.aten.transpose.int,
-    torch.ops.aten.unsqueeze_.default: torch.ops.aten.unsqueeze.default,
-    torch.ops.aten.squeeze_.default: torch.ops.aten.squeeze.default,
-    torch.ops.aten.squeeze_.dim: torch.ops.aten.squeeze.dim,
-    torch.ops.aten.squeeze_.dims: torch.ops.aten.squeeze.dims,
+    _ATEN.t_.default: _ATEN.t.default,
+    _ATEN.transpose_.default: _ATEN.transpose.int,
+    _ATEN.unsqueeze_.default: _ATEN.unsqueeze.default,
+    _ATEN.squeeze_.default: _ATEN.squeeze.default,
+    _ATEN.squeeze_.dim: _ATEN.squeeze.dim,
+    _ATEN.squeeze_.dims: _ATEN.squeeze.dims,
 }
 """What makes the view that each of these makes in place."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    size: Sequence[int]
-    stride: Sequence[int]
-    offset: int | None = None
+_Place: TypeAlias = tuple[Sequence[int], Sequence[int], int | None]
+"""Size, stride and offset in the storage; None for the offset that a tensor has."""
 
 
 class Strided:
-    """Makes views that count from the storage, of the tensors that own memory.
+    """Makes views that count from the storage, of the tensors that own memory, and moves tensors.
 
     Args:
         mode: the functionalisation mode.
@@ -67,6 +70,15 @@ class Strided:
         self._inputs: set[int] = set()
         self._looked_around: set[int] = set()
         self._not_through_views: set[int] = set()
+        self.larger_storages: set[int] = set()
+        """Storages that are larger than the tensors of the program in them."""
+        self.moves: Mapping[OpOverload, Callable[..., None]] = {
+            _ATEN.set_.default: _set_to_nothing,
+            _ATEN.set_.source_Tensor: _set_to,
+            _ATEN.resize_.default: self._resize,
+            _ATEN.resize_as_.default: self._resize_as,
+        }
+        """What moves a tensor in the place of each operator; called with the functionalisation mode on."""
 
     def lies_in(self, span: FunctionalTensor, part: FunctionalTensor, offset: int) -> None:
         """Note that `part`, which is a view of `span`, stands for a tensor that starts at `offset`.
@@ -114,23 +126,65 @@ class Strided:
         rebind(tensor, make())  # type: ignore[arg-type]
         return tensor
 
-    def resized(
-        self, tensor: FunctionalTensor, size: Sequence[int], stride: Sequence[int]
-    ) -> Callable[[], FunctionalTensor] | None:
-        """What makes `tensor` in another size, at the offset that it has; None if there is no room for it."""
-        return None if is_functional_base(tensor) else self._part(tensor, _Place(size, stride))
+    def _resize_as(
+        self,
+        tensor: FunctionalTensor,
+        template: torch.Tensor,
+        memory_format: torch.memory_format | None = None,
+    ) -> None:
+        """Give `tensor` the size of `template`."""
+        if memory_format is torch.preserve_format:
+            return self._resize_to(tensor, template.size(), template.stride())
+        return self._resize(tensor, template.size(), memory_format=memory_format)
+
+    def _resize(
+        self,
+        tensor: FunctionalTensor,
+        size: Sequence[int],
+        memory_format: torch.memory_format | None = None,
+    ) -> None:
+        """Give `tensor` another size, in its storage, which grows if need be."""
+        if tensor.size() != torch.Size(size):
+            shape = torch.empty(size, device="meta", memory_format=memory_format or torch.contiguous_format)
+            self._resize_to(tensor, size, shape.stride())
+
+    def _resize_to(self, tensor: FunctionalTensor, size: Sequence[int], stride: Sequence[int]) -> None:
+        """Give `tensor` another size and other, dense, strides."""
+        numel, room = math.prod(size), tensor.numel()
+        grows_around = numel > room and not self._is_all_of_its_storage(tensor)
+        if extent(tensor) != room or grows_around:
+            part = None if is_functional_base(tensor) else self._part(tensor, (size, stride, None))
+            if part is None:
+                why = "it grows into memory around it" if grows_around else "it has gaps"
+                raise refusal(
+                    f"a tensor is resized in place, and {why}",
+                    fix="clone it first, or make a tensor of the size that you need",
+                )
+            rebind(tensor, part())
+            return
+        flat = _flat(second_shell(tensor))
+        if numel > room:
+            flat = torch.cat([flat, torch.empty(numel - room, dtype=tensor.dtype, device=tensor.device)])
+        rebind(tensor, _shaped(flat[:numel], size, stride))  # type: ignore[arg-type]
+
+    def _is_all_of_its_storage(self, tensor: FunctionalTensor) -> bool:
+        if functional_storage_id(tensor) in self.larger_storages:
+            return False
+        value = functional_value(tensor)
+        start = value.storage_offset() * value.element_size()
+        return value.untyped_storage().nbytes() == start + tensor.numel() * tensor.element_size()
 
     def _of_base(
         self, func: OpOverload, tensor: FunctionalTensor, place: _Place
     ) -> Callable[[], FunctionalTensor] | None:
-        value = functional_value(tensor)
-        if place.offset is not None and tensor.storage_offset() != value.storage_offset():
+        value, (size, stride, offset) = functional_value(tensor), place
+        if offset is not None and tensor.storage_offset() != value.storage_offset():
             self.refuse_lost_offset(func, tensor)
-        if not shows(value, place.size, place.stride, place.offset):
+        if not shows(value, size, stride, offset):
             if func is _UNFOLD:
                 return None
             self._look_around(func, tensor)
-        return lambda: tensor.as_strided(place.size, place.stride, place.offset)  # type: ignore[return-value]
+        return lambda: tensor.as_strided(size, stride, offset)  # type: ignore[return-value]
 
     def _part(self, tensor: FunctionalTensor, place: _Place) -> Callable[[], FunctionalTensor] | None:
         """What makes a view of the memory's owner; None if there is no owner, or it is too short."""
@@ -141,10 +195,11 @@ class Strided:
             or memory.dtype != tensor.dtype
         ):
             return None
-        first = int(tensor.storage_offset()) if place.offset is None else place.offset - start
-        if first < 0 or first + _extent(place) > memory.numel():
+        size, stride, offset = place
+        first = int(tensor.storage_offset()) if offset is None else offset - start
+        if first < 0 or first + _extent(size, stride) > memory.numel():
             return None
-        return lambda: part_of(memory, place.size, place.stride, first)
+        return lambda: part_of(memory, size, stride, first)
 
     def _look_around(self, func: OpOverload, tensor: FunctionalTensor) -> None:
         """Note that a view shows memory which the trace does not have, or cannot be written through."""
@@ -190,8 +245,12 @@ def _place(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     if func is _UNFOLD:
         return _unfolded(*args, **kwargs)
     if func is _AS_STRIDED:
-        return _Place(*[*args[1:], *kwargs.values()]) if len(kwargs) < 2 else _Place(**kwargs)
+        return _place_of(*args[1:], **kwargs)
     return None
+
+
+def _place_of(size: Sequence[int], stride: Sequence[int], storage_offset: int | None = None) -> _Place:
+    return size, stride, storage_offset
 
 
 def _unfolded(tensor: torch.Tensor, dimension: int, size: int, step: int) -> _Place | None:
@@ -202,14 +261,38 @@ def _unfolded(tensor: torch.Tensor, dimension: int, size: int, step: int) -> _Pl
     sizes, strides = [*tensor.size(), size], [*tensor.stride(), tensor.stride(dim)]
     sizes[dim] = (sizes[dim] - size) // step + 1
     strides[dim] *= step
-    return _Place(sizes, strides)
+    return sizes, strides, None
 
 
-def _extent(place: _Place) -> int:
+def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
     """Number of elements from the first to the last in memory."""
-    if 0 in place.size:
-        return 0
-    return 1 + sum((n - 1) * step for n, step in zip(place.size, place.stride, strict=True))
+    return 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
+
+
+def _set_to(tensor: FunctionalTensor, source: FunctionalTensor) -> None:
+    """Move `tensor` to the memory of `source`, with its sizes and strides."""
+    if source.dtype != tensor.dtype:
+        raise RuntimeError(f"Could not set tensor of type {source.dtype} to a tensor of type {tensor.dtype}")
+    rebind(tensor, _ATEN.detach.default(source))
+
+
+def _set_to_nothing(tensor: FunctionalTensor) -> None:
+    """Make `tensor` empty."""
+    rebind(tensor, torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # type: ignore[arg-type]
+
+
+def _flat(dense: torch.Tensor) -> torch.Tensor:
+    """A dense tensor as one row, as it lies in memory.
+
+    Not by `as_strided`, through which functionalisation writes only where no other view comes before.
+    """
+    return dense.permute(by_stride(dense.size(), dense.stride())).view(-1)
+
+
+def _shaped(flat: torch.Tensor, size: Sequence[int], stride: Sequence[int]) -> torch.Tensor:
+    """The inverse of `_flat`."""
+    order = by_stride(size, stride)
+    return flat.view([size[dim] for dim in order]).permute([order.index(dim) for dim in range(len(order))])
 
 
 def _is_whole(memory: FunctionalTensor) -> bool:

@@ -17,7 +17,7 @@ import torch
 
 from aotdist.aliasing.view_log import ViewLog
 from aotdist.aliasing.view_mode import ViewMode
-from aotdist.facts import Facts, Untouched
+from aotdist.facts import BackwardFacts, Facts, Untouched
 from aotdist.program import Graph, PrimalIdx, Program, Row, Slot
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import class_functions_off
@@ -25,10 +25,10 @@ from aotdist.torch_seam.optimizers import intercept_schedules
 from aotdist.torch_seam.patches import formulas_under_modes, intercept_saved_tensor_hooks
 from aotdist.torch_seam.tensors import intercept_swaps, swap_attributes
 from aotdist.torch_seam.transforms import swapped_unseen
-from aotdist.trace.backward_effects import BackwardEffects, BackwardTrace
-from aotdist.trace.blocks.copies import NO_COPIES, Copies
+from aotdist.trace.backward_effects import BackwardTrace
+from aotdist.trace.blocks import NO_COPIES, Copies
 from aotdist.trace.blocks.instances import Blocks
-from aotdist.trace.capture_mode import CaptureMode, ReplayMode
+from aotdist.trace.capture_mode import CaptureMode
 from aotdist.trace.classes import users_code
 from aotdist.trace.context import TraceContext, TraceOptions
 from aotdist.trace.control_flow import call_higher_order
@@ -117,45 +117,21 @@ def trace(
         sizes, numbers = recorder.shape_env is not None, bool(options.counts)
         stack.enter_context(python_numbers.followed(recorder.unbacked, sizes=sizes, numbers=numbers))
         tensors = list(map(inputs.add, program.ins, program.examples))
-        for view, make in inputs.views_of_inputs():
-            log.views.note_given(view, make)
         stack.enter_context(symbols.counting(options.counts))
         stack.enter_context(context.view_mode)
         stack.enter_context(intercept_swaps(_refuse_swap))
         outs, capture_mode, blocks = _run_forward(context, program, tensors)
         stack.enter_context(swapped_unseen(capture_mode.swap))  # in the backward, too
         forward = read_forward(context, outs, capture_mode)
-        backward = BackwardTrace(context, forward).effects()
-    facts = _facts(context, forward, backward)
+        of_backward, results, later = BackwardTrace(context, forward).effects()
+    facts = _facts(context, forward, of_backward)
     seen = Program(program.fn, inputs.row().map(lambda s: s.slot), inputs.row().map(lambda s: s.example))
-    later = _later_backwards(context, seen, facts, backward)
     symbols.note(recorder.sizes())
-    graph = recorder.graph(forward.results + backward.results, symbols)
+    graph = recorder.graph(forward.results + results, symbols)
     return Traced(seen, graph, facts, recorder.fake_mode, symbols, later, copies=blocks.copies())
 
 
-def _later_backwards(
-    context: TraceContext,
-    program: Program[PrimalIdx],
-    facts: Facts,
-    backward: BackwardEffects,
-) -> LaterBackwards | None:
-    """What traces other backwards later; None if that cannot be done, as where the backward writes."""
-    options = context.options
-    if backward.facts.writes or not (options.cuts and options.may_run_later):
-        return None
-    context.inputs.forget_attributes()
-    return LaterBackwards(
-        backward=backward.runs,
-        replay_mode=ReplayMode({idx: one.tensor for idx, one in context.inputs.row().enumerate()}),
-        ins=program.ins,
-        recipes=facts.recipes,
-        grads=backward.grads,
-        waypoints=backward.waypoints,
-    )
-
-
-def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardEffects) -> Facts:
+def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardFacts) -> Facts:
     """What the later stages know of the program."""
     row, outputs, metadata = context.inputs.row(), forward.outputs, forward.metadata
     of_backward = (Untouched() for _ in range(len(row) - len(forward.writes)))
@@ -165,7 +141,7 @@ def _facts(context: TraceContext, forward: ForwardEffects, backward: BackwardEff
         order=outputs.order,
         node_outs=forward.node_outs,
         recipes=row.map(lambda one: one.recipe),
-        backward=backward.facts,
+        backward=backward,
         rewinds=forward.rewinds,
         switched_on=metadata.switched_on,
         storages=tuple(sorted(set(metadata.moved(row)))),

@@ -54,7 +54,7 @@ _KINDS = (
     *("operator", "function", "higher_order", "tensor", "torch", "device", "size", "float", "complex"),
     *("Slot", "Plain", "Wrapper", "Constant", "ViewStep", "MetadataWrite", "Returned", "Check", "Print"),
     *("EffectLog", "Assign", "Delete", "Tree", "TensorResult"),
-    *("Inside", "Around", "NodeAt", "Fresh", "IsInput", "ViewOfInput", "Facts", "Settings", "NotATensor"),
+    *("Inside", "NodeAt", "Fresh", "IsInput", "ViewOfInput", "Facts", "Settings", "NotATensor"),
 )
 
 

@@ -255,18 +255,16 @@ def _add_of_write(found: dict[NodeOutIdx, _Held], write: MetadataWrite, kept: Ma
             found.setdefault(arg.value, functools.partial(_source, write.number, position))
         elif isinstance(arg, ViewOfIntermediate):
             found.setdefault(arg.base, functools.partial(_source, write.number, position))
-    if isinstance(write.target, Fresh):
-        found.setdefault(write.target.value, functools.partial(_target, write.number))
     if write.data is not None:
         found.setdefault(write.data, functools.partial(_grown, write.number))
 
 
 def _output(idx: OutIdx, log: ViewLog, outs: Sequence[Any], _: Sequence[Any]) -> torch.Tensor:
-    return log.as_made(outs[idx])
+    return outs[idx]
 
 
 def _base_of_output(idx: OutIdx, log: ViewLog, outs: Sequence[Any], _: Sequence[Any]) -> torch.Tensor:
-    return log.as_made(log.root(outs[idx], set(map(id, outs))).base)
+    return log.root(outs[idx], set(map(id, outs))).base
 
 
 def _from_function(
@@ -274,16 +272,12 @@ def _from_function(
 ) -> torch.Tensor:
     root = log.root(outs[idx], set(map(id, outs)))
     # Where nothing has a history, nothing tells what a function made: the view is made again.
-    value = log.as_made(root.made[number].tensor) if root.made else replay(root.base, steps, (), {})
+    value = root.made[number].tensor if root.made else replay(root.base, steps, (), {})
     return value.clone()  # the view that is made of it knows whose memory it shows; the value is the numbers
 
 
 def _source(number: int, position: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:
-    return log.as_made(log.root(log.changes[number].args[position], ()).base)
-
-
-def _target(number: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:
-    return log.as_made(log.changes[number].tensor)
+    return log.root(log.changes[number].args[position], ()).base
 
 
 def _grown(number: int, log: ViewLog, *_: Sequence[Any]) -> torch.Tensor:

@@ -29,8 +29,8 @@ from aotdist.torch_seam.modules import (
 )
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.torch_seam.trees import pytree
+from aotdist.trace.blocks import Copies
 from aotdist.trace.blocks.backwards import Backwards
-from aotdist.trace.blocks.copies import Copies
 from aotdist.trace.blocks.functions import Functions
 from aotdist.trace.blocks.kinds import Kind, Reads, Unfit, kind_of
 from aotdist.trace.blocks.recording import (

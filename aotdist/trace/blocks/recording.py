@@ -347,7 +347,7 @@ def checked_outs(outs: Sequence[Any], given: Kind, made: set[Node], recorder: Re
     Raises:
         Unfit: a leaf is something other than these, new tensors and constants.
     """
-    met: set[int] = set()
+    returned: set[int] = set()
     positions = {id(tensor): position for position, tensor in enumerate(given.tensors)}
     outs = tuple(Given(positions[id(out)]) if id(out) in positions else out for out in outs)
     for out in outs:
@@ -358,9 +358,9 @@ def checked_outs(outs: Sequence[Any], given: Kind, made: set[Node], recorder: Re
         plains = plain_tensors(out)
         if not all(isinstance(plain, FunctionalTensor) for plain in plains):
             raise Unfit("it returns a tensor that it closes over")
-        if out._is_view() or out._backward_hooks or id(out) in met:
+        if out._is_view() or out._backward_hooks or id(out) in returned:
             raise Unfit("it returns a view, a tensor twice, or one with a hook")
-        met.add(id(out))
+        returned.add(id(out))
         for plain in plains:
             if not is_functional_base(plain) or recorder.value(plain) not in made:  # type: ignore[arg-type]
                 raise Unfit("it returns a view, or a tensor that it did not make")

@@ -1,4 +1,4 @@
-"""One table of what PyTorch does in a trace otherwise than in eager, and what is called instead.
+"""The table of corrections: what PyTorch does differently in a trace than in eager, and what runs instead.
 
 A correction acts at one level: on a *function* as the program calls it, on an *operator* before it is made
 functional, on a *node* before it is recorded, or on the *fake* results of an operator, on any device or on a
