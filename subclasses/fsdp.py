@@ -69,7 +69,7 @@ from aotdist.subclasses.fsdp_refusals import (
     refuse_switches,
 )
 from aotdist.subclasses.fsdp_units import PARTIAL, groups, outermost, param_path, unit_name, units
-from aotdist.subclasses.fsdp_unshard import new_accumulator, share_out_partial
+from aotdist.subclasses.fsdp_unshard import make_whole, new_accumulator, share_out_partial
 from aotdist.subclasses.protocol import ModuleRule
 from aotdist.torch_seam.autograd import call_after_backward, in_backward
 from aotdist.torch_seam.dtensor import local_part, local_tensor
@@ -172,6 +172,7 @@ class _FsdpRule(ModuleRule):
         for record in group.fsdp_params:
             if record.sharded_param.requires_grad and record.unsharded_accumulated_grad is None:
                 left = self._left.pop(record, _nothing)()
+                make_whole(record)
                 record.unsharded_accumulated_grad = new_accumulator(record) if left is None else left
                 self._new.add(record)
 

@@ -298,6 +298,21 @@ def new_accumulator(record: Any) -> torch.Tensor:
     return local if spec is None else make_dtensor(local, spec)
 
 
+def make_whole(record: Any) -> None:
+    """Let FSDP2 make its whole parameter, without memory, if eager never gathered it.
+
+    A pipeline's schedule has FSDP2 itself reduce what its backwards accumulated, which looks for one.
+    """
+    if hasattr(record, "_unsharded_param") or hasattr(
+        local_tensor(record.sharded_param), "fsdp_pre_all_gather"
+    ):
+        return
+    count, dtype = record.padded_sharded_param_size.numel(), record.param_dtype or record.orig_dtype
+    record.init_all_gather_outputs([count], [dtype], record.mesh_info.shard_mesh_size, record.device)
+    record.init_unsharded_param()
+    record.free_unsharded_param()
+
+
 def share_out_partial(group: Any) -> bool:
     """Give each trainable parameter its part of FSDP2's buffer of gradients not yet summed over replicas.
 

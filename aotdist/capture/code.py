@@ -180,6 +180,7 @@ def is_users_class(cls: type) -> bool:
     return cls.__module__ == "__main__" or (module is not None and is_users_module(module))
 
 
+@functools.cache
 def _is_users_file(filename: str) -> bool:
     if is_of_python(filename) or is_of_a_package(filename):
         return False

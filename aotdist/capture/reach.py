@@ -48,7 +48,12 @@ from aotdist.capture.readers import cells_of, defaults_of, empty_cells_of, is_ar
 from aotdist.capture.source import Source, keeper_of
 from aotdist.subclasses.protocol import is_of_own_class, is_wrapper
 
-_BUILT_IN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+_BUILT_IN = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.GenericAlias,  # `list[int]`, whose attributes are those of the class
+)
 _FUNCTION_METHODS = frozenset({"forward", "setup_context", "backward", "jvp"})
 _TENSOR_METHODS = frozenset({"__torch_function__", "__new__", "__init__", "__getattr__", "__setattr__"})
 _CONSTRUCTORS = frozenset({"__new__", "__init__", "__post_init__"})

@@ -19,7 +19,7 @@ import torch
 from torch.fx import Node
 
 from aotdist.partition.builder import GraphBuilder, needed_by
-from aotdist.partition.traits import is_effectful, is_view, phase_of, storage_root, value_bytes
+from aotdist.partition.traits import is_effectful, is_view, is_wait, phase_of, storage_root, value_bytes
 from aotdist.program import Graph
 from aotdist.settings import Settings
 from aotdist.torch_seam.operators import OpOverload, cached_by_operator
@@ -126,7 +126,14 @@ class _Simplifier:
             return self._copied(node) or self._repeated(node)
         if node.target is _ATEN.t.default:
             return self._undone(node) or self._repeated(node)
+        if is_wait(node):
+            return self._waited(node)
         return self._repeated(node) if is_view(node) or _is_repeatable(node) else None
+
+    def _waited(self, node: Node) -> Node | None:
+        """The first wait for a collective: a selective checkpoint that keeps what one returns waits again."""
+        first = self.first_of.setdefault(self._key(node), [node])[0]
+        return None if first is node else self._shown_by(first, node)
 
     def _undone(self, node: Node) -> Node | None:
         """The source of a double transpose, as in the backward of each linear layer (1.2 us each)."""

@@ -159,6 +159,16 @@ def test_an_object_may_answer_for_every_attribute() -> None:
     assert torch.equal(call(torch.ones(2)), torch.full((2,), 2.0))
 
 
+ANNOTATED = Callable[[torch.Tensor], torch.Tensor]
+
+
+def test_an_alias_of_types_may_answer_for_its_class() -> None:
+    """`__dict__` of `Callable[..., int]` is that of the class; torchtitan's logger has a `TypeVar` of it."""
+    call = compiled(lambda x: x * getattr(ANNOTATED, "scale", 3))
+    assert torch.equal(call(torch.ones(2)), torch.full((2,), 3.0))
+    assert num_artifacts(call) == 1
+
+
 def test_of_a_logger_only_its_level_counts() -> None:
     """`handlers` and `manager` are names that the program reads, and lead to all loggers of the process."""
     logger, sums = logging.getLogger("tests.closures"), list[torch.Tensor]()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.ranks.harness import World
 from tests.subclasses.dtensors import S0, S1, SETTLED, SIZES, Make, P, R, compare, grid, leaf, mine
@@ -144,3 +146,18 @@ def graph_case() -> None:
 
 def test_nothing_else_is_in_the_graph(world2: World) -> None:
     world2.run(graph_case)
+
+
+def kept_by_a_checkpoint_case() -> None:
+    kept = [torch.ops._c10d_functional.reduce_scatter_tensor.default]
+    contexts = partial(create_selective_checkpoint_contexts, kept)
+
+    def scattered(x: DTensor) -> torch.Tensor:
+        return x.redistribute(placements=[S0]).to_local().sin().exp()
+
+    compare(lambda x: [checkpoint(scattered, x, use_reentrant=False, context_fn=contexts)], leaf((4, 6), P))
+
+
+def test_a_checkpoint_keeps_what_it_waits_for(world2: World) -> None:
+    """As torchtitan's selective checkpoints under sequence parallelism: what recomputes waits again."""
+    world2.run(kept_by_a_checkpoint_case)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import product
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import PipelineStage
 
 from aotdist.api import compile as compile_module
 from aotdist.subclasses.fsdp import MODULE_RULE
@@ -63,6 +66,25 @@ def mixed_case(kinds: str, policy: dict[str, Any]) -> None:
 @pytest.mark.parametrize("kinds", ["".join(kinds) for kinds in product("ec", repeat=3)][1:])
 def test_eager_and_captured_steps_mix(world2: World, kinds: str, policy: dict[str, Any]) -> None:
     world2.run(mixed_case, kinds, policy)
+
+
+def pipeline_case(policy: dict[str, Any]) -> None:
+    def trained(step: Callable[..., torch.Tensor]) -> Net:
+        model = seeded(lambda: shard_blocks(Net(), line(2), mp_policy=MixedPrecisionPolicy(**policy)))
+        model.set_is_last_backward(False)
+        model.set_requires_gradient_sync(False)
+        for microbatch in range(3):
+            step(model, tokens(microbatch))
+        stage = cast(PipelineStage, SimpleNamespace(submod=model))
+        PipelineStage.perform_reduce_grad(stage, 1)
+        return model
+
+    assert not (names := different_grads(trained(eager_step), trained(captured_step))), names
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+def test_a_pipelines_schedule_reduces_by_fsdp2_itself(world2: World, policy: dict[str, Any]) -> None:
+    world2.run(pipeline_case, policy)
 
 
 def inductor_case() -> None:
