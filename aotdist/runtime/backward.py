@@ -238,6 +238,7 @@ class Backward:
         if not self.plan.saved.frees:
             return ()
         if len(arrived) == len(self.plan.tangents) or self.plan.backward_writes.plains:
+            ctx.rest = None
             return list(ctx.saved_tensors)
         saved = saved_for(ctx, self.plan, arrived, compiled.reads)
         keep_for_others(ctx, self.plan, arrived, saved)

@@ -122,8 +122,8 @@ def _written_since(name: str) -> UnsupportedProgram:
 
 
 Rest: TypeAlias = "tuple[frozenset[NodeOutIdx], tuple[tuple[torch.Tensor, int], ...] | None]"
-"""After a backward of some results that did not retain the graph: these results, and all saved values (a
-compiled graph takes all), each with its version counter; None if no other result can be differentiated."""
+"""After a backward of some results: those that did not retain the graph, and all saved values (a compiled graph
+takes all), each with its version counter; None if no other result can be differentiated."""
 
 
 def saved_for(
@@ -143,20 +143,22 @@ def saved_for(
 
 
 def _rest(ctx: Any) -> Rest:
-    return getattr(ctx, "rest", (frozenset(), None))
+    return getattr(ctx, "rest", None) or (frozenset(), None)
 
 
 def keep_for_others(
     ctx: Any, plan: NodePlan, arrived: Collection[NodeOutIdx], saved: Sequence[torch.Tensor]
 ) -> None:
-    """Keep the saved values for results that are independent of `arrived`, unless the graph is retained."""
-    if keeps_graph():
-        return
+    """Keep the saved values for results that are independent of what was freed: of `arrived`.
+
+    Of a retained graph nothing is freed, but an optimizer may write what only `arrived` needs: the node would
+    hand out no saved value then (`retain_graph=True` for the critic, its step, and then the actor).
+    """
     before, values = _rest(ctx)
-    done = before.union(arrived)
+    done = before if keeps_graph() else before.union(arrived)
     if not any(idx not in done and _are_independent(plan, done, [idx]) for idx in plan.differentiable()):
         values = None
-    elif not before:
+    elif values is None and not before:
         # Detached, since a saved result would keep its own node alive.
         values = tuple((value.detach(), version_of(value)) for value in saved)
     ctx.rest = done, values
