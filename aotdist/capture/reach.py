@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import collections
 import functools
+import itertools
 import os
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -72,7 +73,8 @@ def reach(
         code: modules, functions and classes among the arguments, by name.
         excluded: containers that it does not enter: the program gets their items in another way.
     """
-    walk = _Walk(seen=dict.fromkeys(map(id, excluded)))
+    arguments = tuple(arguments)
+    walk = _Walk(seen=dict.fromkeys(map(id, excluded)), paths={source.path for source, _ in arguments})
     path = "" if isinstance(target, nn.Module) else getattr(target, "__name__", type(target).__name__)
     for source, tensor in arguments:
         walk.look_at(source, tensor)
@@ -109,6 +111,7 @@ class _Walk:
         inputs: the places of tensors that are inputs in any case.
         named: objects whose attributes are read by name.
         of_class: the names that were looked up in each class.
+        paths: of the tensors and the outermost modules, which name the inputs of the program.
     """
 
     reached: Reached = field(default_factory=Reached)
@@ -117,6 +120,7 @@ class _Walk:
     inputs: dict[int, Source] = field(default_factory=dict)
     named: list[_Named] = field(default_factory=list)
     of_class: dict[type, set[str]] = field(default_factory=dict)
+    paths: set[str] = field(default_factory=set)
 
     def visit(self, source: Source, value: Any) -> None:
         pending = [iter([(source, value)])]  # a chain of objects may be longer than Python's stack is high
@@ -138,6 +142,8 @@ class _Walk:
         if id(value) in self.seen:
             self._note_tie(source, value)
             return
+        if isinstance(value, (torch.Tensor, nn.Module)):
+            source = self._of_its_own_name(source)
         self.seen[id(value)] = source
         if isinstance(value, torch.Tensor):
             self.reached.tensors.append((source, value))
@@ -160,6 +166,13 @@ class _Walk:
             self.reached.python_generators.append((source.path, value))
         else:
             yield from self._inside(source, value)
+
+    def _of_its_own_name(self, source: Source) -> Source:
+        """The same place; its path counts, if it is another's: closures of one factory name variables alike."""
+        paths = (f"{source.path}#{number}" if number > 1 else source.path for number in itertools.count(1))
+        path = next(path for path in paths if path not in self.paths)
+        self.paths.add(path)
+        return replace(source, path=path)
 
     def _note_tie(self, source: Source, value: Any) -> None:
         """Note a further place of an object: at another call, two objects may be in the two places.
