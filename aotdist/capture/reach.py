@@ -142,9 +142,7 @@ class _Walk:
         if id(value) in self.seen:
             self._note_tie(source, value)
             return
-        if isinstance(value, (torch.Tensor, nn.Module)):
-            source = self._of_its_own_name(source)
-        self.seen[id(value)] = source
+        self.seen[id(value)] = source = self._of_its_own_name(source, value)
         if isinstance(value, torch.Tensor):
             self.reached.tensors.append((source, value))
             if id(value) in self.inputs:
@@ -167,8 +165,10 @@ class _Walk:
         else:
             yield from self._inside(source, value)
 
-    def _of_its_own_name(self, source: Source) -> Source:
-        """The same place; its path counts, if it is another's: closures of one factory name variables alike."""
+    def _of_its_own_name(self, source: Source, value: Any) -> Source:
+        """The same place; of a tensor or a module, under a path of its own: closures may name them alike."""
+        if not isinstance(value, (torch.Tensor, nn.Module)):
+            return source
         paths = (f"{source.path}#{number}" if number > 1 else source.path for number in itertools.count(1))
         path = next(path for path in paths if path not in self.paths)
         self.paths.add(path)

@@ -122,8 +122,8 @@ def _written_since(name: str) -> UnsupportedProgram:
 
 
 Rest: TypeAlias = "tuple[frozenset[NodeOutIdx], tuple[tuple[torch.Tensor, int], ...] | None]"
-"""After a backward of some results: those that did not retain the graph, and all saved values (a compiled graph
-takes all), each with its version counter; None if no other result can be differentiated."""
+"""After a backward of some results: these, unless it retained the graph, and all saved values (a compiled
+graph takes all), each with its version counter; None if no other result can be differentiated."""
 
 
 def saved_for(

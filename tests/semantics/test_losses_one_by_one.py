@@ -112,7 +112,7 @@ def test_nothing_is_kept_alive() -> None:
 
 @pytest.mark.parametrize("retains", [False, True])
 def test_a_step_in_between(retains: bool) -> None:
-    """An optimizer writes what only the first loss needed: a critic's, of a model that holds the actor, too."""
+    """An optimizer writes what only the first loss needed, as a critic's does beside an actor."""
     grads: list[list[torch.Tensor]] = []
     for compiles in (False, True):
         torch.manual_seed(0)
