@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
 import os
 import types
 from collections import deque
@@ -73,10 +72,10 @@ def reach(
         code: modules, functions and classes among the arguments, by name.
         excluded: containers that it does not enter: the program gets their items in another way.
     """
-    arguments = tuple(arguments)
-    walk = _Walk(seen=dict.fromkeys(map(id, excluded)), paths={source.path for source, _ in arguments})
+    walk = _Walk(seen=dict.fromkeys(map(id, excluded)))
     path = "" if isinstance(target, nn.Module) else getattr(target, "__name__", type(target).__name__)
     for source, tensor in arguments:
+        walk.paths[source.path] += 1
         walk.look_at(source, tensor)
     walk.visit(Source(path, target), target)
     for name, value in code:
@@ -111,7 +110,7 @@ class _Walk:
         inputs: the places of tensors that are inputs in any case.
         named: objects whose attributes are read by name.
         of_class: the names that were looked up in each class.
-        paths: of the tensors and the outermost modules, which name the inputs of the program.
+        paths: how many tensors and outermost modules, which name the inputs of the program, have each path.
     """
 
     reached: Reached = field(default_factory=Reached)
@@ -120,7 +119,7 @@ class _Walk:
     inputs: dict[int, Source] = field(default_factory=dict)
     named: list[_Named] = field(default_factory=list)
     of_class: dict[type, set[str]] = field(default_factory=dict)
-    paths: set[str] = field(default_factory=set)
+    paths: collections.Counter[str] = field(default_factory=collections.Counter[str])
 
     def visit(self, source: Source, value: Any) -> None:
         pending = [iter([(source, value)])]  # a chain of objects may be longer than Python's stack is high
@@ -155,9 +154,7 @@ class _Walk:
             self._identity(source, value)
             self.reached.generators.extend([value] if isinstance(value, torch.Generator) else [])
             holder = getattr(value, "__self__", None)
-            if isinstance(holder, (list, dict)) or is_python_generator(
-                holder
-            ):  # of the method `grads.append`
+            if isinstance(holder, (list, dict)) or is_python_generator(holder):  # of `grads.append`
                 yield source.attribute("__self__", source.path), holder
         elif is_python_generator(value):
             self._identity(source, value)
@@ -169,10 +166,8 @@ class _Walk:
         """The same place; of a tensor or a module, under a path of its own: closures may name them alike."""
         if not isinstance(value, (torch.Tensor, nn.Module)):
             return source
-        paths = (f"{source.path}#{number}" if number > 1 else source.path for number in itertools.count(1))
-        path = next(path for path in paths if path not in self.paths)
-        self.paths.add(path)
-        return replace(source, path=path)
+        self.paths[source.path] = number = self.paths[source.path] + 1
+        return replace(source, path=f"{source.path}#{number}") if number > 1 else source
 
     def _note_tie(self, source: Source, value: Any) -> None:
         """Note a further place of an object: at another call, two objects may be in the two places.

@@ -66,15 +66,6 @@ class Arguments:
         return [evaluate(at, ctx.symbols) if isinstance(at, str) else held[at] for at in self.sources]
 
 
-def saved_by(ctx: Any, plan: NodePlan) -> Sequence[torch.Tensor]:
-    """The saved values.
-
-    Raises:
-        RuntimeError: one was written since the forward, or they were freed; autograd's own error.
-    """
-    return ctx.saved_tensors if plan.saved.frees else ()
-
-
 def check_kept_inputs(ctx: Any, plan: NodePlan, needed: Collection[Slot]) -> None:
     """Check that the needed ones among the kept inputs have not been written since the forward.
 
@@ -84,7 +75,13 @@ def check_kept_inputs(ctx: Any, plan: NodePlan, needed: Collection[Slot]) -> Non
     kept = plan.kept_inputs
     for (position, slots), version in zip(kept.unsaved, ctx.versions if kept.unsaved else (), strict=True):
         if version_of(ctx.kept_primals[position]) != version and any(slot in needed for slot in slots):
-            raise _written_since(slots[0].path)
+            path = slots[0].path
+            raise UnsupportedProgram(
+                f"`{path}` was written after the forward, and its old value is needed, which was not saved: "
+                "gradients are asked for with `create_graph=True`, or arrive as another kind of tensor",
+                stage="runtime",
+                fix=f"write `{path}` after that backward, or pass a clone of it",
+            )
 
 
 def run_once(ctx: Any) -> None:
@@ -110,15 +107,6 @@ def let_go(ctx: Any) -> None:
         ctx.kept_primals = None
         if getattr(ctx, "rest", None) is None:  # else a backward of other results may follow
             ctx.wrappers = ()
-
-
-def _written_since(name: str) -> UnsupportedProgram:
-    return UnsupportedProgram(
-        f"`{name}` was written after the forward, and its old value is needed, which was not saved: "
-        "gradients are asked for with `create_graph=True`, or arrive as another kind of tensor",
-        stage="runtime",
-        fix=f"write `{name}` after that backward, or pass a clone of it",
-    )
 
 
 Rest: TypeAlias = "tuple[frozenset[NodeOutIdx], tuple[tuple[torch.Tensor, int], ...] | None]"
@@ -149,10 +137,9 @@ def _rest(ctx: Any) -> Rest:
 def keep_for_others(
     ctx: Any, plan: NodePlan, arrived: Collection[NodeOutIdx], saved: Sequence[torch.Tensor]
 ) -> None:
-    """Keep the saved values for results that are independent of what was freed: of `arrived`.
+    """Keep the saved values for results that need nothing that was freed.
 
-    Of a retained graph nothing is freed, but an optimizer may write what only `arrived` needs: the node would
-    hand out no saved value then (`retain_graph=True` for the critic, its step, and then the actor).
+    Of a retained graph, too: the node hands out all or none, and what only `arrived` needs may be written.
     """
     before, values = _rest(ctx)
     done = before if keeps_graph() else before.union(arrived)
