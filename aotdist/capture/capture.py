@@ -255,8 +255,8 @@ class _Trace:
             assignments.roll_back()
             refuse_carried(error, assignments.existing)
             raise
-        outs = list(leaves)
-        trees = [(place, Tree.of(value)) for place, value in assigned]
+        outs = list(map(_as_symbol, leaves))  # those in an object; of others the step makes tensors
+        trees = [(place, Tree.of(value).map(_as_symbol)) for place, value in assigned]
         if self.call.differentiates:  # its backward has run already
             detached = functools.partial(_without_history, inputs=self.inputs)
             trees = [(place, tree.map(detached)) for place, tree in trees]

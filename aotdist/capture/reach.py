@@ -15,7 +15,7 @@ import os
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -79,6 +79,7 @@ def reach(
     walk = _Walk(seen=dict.fromkeys(map(id, excluded)))
     path = "" if isinstance(target, nn.Module) else getattr(target, "__name__", type(target).__name__)
     for source, tensor in arguments:
+        walk.paths[source.path] += 1
         walk.look_at(source, tensor)
     walk.visit(Source(path, target), target)
     for name, value in code:
@@ -113,6 +114,7 @@ class _Walk:
         inputs: the places of tensors that are inputs in any case.
         named: objects whose attributes are read by name.
         of_class: the names that were looked up in each class.
+        paths: how many tensors and outermost modules, which name the inputs of the program, have each path.
     """
 
     reached: Reached = field(default_factory=Reached)
@@ -121,6 +123,7 @@ class _Walk:
     inputs: dict[int, Source] = field(default_factory=dict)
     named: list[_Named] = field(default_factory=list)
     of_class: dict[type, set[str]] = field(default_factory=dict)
+    paths: collections.Counter[str] = field(default_factory=collections.Counter[str])
 
     def visit(self, source: Source, value: Any) -> None:
         pending = [iter([(source, value)])]  # a chain of objects may be longer than Python's stack is high
@@ -142,7 +145,7 @@ class _Walk:
         if id(value) in self.seen:
             self._note_tie(source, value)
             return
-        self.seen[id(value)] = source
+        self.seen[id(value)] = source = self._of_its_own_name(source, value)
         if isinstance(value, torch.Tensor):
             self.reached.tensors.append((source, value))
             if id(value) in self.inputs:
@@ -155,15 +158,20 @@ class _Walk:
             self._identity(source, value)
             self.reached.generators.extend([value] if isinstance(value, torch.Generator) else [])
             holder = getattr(value, "__self__", None)
-            if isinstance(holder, (list, dict)) or is_python_generator(
-                holder
-            ):  # of the method `grads.append`
+            if isinstance(holder, (list, dict)) or is_python_generator(holder):  # of `grads.append`
                 yield source.attribute("__self__", source.path), holder
         elif is_python_generator(value):
             self._identity(source, value)
             self.reached.python_generators.append((source.path, value))
         else:
             yield from self._inside(source, value)
+
+    def _of_its_own_name(self, source: Source, value: Any) -> Source:
+        """The same place; of a tensor or a module, under a path of its own: closures may name them alike."""
+        if not isinstance(value, (torch.Tensor, nn.Module)):
+            return source
+        self.paths[source.path] = number = self.paths[source.path] + 1
+        return replace(source, path=f"{source.path}#{number}") if number > 1 else source
 
     def _note_tie(self, source: Source, value: Any) -> None:
         """Note a further place of an object: at another call, two objects may be in the two places.

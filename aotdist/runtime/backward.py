@@ -22,7 +22,7 @@ from aotdist.partition.gates import Gate
 from aotdist.runtime.backwards import Arrived, CompiledBackward, Training
 from aotdist.runtime.derive import BackwardRequest
 from aotdist.runtime.double_backward import failing_later, laid_out_with_history
-from aotdist.runtime.held import keep_for_others, let_go, saved_by, saved_for
+from aotdist.runtime.held import keep_for_others, let_go, saved_for
 from aotdist.runtime.hooks import is_watched
 from aotdist.runtime.plan import Grads, NodePlan
 from aotdist.runtime.tangent import is_laid_out_as
@@ -230,14 +230,15 @@ class Backward:
         converted = {idx: tangent.converted(arrived[idx]) for idx, tangent in tangents.items()}
         given = [plain for idx, tangent in tangents.items() for plain in tangent.laid_out(converted[idx])]
         ordinary = not (request.watched or request.kinds)
-        saved = self._saved(ctx, arrived, compiled) if ordinary else saved_by(ctx, plan)
+        saved = self._saved(ctx, arrived, compiled if ordinary else None)
         return compiled, compiled.arguments.read(ctx, plan, saved, given), GradRebuilder(converted.values())
 
-    def _saved(self, ctx: Any, arrived: Grads, compiled: CompiledBackward) -> Sequence[torch.Tensor]:
-        """The saved values; what a later backward of other results needs is kept for it."""
+    def _saved(self, ctx: Any, arrived: Grads, compiled: CompiledBackward | None) -> Sequence[torch.Tensor]:
+        """The saved values; an ordinary backward, `compiled`, keeps those that other results need later."""
         if not self.plan.saved.frees:
             return ()
-        if len(arrived) == len(self.plan.tangents) or self.plan.backward_writes.plains:
+        if compiled is None or len(arrived) == len(self.plan.tangents) or self.plan.backward_writes.plains:
+            ctx.rest = None
             return list(ctx.saved_tensors)
         saved = saved_for(ctx, self.plan, arrived, compiled.reads)
         keep_for_others(ctx, self.plan, arrived, saved)
@@ -297,7 +298,7 @@ class Backward:
                 return [failing_later(grad, double.failure) for grad in grads], kept
         tangents = specialize_sizes(ctx, double.tangents)
         given = [laid_out_with_history(tangent, arrived[idx]) for idx, tangent in tangents.items()]
-        return double.run(ctx, self.plan, saved_by(ctx, self.plan), given)
+        return double.run(ctx, self.plan, ctx.saved_tensors if self.plan.saved.frees else (), given)
 
 
 Gradients: TypeAlias = "tuple[Sequence[torch.Tensor | None], list[torch.Tensor | None]]"

@@ -66,15 +66,6 @@ class Arguments:
         return [evaluate(at, ctx.symbols) if isinstance(at, str) else held[at] for at in self.sources]
 
 
-def saved_by(ctx: Any, plan: NodePlan) -> Sequence[torch.Tensor]:
-    """The saved values.
-
-    Raises:
-        RuntimeError: one was written since the forward, or they were freed; autograd's own error.
-    """
-    return ctx.saved_tensors if plan.saved.frees else ()
-
-
 def check_kept_inputs(ctx: Any, plan: NodePlan, needed: Collection[Slot]) -> None:
     """Check that the needed ones among the kept inputs have not been written since the forward.
 
@@ -138,8 +129,8 @@ def let_go(ctx: Any) -> None:
 
 
 Rest: TypeAlias = "tuple[frozenset[NodeOutIdx], tuple[tuple[torch.Tensor, int], ...] | None]"
-"""After a backward of some results that did not retain the graph: these results, and all saved values (a
-compiled graph takes all), each with its version counter; None if no other result can be differentiated."""
+"""After a backward of some results: these, unless it retained the graph, and all saved values (a compiled
+graph takes all), each with its version counter; None if no other result can be differentiated."""
 
 
 def saved_for(
@@ -159,20 +150,21 @@ def saved_for(
 
 
 def _rest(ctx: Any) -> Rest:
-    return getattr(ctx, "rest", (frozenset(), None))
+    return getattr(ctx, "rest", None) or (frozenset(), None)
 
 
 def keep_for_others(
     ctx: Any, plan: NodePlan, arrived: Collection[NodeOutIdx], saved: Sequence[torch.Tensor]
 ) -> None:
-    """Keep the saved values for results that are independent of `arrived`, unless the graph is retained."""
-    if keeps_graph():
-        return
+    """Keep the saved values for results that need nothing that was freed.
+
+    Of a retained graph, too: the node hands out all or none, and what only `arrived` needs may be written.
+    """
     before, values = _rest(ctx)
-    done = before.union(arrived)
+    done = before if keeps_graph() else before.union(arrived)
     if not any(idx not in done and _are_independent(plan, done, [idx]) for idx in plan.differentiable()):
         values = None
-    elif not before:
+    elif values is None and not before:
         # Detached, since a saved result would keep its own node alive.
         values = tuple((value.detach(), version_of(value)) for value in saved)
     ctx.rest = done, values

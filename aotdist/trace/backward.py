@@ -208,7 +208,8 @@ def requires_grad_by_itself(slot: Slot) -> UnsupportedProgram:
     """An error for a result that requires grad although it follows from no input that does."""
     return unsupported(
         f"`{slot}` requires grad, and no input of the program that does leads to it",
-        "call `requires_grad_()` on the result outside, or pass the tensor that is to get the gradient",
+        "let it require grad (`requires_grad_()`, `nn.Parameter`) outside, of the result or of an argument; "
+        "or compile the whole step, with its `backward()`, and neither return nor keep such a tensor",
     )
 
 

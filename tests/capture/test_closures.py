@@ -187,6 +187,32 @@ def test_of_a_logger_only_its_level_counts() -> None:
     assert [one.item() for one in sums] == [2.0]
 
 
+def applied(net: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda x: net(x)
+
+
+def test_modules_that_closures_call_by_one_name() -> None:
+    first, second = (nn.Sequential(nn.Linear(2, 2), nn.Dropout(1.0)) for _ in range(2))
+    calls = [applied(first), applied(second)]
+    both = compiled(lambda x: torch.stack([call(x) for call in calls]))
+    for model in (first, second, first):
+        model.train(not model.training)
+        assert torch.equal(both(torch.ones(2)), torch.stack([first(torch.ones(2)), second(torch.ones(2))]))
+    first[0].weight = nn.Parameter(torch.ones(2, 2))
+    assert torch.equal(both(torch.ones(2))[1], second(torch.ones(2)))
+    first.eval()
+    assert torch.equal(both(torch.ones(2))[0], first(torch.ones(2)))
+
+
+def test_tensors_that_functions_read_by_one_name() -> None:
+    """The bands of NeRF's positional encoding; and a list that is called as arguments are."""
+    args = [torch.tensor(2.0), torch.tensor(3.0)]
+    bands = [lambda x, band=band: torch.sin(x * band) for band in 2.0 ** torch.arange(3)]
+    call = compiled(lambda x: torch.stack([band(x) for band in bands]) * args[0])
+    expected = torch.sin(torch.ones(()) * 2.0 ** torch.arange(3)) * 2
+    assert torch.equal(call(torch.ones(())), expected)
+
+
 @pytest.mark.parametrize("folder", ["lib/python3/dist-packages", ".local/lib/python3.12/site-packages"])
 def test_packages_of_other_environments_are_not_the_users(folder: str) -> None:
     code = compile("def scale(x): return x * FACTOR", f"/elsewhere/{folder}/layers.py", "exec")

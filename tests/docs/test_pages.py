@@ -54,7 +54,7 @@ def printed_by(blocks: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 
 PROMISES = {
-    "differences": 32,
+    "differences": 33,
     "from_torch_compile": 8,
     "index": 0,
     "my_training_loop": 20,

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import pytest
 import torch
 from torch import nn
 
+import aotdist
 from tests.step.written import Build, Written, classifier, compiled_beside_eager, cross_entropy, labelled
 
 RATES = np.linspace(0.001, 0.01, 20)
@@ -244,6 +247,33 @@ def test_hyperparameters_by_a_schedule_in_an_array(of_numpy: bool) -> None:
         return trained.written(trained.train, between=between)
 
     assert len(compiled_beside_eager(build, num_steps=8).graphs) == 1
+
+
+@dataclass
+class Metrics:
+    """What a step logs."""
+
+    loss: torch.Tensor
+    rates: dict[str, float]
+
+
+def test_rates_among_metrics() -> None:
+    """In an object that is returned, and in a dictionary that is kept."""
+    trained, log = Averaged(), list[dict[str, Any]]()
+
+    @functools.partial(aotdist.compile, backend="fx")
+    def step(x: torch.Tensor, y: torch.Tensor) -> Metrics:
+        loss, (group,) = trained.train(x, y), trained.optimizer.param_groups
+        log.append({"loss": loss, "lr": group["lr"]})
+        return Metrics(loss, {"lr": group["lr"], "per_cent": group["lr"] * 100})
+
+    for at in range(4):
+        trained.optimizer.param_groups[0]["lr"] = float(RATES[at])
+        metrics = step(*labelled(at))
+        assert metrics.rates == {"lr": RATES[at], "per_cent": RATES[at] * 100}
+        assert torch.equal(metrics.loss, log[at]["loss"])
+    assert [kept["lr"] for kept in log] == list(RATES[:4])
+    assert len(step.graphs) == 1
 
 
 def test_an_int_may_be_a_size_too() -> None:

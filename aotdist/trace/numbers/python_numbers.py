@@ -121,9 +121,9 @@ def _is_unbacked(number: Any) -> bool:
 def _needs_value(what: str) -> UnsupportedProgram:
     return refusal(
         f"{what} needs the value of a number that is read off a tensor, while the program is captured",
-        fix="keep the number itself (`log.append(loss.item())`, `at = position.item()`), compute with it by "
-        "operators of Python and functions of `math`, choose by `torch.where`, and make a text or another "
-        "type of it outside of the compiled function",
+        fix="keep the number itself, as `.item()` gives it (`at = position.item()` for `int(position)`, "
+        "`log.append(loss.item())`), compute with it by operators of Python and functions of `math`, choose "
+        "by `torch.where`, and make a text or another type of it outside of the compiled function",
     )
 
 
