@@ -430,8 +430,9 @@ class HookedWhenCalled(nn.Module):
         return y[mask] if mask.dtype is torch.bool else y
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])  # sizes that depend on data take a second trace
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
 def test_hooks_of_a_trace_are_registered_once(dtype):
+    """Sizes that depend on data take a second trace."""
     torch.manual_seed(0)
     model = HookedWhenCalled()
     twin = copy.deepcopy(model)

@@ -40,9 +40,9 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (55_220, 42_000),
-    "lines of its core": (31_245, 23_500),
-    "classes of its core": (273, 200),
+    "lines of aotdist/": (55_275, 42_000),
+    "lines of its core": (31_300, 23_500),
+    "classes of its core": (274, 200),
     "files of aotdist/": (269, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),
