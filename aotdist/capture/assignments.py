@@ -8,7 +8,7 @@ what the captured call found.
 from __future__ import annotations
 
 import functools
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
 
@@ -19,7 +19,7 @@ from aotdist.capture.constants import is_constant, is_same
 from aotdist.capture.environment import Reached
 from aotdist.capture.instances import ArgumentObject
 from aotdist.capture.leaked_tensors import hides_traced, is_text_of_traced, is_traced, refusal, shows_traced
-from aotdist.capture.module_attributes import OF_EVERY_MODULE
+from aotdist.capture.module_attributes import HOOKS, OF_EVERY_MODULE
 from aotdist.capture.source import (
     ABSENT,
     Applied,
@@ -287,7 +287,7 @@ def _of_modules(modules: Mapping[str, nn.Module], ruled: Collection[nn.Module]) 
     for path, module in modules.items():
         attributes = vars(module)
         kinds = ("_buffers", "_modules") if module in ruled else ("_parameters", "_buffers", "_modules")
-        for held in (*map(attributes.__getitem__, kinds), attributes):
+        for held in (*map(attributes.__getitem__, (*kinds, *HOOKS)), attributes):
             yield (path, held, ()), held
         for name, value in attributes.items():
             if name not in OF_EVERY_MODULE and type(value) in (list, dict):
@@ -337,7 +337,7 @@ def _contents(places: Iterable[_Place]) -> tuple[list[_Content], list[_Content]]
     empty, others = list[_Content](), list[_Content]()
     for place, container in places:
         held, now = shared(container), own(container)
-        if type(now) in (list, dict) and not now:
+        if type(now) in (list, dict, OrderedDict) and not now:
             empty.append(_Content(place, held, type(now)(), now))
         else:
             seen = _copied(now)

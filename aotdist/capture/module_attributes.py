@@ -97,7 +97,8 @@ def computed_once() -> Iterator[tuple[Source, Any]]:
 def library_settings(path: str, module: nn.Module) -> Iterator[tuple[Source, Any]]:
     """Constants in objects that are attributes of a library's module (transformers' `config`).
 
-    It is not known which of them its `forward` reads, so all count.
+    It is not known which of them its `forward` reads, so all count. They are read past the class's own
+    `__getattribute__`: transformers' raises for what is another number in each layer.
     """
     cls = type(module)
     if is_users_class(cls) or cls.__module__.partition(".")[0] == "torch":
@@ -105,8 +106,11 @@ def library_settings(path: str, module: nn.Module) -> Iterator[tuple[Source, Any
     for name, value in vars(module).items():
         if name not in OF_EVERY_MODULE and hasattr(value, "__dict__") and not isinstance(value, _NO_SETTINGS):
             place = Source(path, module).attribute(name)
+            held = place.attribute("__dict__", place.path)
             yield from (
-                (place.attribute(key), item) for key, item in vars(value).items() if is_constant(item)
+                (held.item(key, f"{place.path}.{key}"), item)
+                for key, item in vars(value).items()
+                if is_constant(item)
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import types
 from collections.abc import Callable
 from typing import Any
@@ -411,3 +412,33 @@ def test_assignments_are_undone_when_capture_fails(name):
     assert not hasattr(model, "last") and not hasattr(model, "shift")
     after = list(model.cache), dict(model.table), dict(vars(model.state))
     assert str(after) == str(items)
+
+
+class HookedWhenCalled(nn.Module):
+    """Registers a hook at its first call, as transformers' models for `output_hidden_states=True`."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(3, 3)
+        self.is_hooked = False
+
+    def forward(self, x, mask):
+        if not self.is_hooked:
+            self.layer.register_forward_hook(lambda _module, _args, out: out * 2)
+            self.is_hooked = True
+        y = self.layer(x)
+        return y[mask] if mask.dtype is torch.bool else y
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.float32])
+def test_hooks_of_a_trace_are_registered_once(dtype):
+    """Sizes that depend on data take a second trace."""
+    torch.manual_seed(0)
+    model = HookedWhenCalled()
+    twin = copy.deepcopy(model)
+    compiled = aotdist.compile(model, backend="fx")
+    for _ in range(3):
+        x, mask = torch.randn(4, 3), torch.tensor([1, 0, 1, 1]).to(dtype)
+        assert torch.equal(compiled(x, mask), twin(x, mask))
+    assert len(model.layer._forward_hooks) == len(twin.layer._forward_hooks) == 1
+    assert len(compiled_call(model).artifacts) == 1

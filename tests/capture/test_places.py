@@ -478,12 +478,21 @@ def test_a_tensor_that_stays_in_two_places_is_no_news() -> None:
     assert len(compiled.artifacts) == 1
 
 
+class ByLayer(types.SimpleNamespace):
+    """As transformers' configs whose layers differ in some numbers."""
+
+    def __getattribute__(self, name):
+        if name == "heads":
+            raise RuntimeError("it is another number in each layer")
+        return super().__getattribute__(name)
+
+
 class Library(nn.Module):
     """Stands for an installed model: what its forward reads is not looked up."""
 
     def __init__(self):
         super().__init__()
-        self.config = types.SimpleNamespace(scale=2.0)
+        self.config = ByLayer(scale=2.0, heads=4)
 
     def forward(self, x):
         return x * self.config.scale

@@ -113,6 +113,11 @@ EXAMPLES: dict[str, Example] = {
         ],
         training=True,
     ),
+    "losses of two dtypes": Example(
+        lambda x, y, w: F.binary_cross_entropy_with_logits(x.bfloat16(), y, w),
+        lambda: [leaf(50, 9), torch.rand(50, 9), torch.rand(9)],
+        training=True,
+    ),
     "singular values alone": Example(torch.linalg.svdvals, lambda: [torch.randn(40, 30)]),
     "decompositions without vectors": Example(torch.linalg.svdvals, lambda: [torch.randn(40, 30)]),
     "checks of data": Example(

@@ -40,7 +40,7 @@ def of_a_package(program: Callable[..., Any]) -> Callable[..., Any]:
 
 def by_many_operators(mask: torch.Tensor) -> torch.Tensor:
     """By more operators than a call is to run before it runs."""
-    for _ in range(20):
+    for _ in range(40):
         mask = mask * 1
     return mask > 0
 
@@ -68,7 +68,17 @@ def chosen_in_a_package(x: torch.Tensor, is_initialised: torch.Tensor) -> torch.
     return x + is_initialised if is_initialised.any() else x.exp()
 
 
-PROGRAMS = (chosen, chosen_twice, chosen_by_what_is_written, chosen_in_a_package)
+@of_a_package
+def chosen_by_shifted_labels(x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """As transformers' FSMT: whether labels, shifted to the right behind their last, have padding."""
+    labels = labels.masked_fill(labels == -100, 0)
+    shifted, last = labels.clone(), labels.ne(0).sum(dim=1).long() - 1
+    shifted[:, 0] = labels.gather(1, last.unsqueeze(-1)).squeeze()
+    shifted[:, 1:] = labels[:, :-1]
+    return x + shifted if shifted.eq(0).any() else x.exp() * shifted
+
+
+PROGRAMS = (chosen, chosen_twice, chosen_by_what_is_written, chosen_in_a_package, chosen_by_shifted_labels)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

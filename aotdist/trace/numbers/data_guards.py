@@ -34,8 +34,11 @@ from aotdist.torch_seam.operators import is_operator
 
 _MADE_BY = ("aten", "prims")
 """Namespaces whose operators compute from their arguments alone, but for those that draw random numbers."""
-_MOST_STEPS = 16
-"""Operators that a condition may take: they run at every call, before the program does."""
+_MOST_STEPS = 32
+"""Operators that a condition may take: they run at every call, before the program does.
+
+Labels shifted to the right, and whether these have padding, take 18.
+"""
 
 
 class NotKnown(Exception):

@@ -68,6 +68,13 @@ CORRECTIONS: tuple[Correction, ...] = (
         of_bits=True,
     ),
     Correction(
+        "losses of two dtypes",
+        "function",
+        operators.GRADIENTS,
+        "the gradient of logits of 16 bits is computed in the 32 of their labels, and not in place",
+        of_bits=True,
+    ),
+    Correction(
         "singular values alone",
         "function",
         functions_of_data.VALUES,

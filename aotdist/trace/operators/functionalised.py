@@ -6,6 +6,8 @@
   statistics without saying so in their schemas. Each has a twin here that returns the new ones.
 - *Writes with symbolic sizes* are run on meta tensors first, to find wrong shapes, and many fail there:
   `clamp_`, and all that promote 16-bit floats. They are done by the functional twin.
+- *Binary cross entropies* of logits of 16 bits and labels of 32 have a gradient that eager computes in place,
+  in 16 bits; where writes are to be seen, PyTorch computes it in 32.
 - *Products in place* of 16 bits and a number round that first, on a CPU, and functional ones do not.
 - *Averages over all pixels* become channels-last by `as_strided_`: here, by a copy.
 - *Random masks* are drawn in the order of memory, which a functional operator does not keep.
@@ -31,6 +33,7 @@ from aotdist.torch_seam.functional import (
     functional_value,
     replace_functional_value,
 )
+from aotdist.torch_seam.modes import under_transform
 from aotdist.torch_seam.operators import (
     OpOverload,
     argument_names,
@@ -272,6 +275,44 @@ def _refuse_sparse(_func: OpOverload, *_args: Any, **_kwargs: Any) -> NoReturn:
         "the program makes a sparse tensor",
         fix="make it outside of the compiled function, or work on its indices and values",
     )
+
+
+class _RoundedInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, target: Tensor, weight: Tensor | None, reduction: str) -> Tensor:
+        ctx.save_for_backward(x, target, weight)
+        ctx.num_averaged = x.numel() if reduction == "mean" else 1
+        return functional.binary_cross_entropy_with_logits(x, target, weight, reduction=reduction)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, target, weight = ctx.saved_tensors
+        grad = x.sigmoid().sub_(target).mul_(*grads)
+        grad = grad if weight is None else grad.mul_(weight)
+        return grad.div_(ctx.num_averaged), None, None, None
+
+
+def _binary_cross_entropy(
+    _func: Callable[..., Tensor], x: Tensor, target: Tensor, weight: Tensor | None = None, **options: Any
+) -> Tensor:
+    plain = [tensor for tensor in (x, target, weight) if tensor is not None]
+    reduction = options.pop("reduction", "mean")
+    if (
+        (x.dtype, target.dtype) not in ((torch.bfloat16, torch.float32), (torch.float16, torch.float32))
+        or not (torch.is_grad_enabled() and x.requires_grad and x.size() == target.size())
+        or not all(isinstance(tensor, FunctionalTensor) for tensor in plain)
+        or under_transform()
+        or any(tensor.requires_grad for tensor in plain[1:])
+        or any(option is not None for option in options.values())
+    ):
+        return NotImplemented
+    return _RoundedInPlace.apply(x, target, weight, reduction)
+
+
+GRADIENTS: Mapping[Any, Callable[..., Any]] = {
+    functional.binary_cross_entropy_with_logits: _binary_cross_entropy
+}
+"""What is called for losses whose gradients eager rounds otherwise."""
 
 
 def _observe(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
