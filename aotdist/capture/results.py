@@ -29,8 +29,9 @@ def refuse_attributes(outs: Sequence[Any], inputs: Sequence[torch.Tensor]) -> No
         if id(out) in seen or not isinstance(out, torch.Tensor) or is_real(out) or is_wrapper(out):
             continue
         cls, attributes = appearance(out)
-        if attributes or (cls is not torch.Tensor and not out.requires_grad):  # new leaves are refused later
-            has = f"has the attribute `{next(iter(attributes))}`" if attributes else f"is a {cls.__name__}"
+        names = [name for name in attributes if "dynamo" not in name]  # marks that transformers' caches set
+        if names or (cls is not torch.Tensor and not out.requires_grad):  # new leaves are refused later
+            has = f"has the attribute `{names[0]}`" if names else f"is a {cls.__name__}"
             raise UnsupportedProgram(
                 f"a tensor that the program computes and returns {has}, which calls would not repeat",
                 stage="capture",
