@@ -48,7 +48,6 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
     "a write": lambda x, y: (no_grad(lambda: x[0].mul_(3)), x + 1)[1],
     "by out=": lambda x, y: no_grad(lambda: torch.sin(y, out=x)),
     "into a plain one": lambda x, y: y.copy_(x),
-    "metadata": lambda x, y: no_grad(lambda: x.t_()),
     "filled": lambda x, y: torch.empty_like(x).copy_(x.detach()).mul_(2),
 }
 QUIET = (Silent, Loaded, HandsOn)
