@@ -225,7 +225,11 @@ class Settings(_RuntimeSettings):
                 options[name] = _parsed(text, hints[name])
             except ValueError as error:
                 raise BadSettings(f"{variable}={text!r}: {error}", fix="see `aotdist.Settings`") from error
-        return cls.make(**options)
+        try:
+            return cls.make(**options)
+        except BadSettings as error:
+            said = ", ".join(f"AOTDIST_{name.upper()}" for name in options)
+            raise BadSettings(f"{error.what} (the environment has {said})", fix=error.fix) from None
 
     def fingerprint(self) -> str:
         """A hash of every setting that a compiled graph may depend on: part of each cache key."""

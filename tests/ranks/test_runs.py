@@ -111,4 +111,6 @@ def test_a_setting_that_says_nothing_is_refused(text):
 
 def test_the_environment_may_say_when_to_check():
     assert Settings.from_environment({"AOTDIST_CHECK_RANKS": "steps:100"}).check_every() == 100
+    with pytest.raises(BadSettings, match="is 'often' .the environment has AOTDIST_CHECK_RANKS"):
+        Settings.from_environment({"AOTDIST_CHECK_RANKS": "often"})
     assert (Settings().check_every(), Settings(check_ranks="first").check_every()) == (1, None)
