@@ -8,6 +8,7 @@ what the captured call found.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -304,15 +305,18 @@ def _containers(reached: Reached) -> Iterator[_Place]:
 
 def _variables(reached: Reached) -> Iterator[Watched]:
     watched = {id(held) for _, held in (*reached.assignable.containers, *reached.assignable.owners)}
-    for source, _ in (*reached.tensors, *reached.constants):
-        if not source.steps or isinstance(source.steps[-1], Applied):
-            continue
+    places = (source for source, _ in (*reached.tensors, *reached.constants))
+    read = (source for source in places if source.steps and not isinstance(source.steps[-1], Applied))
+    # The walk finds the attributes of an object one after the other: their owner is read once.
+    for _, of_one in itertools.groupby(read, lambda source: (id(source.root), source.steps[:-1])):
+        sources = list(of_one)
         # Attributes of tensors (which stand-ins replace in the trace) and of objects, and items of lists,
         # dictionaries and deques, are watched with their owner. Those of a tuple change with the tuple.
-        owner = source.owner().read_or(ABSENT)
+        owner = sources[0].owner().read_or(ABSENT)
         if not isinstance(owner, (torch.Tensor, tuple, deque)) and id(owner) not in watched:
-            yield _variable(source)
+            yield from map(_variable, sources)
     yield from map(_variable, reached.assignable.variables)
+    yield from itertools.starmap(_class, reached.assignable.classes)
 
 
 def changed_outside_of_modules(reached: Reached) -> Callable[[], bool]:
@@ -330,6 +334,16 @@ def _watched(contents: Iterable[_Content], variables: Iterable[Watched]) -> Iter
 
 def _variable(source: Source) -> Watched:
     return Watched(source, None, source.read_or(ABSENT), functools.partial(source.read_or, ABSENT))
+
+
+def _class(source: Source, cls: type, names: set[str]) -> Watched:
+    read = functools.partial(_gained, cls, names)
+    return Watched(source, cls, read(), read, lambda _, name: source.attribute(name))
+
+
+def _gained(cls: type, names: set[str]) -> dict[str, Any]:
+    """Those of the attributes `names` that a class has by now."""
+    return {name: getattr(cls, name) for name in names.intersection(vars(cls))}
 
 
 def _contents(places: Iterable[_Place]) -> tuple[list[_Content], list[_Content]]:

@@ -26,6 +26,7 @@ _SCALARS = (
     torch.Size,
     slice,
     range,
+    enum.Enum,
 )
 
 
@@ -37,8 +38,8 @@ def is_leaf(value: Any) -> bool:
 def is_constant(value: Any) -> bool:
     """Whether `value` is immutable data that can be compared: scalars, enums, tuples of such."""
     if isinstance(value, tuple) and type(value) is not torch.Size:
-        return all(is_constant(item) for item in value)
-    return isinstance(value, (*_SCALARS, enum.Enum))
+        return all(map(is_constant, value))
+    return isinstance(value, _SCALARS)
 
 
 def is_number(value: Any) -> bool:

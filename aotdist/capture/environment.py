@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import time
 from collections import deque
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,13 +24,14 @@ class Assignable:
         owners: objects whose attributes it may reassign, tensors included.
         containers: lists and dictionaries whose items it may reassign.
         wholes: sets and deques.
-        variables: variables, and attributes of classes, that it may assign without reading them, existing or
-            not.
+        classes: classes, each with the attributes that it lacks and that the program may assign.
+        variables: variables that it may assign without reading them, existing or not.
     """
 
     owners: list[tuple[Source, Any]] = field(default_factory=list)
     containers: list[tuple[Source, list[Any] | dict[Any, Any]]] = field(default_factory=list)
     wholes: list[tuple[Source, set[Any] | deque[Any]]] = field(default_factory=list)
+    classes: list[tuple[Source, type, set[str]]] = field(default_factory=list)
     variables: list[Source] = field(default_factory=list)
 
 
@@ -75,20 +76,21 @@ class Reached:
         Args:
             code: the names in all code of the program.
         """
-        logs = list(self._logs(code.only_appended()))
+        ties = list(self._ties())
+        logs = list(self._logs(ties, code.only_appended()))
         return replace(
             self,
             constants=[one for one in self.constants if not any(map(one[0].lies_in, logs))],
             identities=[*self.identities, *self._specialising_objects(code)],
-            ties=list(self._ties(logs)),
+            ties=[tie for tie in ties if not any(place.lies_in(log) for log in logs for place in tie)],
             times=tuple({how: None for clock in self.clocks for how in asked_of(*clock, code.loaded)}),
             names=None if code.any_name or code.asks else frozenset(code.loaded),
         )
 
-    def _logs(self, names: Container[str]) -> Iterator[Source]:
+    def _logs(self, ties: Iterable[tuple[Source, Source]], names: Container[str]) -> Iterator[Source]:
         """Lists that the program only appends to, at all of their places; `names` as from `only_appended`."""
         places: dict[int, list[Source]] = {}
-        for source, first in self.ties:
+        for source, first in ties:
             places.setdefault(id(first), []).append(source)
         for source, held in self.assignable.containers:
             its = (source, *places.get(id(source), ()))
@@ -104,12 +106,13 @@ class Reached:
             if name_of(source) not in code.stored and source.read_or(None) is value:
                 yield source, value
 
-    def _ties(self, logs: Collection[Source]) -> Iterator[tuple[Source, Source]]:
-        """Pairs of places of the same object, each place once, except those in logs."""
+    def _ties(self) -> Iterator[tuple[Source, Source]]:
+        """Pairs of different places of the same object, each place once."""
+        firsts = {id(first): first for _, first in self.ties}
+        spots = {key: first.spot() for key, first in firsts.items()}
         known = set[Spot]()
         for source, first in self.ties:
-            is_logged = any(source.lies_in(log) or first.lies_in(log) for log in logs)
-            if not is_logged and (spot := source.spot()) not in known:
+            if (spot := source.spot()) != spots[id(first)] and spot not in known:
                 known.add(spot)
                 yield source, first
 
@@ -232,11 +235,12 @@ _OF_TIME = frozenset(
 )
 _OF_DATES = frozenset({"now", "utcnow", "today"})
 _FUNCTIONS = frozenset(id(getattr(time, name)) for name in _OF_TIME)
+_CLOCKS = _FUNCTIONS | {id(time), id(datetime), id(datetime.datetime)}
 
 
 def is_clock(value: Any) -> bool:
     """Whether a value is a module, a class or a function that returns the time."""
-    return any(value is one for one in (time, datetime, datetime.datetime)) or id(value) in _FUNCTIONS
+    return id(value) in _CLOCKS
 
 
 def asked_of(path: str, clock: Any, loaded: Collection[str]) -> Iterator[str]:

@@ -113,7 +113,7 @@ class _Walk:
         seen: the first place of each object, by identity; None for functions found in classes.
         inputs: the places of tensors that are inputs in any case.
         named: objects whose attributes are read by name.
-        of_class: the names that were looked up in each class.
+        of_class: the attributes of each class that were not looked up yet; see `_users_attributes`.
         paths: how many tensors and outermost modules, which name the inputs of the program, have each path.
     """
 
@@ -122,7 +122,7 @@ class _Walk:
     seen: dict[int, Source | None] = field(default_factory=dict)
     inputs: dict[int, Source] = field(default_factory=dict)
     named: list[_Named] = field(default_factory=list)
-    of_class: dict[type, set[str]] = field(default_factory=dict)
+    of_class: dict[type, dict[str, type]] = field(default_factory=dict)
     paths: collections.Counter[str] = field(default_factory=collections.Counter[str])
 
     def visit(self, source: Source, value: Any) -> None:
@@ -131,17 +131,16 @@ class _Walk:
             found = next(pending[-1], None)
             if found is None:
                 pending.pop()
+                continue
+            source, value = found
+            if is_constant(value):
+                self.reached.constants.extend([found] if source.steps else [])
             else:
-                pending.append(self._enter(*found))
-                source, value = found
+                pending.append(self._enter(source, value))
                 self.reached.clocks.extend([(source.path, value)] if is_clock(value) else [])
 
     def _enter(self, source: Source, value: Any) -> Iterator[tuple[Source, Any]]:
-        """Note a value, unless it was seen before; returns what it contains."""
-        if is_constant(value):
-            if source.steps:
-                self.reached.constants.append((source, value))
-            return
+        """Note a value that is no constant, unless it was seen before; returns what it contains."""
         if id(value) in self.seen:
             self._note_tie(source, value)
             return
@@ -179,9 +178,8 @@ class _Walk:
         Imported modules are left out, which many files import.
         """
         first = self.seen[id(value)]
-        if first is None or isinstance(value, types.ModuleType) or source.spot() == first.spot():
-            return
-        self.reached.ties.append((source, first))
+        if first is not None and not isinstance(value, types.ModuleType):
+            self.reached.ties.append((source, first))
 
     def look_at(self, source: Source, tensor: torch.Tensor, *, of_module: bool = False) -> None:
         """Note a tensor whose attributes are read by name, and may be assigned unless it is a wrapper.
@@ -210,8 +208,8 @@ class _Walk:
                     self.visit(place, inner)
         for named in self.named:
             if isinstance(named.value, type) and is_users_class(named.value):
-                absent = sorted(name for name in self.code.stored if not hasattr(named.value, name))
-                self.reached.assignable.variables.extend(named.source.attribute(name) for name in absent)
+                absent = self.code.stored.difference(*map(vars, named.value.__mro__))
+                self.reached.assignable.classes.append((named.source, named.value, absent))
 
     def tie_gradients(self) -> None:
         """Tie tensors that are gradients to the `.grad` of their leaves, if the program may read that."""
@@ -230,14 +228,18 @@ class _Walk:
         `ModuleGuard` does so for modules. For plain tensors and functions it matters only if the program uses
         `getattr` or `hasattr`. Parameters and buffers, of which there are many, are left out.
         """
+        tests: dict[frozenset[str], Callable[[Any], Any]] = {}  # one for all objects with the same attributes
         for named in self.named:
             if isinstance(named.value, (torch.Tensor, types.FunctionType)) and not (
                 named.may_gain and (self.code.any_name or self.code.asks)
             ):
                 continue
             if not isinstance(named.value, (nn.Module, type, types.ModuleType)):
-                absent = self.code.names - _own_attributes(named.value).keys()
-                test = _num_attributes if self.code.any_name else _has_none_of(frozenset(absent))
+                own = frozenset() if self.code.any_name else frozenset(_own_attributes(named.value))
+                if own not in tests:
+                    absent = _has_none_of(frozenset(self.code.names - own))
+                    tests[own] = _num_attributes if self.code.any_name else absent
+                test = tests[own]
                 place = named.source.applied(test, f"attributes that {named.source.path} does not have")
                 self.reached.constants.append((place, test(named.value)))
 
@@ -252,8 +254,7 @@ class _Walk:
             case types.FunctionType():
                 self._identity(source, value)
                 yield from self._function_state(value)
-            case types.MethodType():
-                names = ("__self__", "__func__")
+            case _ if names := _names_of_parts(value):
                 yield from ((source.attribute(name, source.path), getattr(value, name)) for name in names)
             case functools.partial():
                 names = ("func", "args", "keywords")
@@ -332,8 +333,10 @@ class _Walk:
         items = items_of(value)
         if is_constant(items):
             self.reached.constants.append((source.applied(items_of, source.path), items))
-        elif all(is_constant(key) or isinstance(key, (torch.Tensor, nn.Module)) for key in keys):
-            if is_constant(keys):
+        elif (are_constants := is_constant(keys)) or all(
+            is_constant(key) or isinstance(key, (torch.Tensor, nn.Module)) for key in keys
+        ):
+            if are_constants:
                 self.reached.constants.append((source.applied(keys_of, f"the keys of {source.path}"), keys))
             else:  # tensors, modules, as in the state of an optimizer: items are read by them, and counted
                 number = source.applied(len, f"the number of items of {source.path}")
@@ -365,18 +368,14 @@ class _Walk:
 
     def _from_classes(self, cls: type, extra: frozenset[str] = frozenset()) -> Iterator[tuple[Source, Any]]:
         """Attributes of the user's classes among the bases of `cls` whose names were not looked up before."""
-        if not extra and cls in self.of_class and self.of_class[cls] >= self.code.names:
-            return  # as for nearly all tensors of a deep model
-        looked_up = self.of_class.setdefault(cls, set())
-        extra |= _FUNCTION_METHODS if issubclass(cls, torch.autograd.Function) else frozenset()
-        extra |= _TENSOR_METHODS if issubclass(cls, torch.Tensor) else frozenset()
-        extra |= special_methods(cls).keys()
-        wanted = (self.code.names | extra) - looked_up
-        looked_up |= wanted
-        for name in sorted(wanted):
-            owner = next((base for base in cls.__mro__ if name in vars(base)), None)
-            if owner is not None and is_users_class(owner):
-                yield from self._class_attribute(owner, name)
+        unread = self.of_class.get(cls)
+        if unread is None:
+            unread = self.of_class[cls] = _users_attributes(cls)
+            extra |= _FUNCTION_METHODS if issubclass(cls, torch.autograd.Function) else frozenset()
+            extra |= _TENSOR_METHODS if issubclass(cls, torch.Tensor) else frozenset()
+            extra |= special_methods(cls).keys()
+        for name in sorted(unread.keys() & self.code.names | unread.keys() & extra):
+            yield from self._class_attribute(unread.pop(name), name)
 
     def _class_attribute(self, cls: type, name: str) -> Iterator[tuple[Source, Any]]:
         """The content of a method's code, or an attribute of another kind, of a user's class."""
@@ -433,6 +432,13 @@ class _Walk:
             self.reached.assignable.variables.append(Source(name, fn.__globals__).item(name, name))
 
 
+def _users_attributes(cls: type) -> dict[str, type]:
+    """The names of the attributes that a class has from the user's classes, each with that class."""
+    owners = {name: base for base in reversed(cls.__mro__) for name in vars(base)}
+    users = {base for base in cls.__mro__ if is_users_class(base)}
+    return {name: owner for name, owner in owners.items() if owner in users}
+
+
 def _own_attributes(value: Any) -> Mapping[str, Any]:
     """An object's own attributes, by name; guards call it at every call, so it is quick."""
     if hasattr(type(value), "__slots__"):
@@ -452,6 +458,17 @@ def _may_read_all(value: Any) -> bool:
     return isinstance(value, _LIBRARY_CONTAINERS) or any(
         names_in(method.__code__).reads_by_computed_name() for method in special_methods(cls).values()
     )
+
+
+def _names_of_parts(value: Any) -> tuple[str, ...]:
+    """The attributes that make up a method, or what `aotdist.compile` makes of a function; none of others.
+
+    Other attributes of the latter change with each artifact.
+    """
+    if isinstance(value, types.MethodType):
+        return ("__self__", "__func__")
+    is_compiled = type(value).__module__ == "aotdist.compiled" and "__wrapped__" in vars(value)
+    return ("__wrapped__",) if is_compiled else ()
 
 
 def _num_attributes(value: Any) -> int:

@@ -213,15 +213,12 @@ class Source:
         """The value of the place now."""
         value: Any = own(self.root.example if isinstance(self.root, (Argument, Held)) else self.root)
         for step in self.steps:
-            match step:
-                case Attribute(name=name):
-                    value = getattr(value, name)
-                case Item(key=key, cls=type() as cls):
-                    value = cls.__getitem__(value, key)
-                case Item(key=key):
-                    value = value[key]
-                case Applied(function=function):
-                    value = function(value)
+            if isinstance(step, Attribute):
+                value = getattr(value, step.name)
+            elif isinstance(step, Applied):
+                value = step.function(value)
+            else:
+                value = value[step.key] if step.cls is None else step.cls.__getitem__(value, step.key)
         return value
 
     def read_or(self, default: Any) -> Any:

@@ -384,6 +384,60 @@ def test_attributes_that_are_no_identifiers():
     assert torch.equal(compiled(X), X * 3)
 
 
+class Owner:
+    """Keeps its own compiled method, and reads attributes by names that it computes."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        self.compiled = aotdist.compile(self.scaled, backend="fx")
+
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * getattr(self, "sc" + "ale")
+
+
+def test_an_object_that_keeps_what_was_compiled():
+    owner = Owner(2.0)
+    assert torch.equal(owner.compiled(X), X * 2)
+    assert torch.equal(owner.compiled(X), X * 2)
+    assert len(owner.compiled.graphs) == 1
+    owner.scale = 3.0
+    assert torch.equal(owner.compiled(X), X * 3)
+
+
+def test_a_compiled_function_that_is_replaced():
+    owner, other = Owner(2.0), Owner(3.0)
+
+    def program(x):
+        return owner.compiled(x)
+
+    compiled = aotdist.compile(program, backend="fx")
+    assert torch.equal(compiled(X), X * 2)
+    owner.compiled = other.compiled
+    assert torch.equal(compiled(X), X * 3)
+
+
+class Many:
+    """A class that assigns attributes which it does not have, to itself and to another."""
+
+    def begin(self, x: torch.Tensor) -> torch.Tensor:
+        Many.total = 1.0
+        Other.total = x
+        return x * 2
+
+
+class Other:
+    pass
+
+
+def test_attributes_that_classes_lack():
+    many = Many()
+    compiled = aotdist.compile(lambda x: many.begin(x), backend="fx")
+    for value in (1.0, 2.0):
+        compiled(X * value)
+        assert Many.total == 1.0
+        assert torch.equal(Other.total, X * value)
+
+
 @pytest.mark.parametrize(
     ("a", "b"),
     [

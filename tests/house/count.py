@@ -40,8 +40,8 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (54_201, 42_000),
-    "lines of its core": (30_486, 23_500),
+    "lines of aotdist/": (54_234, 42_000),
+    "lines of its core": (30_519, 23_500),
     "classes of its core": (259, 200),
     "files of aotdist/": (257, 235),
     "import floors": (15, 15),
