@@ -152,10 +152,11 @@ def _listed(tensor: torch.Tensor) -> Any:
 
 def _list_of(tensor: FunctionalTensor) -> Any:
     """As the class's own method, which refuses lists of lists, or the list that is known."""
-    known = None if _LISTS.value is None else _LISTS.value(tensor)
-    if known is not None:
+    if _LISTS.value is None or tensor.dim() == 0:
+        return _OWN_LIST(tensor)
+    if (known := _LISTS.value(tensor)) is not None:
         return known
-    return _OWN_LIST(tensor) if tensor.dim() < 2 else [_list_of(part) for part in tensor]  # type: ignore[misc]
+    return _OWN_LIST(tensor) if tensor.dim() == 1 else [_list_of(part) for part in tensor]  # type: ignore[misc]
 
 
 _OWN_LIST = FunctionalTensor.tolist
