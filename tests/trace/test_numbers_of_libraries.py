@@ -84,6 +84,15 @@ def test_other_numbers_are_another_program(program: Callable[..., Any], others: 
         assert len(compiled.artifacts) == artifacts
 
 
+def test_what_keeps_changing_is_named() -> None:
+    compiled = aotdist.compile(by_an_integer, backend="fx")
+    with pytest.warns(
+        UserWarning, match="what keeps changing: numbers or flags that a library reads off inputs"
+    ):
+        for more in range(9):
+            compiled(torch.randn(2, 3), NUMBERS + more)
+
+
 def test_numbers_whose_values_nothing_needs_stay_symbols() -> None:
     @of_a_package
     def program(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
