@@ -197,7 +197,8 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
                 return result_of(func, node_args, node_kwargs, self.tracer.root)
             kind = WHOLE.get(args[0].dtype) if func is _ITEM else None
             is_open = kind is bool or self.data_guards.takes_numbers
-            if kind is not None and is_open and is_asked_by_a_library(inspect.currentframe()):
+            frame = inspect.currentframe()
+            if kind is not None and is_open and is_asked_by_a_library(frame, of_pytorch=kind is bool):
                 with suppress(NotKnown):
                     return self.data_guards.answer(node_args[0], self.tracer.root, kind)
                 if kind is bool and self._symbolic:
@@ -221,7 +222,8 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
 
         `NotImplemented` if these are not there before a call.
         """
-        if not self.data_guards.takes_numbers or not is_asked_by_a_library(inspect.currentframe()):
+        frame = inspect.currentframe()
+        if not self.data_guards.takes_numbers or not is_asked_by_a_library(frame, of_pytorch=False):
             return NotImplemented
         if func is _INDEX:
             if not any(isinstance(at, FakeTensor) and at.dtype is torch.bool for at in args[1]):

@@ -283,7 +283,7 @@ class Recorder:
         if (
             tensor.dtype in WHOLE
             and self.data_guards.takes_numbers
-            and is_asked_by_a_library(inspect.currentframe())
+            and is_asked_by_a_library(inspect.currentframe(), of_pytorch=False)
         ):
             with contextlib.suppress(NotKnown), torch_functions_off():
                 return self.data_guards.answer(self.value(tensor), self.tracer.root, torch.Tensor.tolist)
