@@ -13,9 +13,9 @@ symbolic sizes: `nn.TransformerEncoder` tests whether its mask is the causal one
 whether theirs masks anything, quantizers whether their codebook has been initialised. Conditions in the
 user's own code are refused: it is better to decide them on the device, each time.
 
-Whole numbers that an installed package reads off such data, and sizes that it gets by a mask, are symbols at
-first. If the program needs the value of one (`range(count)`, `if chosen.shape[0] > 1`), it is traced again, and
-all are those of the call, to which each call compares its own: grids of images in models of vision.
+Whole numbers that an installed package reads off such data, and sizes that it gets by a mask, are symbols
+at first. If the program needs the value of one (`range(count)`, `if chosen.shape[0] > 1`), it is traced
+again, and all are those of the call, to which each call compares its own: grids of images, for example.
 """
 
 from __future__ import annotations
