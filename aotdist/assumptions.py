@@ -56,6 +56,7 @@ class Assumptions:
         writes: the writes that earlier traces showed, from which bases are planned.
         inputs: the distinct inputs, with the closed-over tensors that earlier traces used.
         of_data: the refusal because of which sizes and numbers may now depend on data; None while none may.
+        of_libraries: whole numbers that libraries read off inputs can be symbols, where `of_data`.
         failure: the error of a trace with symbols because of which sizes are numbers; None if there was none.
         instances: equal blocks can be copied.
     """
@@ -65,6 +66,7 @@ class Assumptions:
     writes: Writes = Writes()
     inputs: _Inputs | None = None
     of_data: UnsupportedProgram | None = None
+    of_libraries: bool = True
     failure: Exception | None = None
     instances: bool = True
 
@@ -88,6 +90,9 @@ class Assumptions:
             return replace(self, symbolic=False, failure=error, of_data=None)
         if isinstance(error, UnsupportedProgram) and self.of_data is None and asks_for_data(error):
             return replace(self, of_data=error)
+        needs_number = isinstance(error, UnsupportedProgram) or not is_of_the_program(error)
+        if self.of_data is not None and self.of_libraries and needs_number:
+            return replace(self, of_libraries=False)
         return None
 
 
@@ -313,6 +318,7 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
                 fakes=fakes,
                 finds_out=job.finds_out,
             )
+            recorder.data_guards.takes_numbers = not assumed.of_libraries
             times.num_nodes = recorder.num_nodes
             recorder.draws.allow(captured.environment.reached.generators)
             if job.backend.name == "fx" and not dims:  # compilers fuse the other path's operators

@@ -314,21 +314,23 @@ class DataGuard:
 
     Args:
         ask: computes the conditions from tensors and numbers of the call, tensors first.
-        holds: whether each was true at capture.
+        holds: whether each was true at capture, or what else was read off it.
         of: the plain tensors that they depend on, as (input, index of its plain tensor); empty if `ask` has
             them itself.
         sizes: the symbolic numbers that they depend on.
+        read: reads what the program depended on off what `ask` computes.
     """
 
     ask: Callable[..., Sequence[Any]]
-    holds: tuple[bool, ...]
+    holds: tuple[Any, ...]
     of: tuple[tuple[PrimalIdx, int], ...] = ()
     sizes: tuple[Expression, ...] = ()
+    read: Callable[[Any], Any] = bool
 
     def is_same(self, *given: torch.Tensor | float) -> bool:
         """Whether the conditions are as at capture for these tensors and numbers."""
         with no_modes(), autocast_off(), torch.no_grad():
-            return tuple(map(bool, self.ask(*given))) == self.holds
+            return tuple(map(self.read, self.ask(*given))) == self.holds
 
 
 @dataclass(frozen=True, slots=True)

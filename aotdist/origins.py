@@ -172,10 +172,11 @@ def raised_at(traceback: TracebackType | None) -> str | None:
     return users or current_line() or modules
 
 
-def is_asked_by_a_library(frame: FrameType | None) -> bool:
-    """Whether a frame is called by a module of a library, rather than by the user's code itself."""
+def is_asked_by_a_library(frame: FrameType | None, *, of_pytorch: bool = True) -> bool:
+    """Whether a frame is called by a module of a library, maybe PyTorch's, rather than by the user's code."""
+    names = _LIBRARIES if of_pytorch else _LIBRARIES[-1:]
     while frame is not None:
-        if frame.f_globals.get("__name__", "").startswith(_LIBRARIES):
+        if frame.f_globals.get("__name__", "").startswith(names):
             return True
         if is_user_file(filename := frame.f_code.co_filename):
             return is_of_a_package(filename)

@@ -103,6 +103,9 @@ def what_changed(artifact: Artifact, others: Sequence[Artifact]) -> str:
         for name in {**mine, **theirs}:
             if mine.get(name) != theirs.get(name):
                 changed[f"{name} ({theirs.get(name, 'absent')} -> {mine.get(name, 'absent')})"] = None
+    asked = [[guard.holds for guard in one.fit.facts.data_guards] for one in (artifact, *others)]
+    if any(answers != asked[0] for answers in asked):
+        changed["numbers or flags that a library reads off inputs"] = None
     return ", ".join(list(changed)[:4]) or "something that the function itself changes"
 
 

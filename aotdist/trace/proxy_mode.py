@@ -53,7 +53,16 @@ from aotdist.torch_seam.symbols import SYMBOLIC, as_computed, depends_on_data, h
 from aotdist.torch_seam.trees import pytree
 from aotdist.trace.failures import needs_value
 from aotdist.trace.known_results import KnownResults
-from aotdist.trace.numbers.data_guards import DataGuards, NeedsSizes, NotKnown, result_of
+from aotdist.trace.numbers.data_guards import (
+    WHOLE,
+    DataGuards,
+    NeedsSizes,
+    NotKnown,
+    form_of,
+    made_like,
+    positions,
+    result_of,
+)
 from aotdist.trace.numbers.scalars import Scalars, current_scalars
 from aotdist.trace.numbers.unbacked import Unbacked
 from aotdist.trace.operators import corrections
@@ -83,6 +92,7 @@ _ATOMS = (
 
 _DEVICE = torch.ops.prim.device.default
 _ITEM = torch.ops.aten._local_scalar_dense.default
+_INDEX = torch.ops.aten.index.Tensor
 _ZEROS_WITHOUT_MEMORY = torch.ops.aten._efficientzerotensor.default
 _ZEROS = torch.ops.aten.zeros.default
 
@@ -176,7 +186,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
     ) -> Any:
         """The number that an operator reads off a tensor.
 
-        It is known at capture, the answer to a library's condition, a token
+        It is known at capture, the answer to a library's condition or question, a token
         (`aotdist.trace.numbers.scalars`), or what the general mode makes of it: an unbacked symbol, or an
         error.
         """
@@ -185,11 +195,13 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
             node_args, node_kwargs = self._node_arguments(args, kwargs)
             with suppress(NotKnown):
                 return result_of(func, node_args, node_kwargs, self.tracer.root)
-            is_condition = func is _ITEM and args[0].dtype is torch.bool
-            if is_condition and is_asked_by_a_library(inspect.currentframe()):
+            kind = WHOLE.get(args[0].dtype) if func is _ITEM else None
+            is_open = kind is bool or self.data_guards.takes_numbers
+            frame = inspect.currentframe()
+            if kind is not None and is_open and is_asked_by_a_library(frame, of_pytorch=kind is bool):
                 with suppress(NotKnown):
-                    return self.data_guards.answer(node_args[0], self.tracer.root)
-                if self._symbolic:
+                    return self.data_guards.answer(node_args[0], self.tracer.root, kind)
+                if kind is bool and self._symbolic:
                     raise NeedsSizes("a choice by data takes too many operators to be made at each call")
             if func is _ITEM and scalars is not None:
                 token = scalars.read(
@@ -204,6 +216,35 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
         if self._unbacked is not None and func is _ITEM:
             args = (self._to_be_read(func, args[0]),)
         return self._dispatch_generally(func, types, args, kwargs)
+
+    def _sized(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a library's operator, whose sizes depend on data, with the sizes of this call.
+
+        `NotImplemented` if these are not there before a call.
+        """
+        frame = inspect.currentframe()
+        if not self.data_guards.takes_numbers or not is_asked_by_a_library(frame, of_pytorch=False):
+            return NotImplemented
+        if func is _INDEX:
+            if not any(isinstance(at, FakeTensor) and at.dtype is torch.bool for at in args[1]):
+                return NotImplemented
+            with self:
+                return func(args[0], [each for at in args[1] for each in positions(at)])
+        try:
+            node = self._create(func, *self._node_arguments(args, kwargs))
+        except _NeedsGeneralMode:
+            return NotImplemented
+        try:
+            form = self.data_guards.answer(node, self.tracer.root, form_of)
+        except NotKnown:
+            self.tracer.graph.erase_node(node)
+            return NotImplemented
+        made = made_like(form)
+        if isinstance(made, torch.Tensor):
+            self._bind(made, node)
+        else:
+            self._bind_each(made, node)
+        return made
 
     def _to_be_read(self, func: OpOverload, tensor: FakeTensor) -> FakeTensor:
         """A copy of a tensor of one element: a backward may read it again, whatever is written meanwhile."""
@@ -289,8 +330,11 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
                 track_number(number, node, self.tracer)
             elif isinstance(number, FakeTensor):  # if its node was erased, this records it again
                 node_of(number, self.tracer)
-        if self._refuses_data and torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
-            raise DynamicOutputShapeException(func)
+        if torch.Tag.dynamic_output_shape in getattr(func, "tags", ()):
+            if (sized := self._sized(func, args, kwargs)) is not NotImplemented:
+                return sized
+            if self._refuses_data:
+                raise DynamicOutputShapeException(func)
         with nullcontext() if self._unbacked is None else self._unbacked.reading_off_new_nodes():
             return super().__torch_dispatch__(func, types, args, kwargs)
 

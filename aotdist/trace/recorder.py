@@ -9,6 +9,7 @@ inserted after those that are already there.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
 import operator
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -23,7 +24,7 @@ from aotdist.capture.arguments import NO_FAKES, UserFakes
 from aotdist.convention.rng import SLOTS as RNG_SLOTS
 from aotdist.convention.rng import Stream
 from aotdist.errors import InternalError
-from aotdist.origins import is_asked_by_the_user
+from aotdist.origins import is_asked_by_a_library, is_asked_by_the_user
 from aotdist.program import LATE_ROLES, Graph, PrimalIdx, Role, Slot
 from aotdist.sizes import NumberStep
 from aotdist.subclasses.protocol import Plain, is_real, plain_tensors, tracing_wrappers
@@ -48,7 +49,7 @@ from aotdist.torch_seam.functional import (
 from aotdist.torch_seam.groups import no_objects_exchanged
 from aotdist.torch_seam.inductor import TracingContext, tracing
 from aotdist.torch_seam.jagged import share_ragged_size
-from aotdist.torch_seam.modes import dispatch_keys_kept, no_modes
+from aotdist.torch_seam.modes import dispatch_keys_kept, no_modes, torch_functions_off
 from aotdist.torch_seam.operators import HigherOrderOperator, OpOverload
 from aotdist.torch_seam.patches import hand_on
 from aotdist.torch_seam.proxies import PythonKeyTracer, decomposing, graph_module, node_of, track
@@ -56,7 +57,8 @@ from aotdist.torch_seam.symbols import depends_on_data, expression, hint, number
 from aotdist.torch_seam.tensors import unwrapped
 from aotdist.trace.failures import refusal
 from aotdist.trace.functionalise import Functionalisation, computed_elsewhere
-from aotdist.trace.numbers.data_guards import NeedsSizes
+from aotdist.trace.numbers.data_guards import WHOLE, NeedsSizes, NotKnown
+from aotdist.trace.numbers.python_numbers import lists_known
 from aotdist.trace.numbers.unbacked import Unbacked
 from aotdist.trace.operators.attention import chosen_for
 from aotdist.trace.proxy_mode import ProxyMode
@@ -163,6 +165,7 @@ class Recorder:
             _anomaly_mode_off(),
             self.draws,
             tracing_wrappers(),
+            lists_known(self.known_list),
             no_objects_exchanged(),
             tracing(TracingContext(self.fake_mode)),
             self.fake_mode,
@@ -274,6 +277,17 @@ class Recorder:
         if self._finds_out:
             for leaf, (argument, real) in enumerate(zip(arguments, reals, strict=True)):
                 self.data_guards.note_data(self.value(argument), at, leaf, real)
+
+    def known_list(self, tensor: FunctionalTensor) -> Any:
+        """`tensor.tolist()` as it is in this call, if a library asks for it; else None."""
+        if (
+            tensor.dtype in WHOLE
+            and self.data_guards.takes_numbers
+            and is_asked_by_a_library(inspect.currentframe(), of_pytorch=False)
+        ):
+            with contextlib.suppress(NotKnown), torch_functions_off():
+                return self.data_guards.answer(self.value(tensor), self.tracer.root, torch.Tensor.tolist)
+        return None
 
     def _rng_state(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Seed and offset, which become arguments when they are first asked for."""

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch._dynamo.eval_frame import _stance
 from torch._inductor import async_compile
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import aotdist
@@ -204,6 +205,11 @@ def transforms() -> Any:
     ]
 
 
+def lists() -> Any:
+    with FunctionalTensorMode():
+        return FunctionalTensor.to_functional(torch.ones(2)).tolist()
+
+
 LOOKS: dict[str, Callable[[], Any]] = {
     "own_attributes": attributes,
     "kernel_batches": batches,
@@ -214,6 +220,7 @@ LOOKS: dict[str, Callable[[], Any]] = {
     "default_generator": seeds,
     "numbers_of_data_followed": numbers,
     "functions_of_numbers": numbers,
+    "lists_of_numbers": lists,
     "lengths_open": lambda: len(torch.ones(2)),
     "tensors_swapped": transforms,
 }

@@ -118,6 +118,9 @@ EXAMPLES: dict[str, Example] = {
         lambda: [leaf(50, 9), torch.rand(50, 9), torch.rand(9)],
         training=True,
     ),
+    "tensors of numbers in tensors": Example(
+        lambda x: torch.tensor([x[0].max(), x[1].min()]) + x, lambda: [torch.randn(2, 2)]
+    ),
     "singular values alone": Example(torch.linalg.svdvals, lambda: [torch.randn(40, 30)]),
     "decompositions without vectors": Example(torch.linalg.svdvals, lambda: [torch.randn(40, 30)]),
     "checks of data": Example(

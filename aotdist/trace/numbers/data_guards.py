@@ -12,6 +12,10 @@ or of an installed package, about arguments, buffers and closed-over tensors tha
 symbolic sizes: `nn.TransformerEncoder` tests whether its mask is the causal one, models of transformers
 whether theirs masks anything, quantizers whether their codebook has been initialised. Conditions in the
 user's own code are refused: it is better to decide them on the device, each time.
+
+Whole numbers that an installed package reads off such data, and sizes that it gets by a mask, are symbols
+at first. If the program needs the value of one (`range(count)`, `if chosen.shape[0] > 1`), it is traced
+again, and all are those of the call, to which each call compares its own: grids of images, for example.
 """
 
 from __future__ import annotations
@@ -39,6 +43,13 @@ _MOST_STEPS = 32
 
 Labels shifted to the right, and whether these have padding, take 18.
 """
+
+
+WHOLE: Mapping[torch.dtype, type[int]] = {
+    torch.bool: bool,
+    **dict.fromkeys((torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64), int),
+}
+"""The types of the whole numbers that Python reads off tensors."""
 
 
 class NotKnown(Exception):
@@ -127,6 +138,27 @@ def _value(node: Node, values: dict[Node, Any], root: torch.nn.Module) -> Any:
     return node.target(*args, **kwargs)
 
 
+def positions(index: Any) -> Sequence[Any]:
+    """What selects as an index does, without a mask."""
+    is_mask = isinstance(index, torch.Tensor) and index.dtype is torch.bool
+    return torch.ops.aten.nonzero.default(index).unbind(1) if is_mask else (index,)
+
+
+def form_of(result: Any) -> Any:
+    """Size, stride, dtype and device of a tensor, or of each in a list."""
+    if isinstance(result, torch.Tensor):
+        return result.shape, result.stride(), result.dtype, result.device
+    return [form_of(one) for one in result]
+
+
+def made_like(form: Any) -> Any:
+    """A new tensor of a form, or a tuple of them."""
+    if isinstance(form, list):
+        return tuple(map(made_like, form))  # pyright: ignore[reportUnknownArgumentType]
+    size, stride, dtype, device = form
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
 class NeedsSizes(Exception):
     """Sizes cannot be symbols here: the program is traced again, with numbers."""
 
@@ -135,10 +167,13 @@ class DataGuards:
     """The conditions that a program has branched on.
 
     Attributes:
+        takes_numbers: whether whole numbers that a library reads, and sizes that it gets by masks, are
+            answered, too; else they are symbols.
         given: the conditions with their answers, in order.
     """
 
     def __init__(self) -> None:
+        self.takes_numbers = False
         self.given: list[DataGuard] = []
         self._inputs: dict[Node, tuple[PrimalIdx, int]] = {}
         self._sizes: dict[Node, Expression] = {}
@@ -165,12 +200,13 @@ class DataGuards:
         """
         self._sizes[node], self._reals[node] = spelled, number
 
-    def answer(self, condition: Node, root: torch.nn.Module) -> bool:
-        """Whether a condition holds.
+    def answer(self, condition: Node, root: torch.nn.Module, read: Callable[[Any], Any] = bool) -> Any:
+        """Whether a condition holds, or what else is read off it; every call compares that with its own.
 
         Args:
-            condition: a tensor of one boolean.
+            condition: a tensor of one boolean, or what has the numbers.
             root: holds the constants of the graph.
+            read: reads the answer off its value.
 
         Raises:
             NotKnown: it depends on something that is not there before a call, or takes too many operators.
@@ -178,13 +214,14 @@ class DataGuards:
         steps = leading_to(condition, self._reals)
         if len(steps) > _MOST_STEPS:
             raise NotKnown(condition)
-        holds: bool = result_of(bool, (condition,), {}, root, self._reals)
+        holds = result_of(read, (condition,), {}, root, self._reals)
         needed = {condition}.union(*(step.all_input_nodes for step in steps))
         used = [node for node in self._inputs if node in needed]
         sizes = [node for node in self._sizes if node in needed]
         ask = as_function((condition,), [*used, *sizes], root)
         of, numbers = (self._inputs[node] for node in used), (self._sizes[node] for node in sizes)
-        self.given.append(DataGuard(ask, (holds,), tuple(of), tuple(numbers)))
+        if used or sizes:
+            self.given.append(DataGuard(ask, (holds,), tuple(of), tuple(numbers), read))
         return holds
 
     def forget(self) -> None:

@@ -23,6 +23,7 @@ import torch
 from aotdist.errors import UnsupportedProgram
 from aotdist.origins import is_called_by_the_user
 from aotdist.torch_seam.checks import intercept_checks_of_numbers
+from aotdist.torch_seam.functional import FunctionalTensor
 from aotdist.torch_seam.groups import all_to_all_of_symbols
 from aotdist.torch_seam.patches import Patch
 from aotdist.torch_seam.symbols import SYMBOLIC, called, depends_on_data, is_undecided, number_kind
@@ -147,6 +148,26 @@ def _to_list(tensor: torch.Tensor) -> Any:
 
 def _listed(tensor: torch.Tensor) -> Any:
     return tensor.item() if tensor.dim() == 0 else [_listed(part) for part in tensor]
+
+
+def _list_of(tensor: FunctionalTensor) -> Any:
+    """As the class's own method, which refuses lists of lists, or the list that is known."""
+    if _LISTS.value is None or tensor.dim() == 0:
+        return _OWN_LIST(tensor)
+    if (known := _LISTS.value(tensor)) is not None:
+        return known
+    return _OWN_LIST(tensor) if tensor.dim() == 1 else [_list_of(part) for part in tensor]  # type: ignore[misc]
+
+
+_OWN_LIST = FunctionalTensor.tolist
+_LISTS = Patch[Callable[[FunctionalTensor], Any]](
+    "lists_of_numbers", lambda: [(FunctionalTensor, "tolist", _list_of)]
+)
+
+
+def lists_known(known: Callable[[FunctionalTensor], Any]) -> AbstractContextManager[None]:
+    """In this context, `known` is asked first for the list of a tensor's numbers; None if it is not known."""
+    return _LISTS.applied(known)
 
 
 def _unbind(tensor: torch.Tensor, dim: int = 0) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from aotdist.subclasses.protocol import sparse_made
+from aotdist.subclasses.protocol import is_real, sparse_made
 from aotdist.trace.operators import attention, fakes, functions_of_data, padded_batches
 from aotdist.trace.operators import functionalised as operators
 
@@ -53,6 +53,17 @@ def _conjugate_written(func: Any, tensor: torch.Tensor) -> torch.Tensor:
     return func(tensor.resolve_conj()) if tensor.is_conj() else NotImplemented
 
 
+def _tensor_of(_func: Any, data: Any, *, dtype: Any = None, device: Any = None, **others: Any) -> Any:
+    """`torch.tensor([a.max(), b.max()])`."""
+    is_list = isinstance(data, (list, tuple)) and all(isinstance(one, torch.Tensor) for one in data)
+    if others or not is_list or len({(one.dtype, one.device) for one in data}) != 1:
+        return NotImplemented
+    if any(one.dim() for one in data) or all(map(is_real, data)):
+        return NotImplemented
+    together = torch.stack([one.detach() for one in data])
+    return together.to(torch.get_default_device() if device is None else device, dtype)
+
+
 def _assert_with_text(_func: Any, condition: torch.Tensor) -> Any:
     return torch.ops.aten._assert_async.msg(
         condition, "Expected Tensor with single nonzero value, but got zero"
@@ -73,6 +84,12 @@ CORRECTIONS: tuple[Correction, ...] = (
         operators.GRADIENTS,
         "the gradient of logits of 16 bits is computed in the 32 of their labels, and not in place",
         of_bits=True,
+    ),
+    Correction(
+        "tensors of numbers in tensors",
+        "function",
+        {torch.tensor: _tensor_of},
+        "the numbers are put together as tensors; PyTorch reads them",
     ),
     Correction(
         "singular values alone",
