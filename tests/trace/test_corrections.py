@@ -307,6 +307,19 @@ def test_a_dimension_of_symbolic_size_is_squeezed() -> None:
     assert codes[0] == 0 and codes[1] != 0
 
 
+def test_gradients_of_losses_of_two_dtypes_are_differentiated() -> None:
+    def penalised(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = F.binary_cross_entropy_with_logits((x * 2).bfloat16(), y)
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + grad.square().sum()
+
+    x, y = leaf(50, 9), torch.rand(50, 9)
+    ours, theirs = (
+        torch.autograd.grad(fn(x, y), x)[0] for fn in (aotdist.compile(penalised, backend="fx"), penalised)
+    )
+    assert theirs.abs().min() > 0 and torch.equal(ours, theirs)
+
+
 def test_the_table_is_complete() -> None:
     """Each row has a program here, and nothing is corrected twice at one level."""
     rows = corrections.CORRECTIONS

@@ -287,9 +287,12 @@ class _RoundedInPlace(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         x, target, weight = ctx.saved_tensors
-        grad = x.sigmoid().sub_(target).mul_(*grads)
-        grad = grad if weight is None else grad.mul_(weight)
-        return grad.div_(ctx.num_averaged), None, None, None
+        # Eager writes the gradient in place, and so rounds it, unless it is to be differentiated in turn.
+        dtype = target.dtype if torch.is_grad_enabled() else x.dtype
+        grad = (x.sigmoid() - target).to(dtype)
+        for factor in (*grads, *(() if weight is None else (weight,))):
+            grad = (grad * factor).to(dtype)
+        return grad / ctx.num_averaged, None, None, None
 
 
 def _binary_cross_entropy(
