@@ -343,10 +343,11 @@ def _parsed(text: str, hint: Any) -> Any:
     """
     kinds = (hint, *typing.get_args(hint))
     if bool in kinds:
-        lowered = text.lower()
-        if hint is bool and lowered not in ("0", "1", "true", "false"):
+        if (lowered := text.lower()) in ("0", "1", "true", "false"):
+            return lowered in ("1", "true")
+        if hint is bool:
             raise ValueError("expected 0, 1, true or false")
-        return lowered in ("1", "true") if lowered in ("0", "1", "true", "false") else lowered
+        return lowered
     if hint == frozenset[str]:
         return frozenset(part.strip() for part in text.split(",") if part.strip())
     number = next((kind for kind in (int, float) if kind in kinds), None)

@@ -17,7 +17,7 @@ import inspect
 import operator
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -222,8 +222,9 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
 
         `NotImplemented` if these are not there before a call.
         """
-        frame = inspect.currentframe()
-        if not self.data_guards.takes_numbers or not is_asked_by_a_library(frame, of_pytorch=False):
+        if not self.data_guards.takes_numbers:
+            return NotImplemented
+        if not is_asked_by_a_library(inspect.currentframe(), of_pytorch=False):
             return NotImplemented
         if func is _INDEX:
             if not any(isinstance(at, FakeTensor) and at.dtype is torch.bool for at in args[1]):
@@ -240,10 +241,7 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
             self.tracer.graph.erase_node(node)
             return NotImplemented
         made = made_like(form)
-        if isinstance(made, torch.Tensor):
-            self._bind(made, node)
-        else:
-            self._bind_each(made, node)
+        self._bind(made, node)
         return made
 
     def _to_be_read(self, func: OpOverload, tensor: FakeTensor) -> FakeTensor:
@@ -404,14 +402,11 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
         )
         if func is _ZEROS_WITHOUT_MEMORY and self._decompositions:  # compilers read memory
             node = self._create(_ZEROS, node_args, node_kwargs)
-            self._bind(result, node)  # pyright: ignore[reportArgumentType]  # zeros are one tensor
+            self._bind(result, node)
             node.meta["val"] = _ZEROS(*args, **kwargs)
             return result
         node = self._create(func, node_args, node_kwargs)
-        if isinstance(result, torch.Tensor):
-            self._bind(result, node)
-        elif isinstance(result, (list, tuple)):
-            self._bind_each(result, node)
+        self._bind(result, node)
         if self._unbacked is not None:
             self._unbacked.read_off(node)
         return result
@@ -420,20 +415,19 @@ class ProxyMode(OutOfDynamo, ProxyTorchDispatchMode):
         meta = self._stamp() | {"original_aten": target, "val": None}
         return Appender(self.tracer.graph).add("call_function", target, args, kwargs, None, meta)
 
-    def _bind(self, value: torch.Tensor, node: Node) -> None:
-        # Nothing writes a value of a functional graph, so it can stand for itself; the general mode
-        # stores a detached copy (30 us each).
-        node.meta["val"] = value
-        if node_of(value, self.tracer) is None:
-            track(value, node, self.tracer)
-
-    def _bind_each(self, values: Sequence[Any], node: Node) -> None:
-        node.meta["val"] = values
-        for position, value in enumerate(values):
-            if isinstance(value, torch.Tensor):
-                self._bind(value, self._create(operator.getitem, (node, position), {}))
-            elif isinstance(value, (list, tuple)):
-                self._bind_each(value, self._create(operator.getitem, (node, position), {}))
+    def _bind(self, value: Any, node: Node) -> None:
+        """Let a node stand for a tensor, or for several, each of which gets a node that takes it out."""
+        if isinstance(value, torch.Tensor):
+            # Nothing writes a value of a functional graph, so it can stand for itself; the general mode
+            # stores a detached copy (30 us each).
+            node.meta["val"] = value
+            if node_of(value, self.tracer) is None:
+                track(value, node, self.tracer)
+        elif isinstance(value, (list, tuple)):
+            node.meta["val"] = value
+            for position, each in enumerate(cast("Sequence[Any]", value)):
+                if isinstance(each, (torch.Tensor, list, tuple)):
+                    self._bind(each, self._create(operator.getitem, (node, position), {}))
 
 
 def _number_or_itself(atom: Any) -> Any:

@@ -40,8 +40,8 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (54_384, 42_000),
-    "lines of its core": (30_669, 23_500),
+    "lines of aotdist/": (54_382, 42_000),
+    "lines of its core": (30_667, 23_500),
     "classes of its core": (259, 200),
     "files of aotdist/": (257, 235),
     "import floors": (15, 15),

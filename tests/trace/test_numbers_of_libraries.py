@@ -84,6 +84,13 @@ def test_other_numbers_are_another_program(program: Callable[..., Any], others: 
         assert len(compiled.artifacts) == artifacts
 
 
+def test_by_the_default_backend() -> None:
+    compiled, x = aotdist.compile(by_how_many), torch.randn(2, 3)
+    for numbers, artifacts in ((NUMBERS, 1), (NUMBERS // 2 + 1, 2), (NUMBERS, 2)):
+        torch.testing.assert_close(compiled(x, numbers), by_how_many(x, numbers))
+        assert len(compiled.artifacts) == artifacts
+
+
 def test_what_keeps_changing_is_named() -> None:
     compiled = aotdist.compile(by_an_integer, backend="fx")
     with pytest.warns(
