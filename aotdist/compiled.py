@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import nn
 
 from aotdist.capture.captured import UserCall
@@ -38,9 +39,10 @@ def runs_eagerly() -> bool:
     """Whether a compiled call is to run eagerly.
 
     It is inside `torch.func` transforms and forward-mode differentiation as well: these batch, or
-    differentiate, the operators that they see.
+    differentiate, the operators that they see. So it is in anomaly mode, where autograd names the operator of
+    the forward whose backward fails or returns NaN.
     """
-    return _eager.get() or under_transform()
+    return _eager.get() or under_transform() or torch.is_anomaly_enabled()
 
 
 @contextmanager

@@ -132,14 +132,6 @@ def reshapes(backward: Graph) -> dict[Node, OpOverload]:
     return dict.fromkeys(views, _ATEN.reshape.default)
 
 
-def with_reshapes(backward: Graph) -> Graph:
-    """`backward` with a `reshape` for each `view` that depends on a tangent."""
-    loose = backward.copied()
-    for node, target in reshapes(loose).items():
-        node.target = target
-    return loose
-
-
 def _tangents_and_descendants(graph: Graph) -> set[Node]:
     """The tangents, and what is computed from them."""
     named = graph.named_placeholders()

@@ -12,12 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 import torch
-from torch.fx import Interpreter, Node
 
 from aotdist.capture.compile_lock import alone
 from aotdist.codegen.contract import BoxedCall
 from aotdist.codegen.emit import EmittedHalves, Emitter
-from aotdist.codegen.rewrites import takes_any_strides, with_reshapes
 from aotdist.convention.stack import Plans
 from aotdist.passes.run import run_passes
 from aotdist.program import GRADIENT_ROLES, Graph, NodeOutIdx
@@ -205,54 +203,4 @@ class Training:
         return self._called(emitted.call, graph)
 
     def _called(self, call: BoxedCall, graph: Graph) -> BoxedCall:
-        return self.guarded(in_anomaly_mode(self._for_any_kind(graph, call), graph), graph)
-
-
-def in_anomaly_mode(call: BoxedCall, backward: Graph) -> BoxedCall:
-    """`call`, which in anomaly mode runs `backward` node by node and names the forward line of an error."""
-
-    def run(args: list[Any]) -> Sequence[Any]:
-        if not torch.is_anomaly_enabled():
-            return call(args)
-        graph = with_reshapes(backward) if takes_any_strides(backward) else backward
-        interpreter = _DetectsAnomalies(graph.gm)
-        interpreter.extra_traceback = False  # our note names the line
-        return interpreter.boxed_run(args)
-
-    return run
-
-
-class _DetectsAnomalies(Interpreter):
-    """Runs a graph node by node, up to the first that fails or returns NaN."""
-
-    def run_node(self, n: Node) -> Any:
-        try:
-            value = super().run_node(n)
-        except Exception as error:
-            error.add_note(f"in the backward ({_name(n)}) of {_line(n)}")
-            raise
-        if torch.is_anomaly_check_nan_enabled() and _is_returned_by_autograd_node(n) and _has_nan(value):
-            raise RuntimeError(f"Function '{_name(n)}' returned nan values.\n  at {_line(n)}")
-        return value
-
-
-def _name(node: Node) -> str:
-    return str(node.meta.get("function") or node.target)
-
-
-def _line(node: Node) -> str:
-    return str(node.meta.get("source") or "an unknown line")
-
-
-def _is_returned_by_autograd_node(node: Node) -> bool:
-    """Whether a value passes from one autograd node to another, or out of the graph."""
-    if node.op != "call_function" or node.meta.get("phase") != "backward":
-        return False
-    own = node.meta.get("seq_nr")
-    return any(user.op == "output" or user.meta.get("seq_nr") != own for user in node.users)
-
-
-def _has_nan(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor) or not (value.is_floating_point() or value.is_complex()):
-        return False
-    return bool(value.isnan().any())
+        return self.guarded(self._for_any_kind(graph, call), graph)

@@ -216,7 +216,6 @@ def modes() -> Iterator[None]:
     with (
         torch.no_grad(),
         torch.autocast("cpu", dtype=torch.bfloat16),
-        torch.autograd.set_detect_anomaly(True),
     ):
         yield
 
