@@ -18,11 +18,9 @@ from aotdist.codegen.decompose import decompose
 from aotdist.codegen.fx import FxBackend, print_graph, warn_of_fx
 from aotdist.codegen.in_place import write_back
 from aotdist.codegen.inductor_rewrites import (
+    call_library,
     has_unknown_sizes,
     keep_for_backward,
-    keep_gradients_of_windows,
-    keep_scatters,
-    keep_sizes_symbolic,
     keeping_own_memory,
     lay_out_what_is_written,
     linear_algebra,
@@ -156,13 +154,11 @@ class InductorBackend(Backend):
             decompose(gm, {**self.decompositions(), **_WITH_MEMORY, **_MADE_OF})
             keep_draws_in_order(gm)
             lay_out_what_is_written(gm)
-            keep_scatters(gm)
             products_by_onednn(gm)
             keep_for_backward(gm)
-            tell_strides(gm)
             keeps_layouts = _keeps_layouts(gm)
-            keep_sizes_symbolic(gm)
-            keep_gradients_of_windows(gm)
+            call_library(gm)
+            tell_strides(gm)
             with (
                 inductor_config(size_asserts=False) if has_unknown_sizes(gm) else nullcontext(),
                 inductor_config(layout_optimization=False) if keeps_layouts else nullcontext(),

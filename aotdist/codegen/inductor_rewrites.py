@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,48 +26,35 @@ from aotdist.torch_seam.operators import OpOverload, operator_name, own_operator
 from aotdist.torch_seam.symbols import estimate
 from aotdist.trace.operators import functions_of_data
 
-# Complex numbers, for Inductor: it has no kernels for them, and calls PyTorch's operators (torch 2.13).
-#
-# It does not know that a view of complex numbers shows the memory of what it is made of. So where it writes a
-# scatter in place, through such a view, what reads the result may run before: the gradient of a complex `qr`
-# was wrong by 1. Scatters are operators of our own here, which it leaves as they are.
-#
-# Results of complex linear algebra lie otherwise than it takes for granted, by columns. That is refused.
-
 _ATEN = torch.ops.aten
-_LINEAR_ALGEBRA = re.compile(r"linalg|^(cholesky|lu_|svd|qr|ormqr|geqrf|triangular_solve)")
 
 
-def _own(op: OpOverload, prefix: str = "complex_", tags: Sequence[torch.Tag] = ()) -> OpOverload:
-    """A copy of an operator that Inductor knows nothing about, and so calls."""
+# Operators that Inductor compiles wrongly, or for one size only: it calls them instead.
+#
+# It knows nothing about an operator of our own, and so calls that. Each is a copy of PyTorch's (torch 2.13,
+# where `torch.compile` has the same faults):
+#
+# - Scatters of complex numbers, for which Inductor has no kernels. It does not know that a view of complex
+#   numbers shows the memory of what it is made of: where it wrote a scatter in place, through such a view,
+#   what reads the result might run before. The gradient of a complex `qr` was wrong by 1.
+# - Backwards of convolutions on a CPU whose input has symbolic sizes. The lowering specializes on the strides
+#   of the input, and so on its sizes: each size of images would be a program of its own.
+# - Gradients of average pools with `ceil_mode`, whose last window may hang over: eager divides its gradient
+#   by the number of elements that it averaged, Inductor by the size of a whole window.
+# - Gradients of nearest interpolation by other factors than whole numbers: Inductor reads the sizes, not the
+#   scales. Where 5 rows are scaled by 1.5 to 7, gradients came to the wrong rows.
+
+
+def call_library(gm: GraphModule) -> None:
+    """Replace operators that Inductor gets wrong by copies, which it calls as they are, in place."""
+    for op, (copy, is_wrong) in _BY_LIBRARY.items():
+        for node in gm.graph.find_nodes(op="call_function", target=op):
+            if is_wrong(node):
+                node.target = copy
+
+
+def _copy_of(op: OpOverload, prefix: str, tags: Sequence[torch.Tag] = ()) -> OpOverload:
     return own_operator(f"{prefix}{operator_name(op)}({schema_of(op).partition('(')[2]}", op, tags=tags)
-
-
-_OWN = {
-    scatter: _own(scatter)
-    for scatter in (
-        _ATEN.slice_scatter.default,
-        _ATEN.select_scatter.default,
-        _ATEN.diagonal_scatter.default,
-        _ATEN.as_strided_scatter.default,
-    )
-}
-
-
-def keep_scatters(gm: GraphModule) -> None:
-    """Make scatters of complex numbers opaque to Inductor, in place."""
-    for scatter, own in _OWN.items():
-        for node in gm.graph.find_nodes(op="call_function", target=scatter):
-            if _is_complex(node):
-                node.target = own
-
-
-def linear_algebra(gm: GraphModule) -> Iterator[Node]:
-    """The nodes that are linear algebra of complex numbers."""
-    for node in gm.graph.nodes:
-        name = operator_name(node.target)
-        if name and _LINEAR_ALGEBRA.search(name) and any(map(_is_complex, node.all_input_nodes)):
-            yield node
 
 
 def _is_complex(node: Node) -> bool:
@@ -75,41 +62,20 @@ def _is_complex(node: Node) -> bool:
     return isinstance(value, torch.Tensor) and value.is_complex()
 
 
-# Backwards of convolutions with symbolic sizes, on a CPU, for Inductor.
-#
-# Its lowering specializes on the strides of the input, and so on its sizes (torch 2.13, `torch.compile` too):
-# each size of images would be a program of its own. All that it generates is a call of the library, so an
-# opaque operator makes that call.
-
-_CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
-_OPAQUE_CONVOLUTION_BACKWARD = _own(_CONVOLUTION_BACKWARD, "", tags=[torch.Tag.flexible_layout])
+def _has_symbolic_sizes_on_cpu(node: Node) -> bool:
+    convolved = node.args[1]
+    assert isinstance(convolved, Node), "a convolution is of a tensor"
+    value = convolved.meta["val"]
+    return value.device.type == "cpu" and is_symbolic(tuple(value.shape))
 
 
-def keep_sizes_symbolic(gm: GraphModule) -> None:
-    """Let the library compute backwards of convolutions whose input has symbolic sizes, in place."""
-    for node in gm.graph.find_nodes(op="call_function", target=_CONVOLUTION_BACKWARD):
-        convolved = node.args[1]
-        assert isinstance(convolved, Node), "a convolution is of a tensor"
-        value = convolved.meta["val"]
-        if value.device.type == "cpu" and is_symbolic(tuple(value.shape)):
-            node.target = _OPAQUE_CONVOLUTION_BACKWARD
+def _hangs_over(node: Node) -> bool:
+    ceil, *counted = node.args[5:]
+    return bool(ceil) and counted in ([True], [True, None])
 
 
-# Gradients of what is pooled, or interpolated, for Inductor.
-#
-# With `ceil_mode` the last window may hang over. Of an average, eager divides its gradient by what it has
-# averaged, and Inductor by a whole window. Of nearest interpolation, Inductor asks for sizes and not for
-# scales: where 5 rows are scaled by 1.5 to 7, gradients came to the wrong rows (torch 2.13, `torch.compile`
-# too). The library computes these, as it does for sizes that are symbols.
-
-
-def _hangs_over(
-    _grad: Any, _input: Any, _sizes: Any, _strides: Any, _pads: Any, ceil: bool, *counted: Any
-) -> bool:
-    return ceil and counted in ((True,), (True, None))
-
-
-def _is_no_repetition(_grad: Any, to: Any, size: Any, *scales: float | None) -> bool:
+def _is_no_repetition(node: Node) -> bool:
+    to, size, *scales = cast("Any", node.args[1:])
     if is_symbolic((tuple(to), tuple(size))):
         return True
     times = [divmod(after, before) for after, before in zip(to, size[2:], strict=True)]
@@ -119,22 +85,35 @@ def _is_no_repetition(_grad: Any, to: Any, size: Any, *scales: float | None) -> 
     )
 
 
-_GRADIENTS_BY_LIBRARY = {
-    op: (_own(op, "library_"), is_wrong)
-    for op, is_wrong in (
-        (_ATEN.avg_pool2d_backward.default, _hangs_over),
-        (_ATEN.avg_pool3d_backward.default, _hangs_over),
-        (_ATEN.upsample_nearest2d_backward.default, _is_no_repetition),
-    )
+_BY_LIBRARY: Mapping[OpOverload, tuple[OpOverload, Callable[[Node], bool]]] = {
+    **{
+        getattr(_ATEN, name).default: (_copy_of(getattr(_ATEN, name).default, "complex_"), _is_complex)
+        for name in ("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter")
+    },
+    _ATEN.convolution_backward.default: (
+        _copy_of(_ATEN.convolution_backward.default, "", [torch.Tag.flexible_layout]),
+        _has_symbolic_sizes_on_cpu,
+    ),
+    **{
+        op: (_copy_of(op, "library_"), is_wrong)
+        for op, is_wrong in (
+            (_ATEN.avg_pool2d_backward.default, _hangs_over),
+            (_ATEN.avg_pool3d_backward.default, _hangs_over),
+            (_ATEN.upsample_nearest2d_backward.default, _is_no_repetition),
+        )
+    },
 }
+"""Operators, the copy of each, and whether Inductor gets a call of it wrong."""
+
+_LINEAR_ALGEBRA = re.compile(r"linalg|^(cholesky|lu_|svd|qr|ormqr|geqrf|triangular_solve)")
 
 
-def keep_gradients_of_windows(gm: GraphModule) -> None:
-    """Let the library compute gradients of windows that Inductor gets wrong, in place."""
-    for op, (by_library, is_wrong) in _GRADIENTS_BY_LIBRARY.items():
-        for node in gm.graph.find_nodes(op="call_function", target=op):
-            if is_wrong(*node.args):
-                node.target = by_library
+def linear_algebra(gm: GraphModule) -> Iterator[Node]:
+    """The nodes that are linear algebra of complex numbers: Inductor gets strides of their results wrong."""
+    for node in gm.graph.nodes:
+        name = operator_name(node.target)
+        if name and _LINEAR_ALGEBRA.search(name) and any(map(_is_complex, node.all_input_nodes)):
+            yield node
 
 
 # Operators that depend on the strides of their arguments, while Inductor chooses those of its results.
