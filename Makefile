@@ -54,7 +54,7 @@ float8-curves: $(STAMP) ## Train in bf16 and with every FP8 recipe (runs that ar
 	for recipe in off $(FLOAT8_RECIPES); do \
 	  name=$${recipe/off/bf16}; [[ -d $(FLOAT8_RUNS)/$$name ]] || OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(RANK_THREADS)} \
 	    $(BIN)/torchrun --standalone --nproc-per-node $(NPROC) -m aotdist.launch.train --float8.recipe $$recipe \
-	    --parallel.precision bf16 --compile.backend fx --optim.steps 200 --run.log-every 20 --run.sample-bytes 0 \
+	    --parallel.precision bf16 --compile.backend fx --optim.steps 200 --run.log-every 20 \
 	    --run.folder $(FLOAT8_RUNS) --run.name $$name $(ARGS); \
 	done
 	$(BIN)/python -m aotdist.launch.comparison docs/float8.svg $(FLOAT8_RUNS)/bf16 $(FLOAT8_RECIPES:%=$(FLOAT8_RUNS)/%)

@@ -321,12 +321,11 @@ class RunOptions:
         folder: for the folders of runs.
         name: name of this run's folder; by default the time of its start.
         loggers: further loggers besides the run's own files.
-        seed: of the initial parameters, the order of the data and the sample.
+        seed: of the initial parameters and the order of the data.
         log_every: steps between reports; every step is recorded in any case.
         validate_every: steps between validations; 0 for validations at the start and at the end only.
         validation_batches: batches of each data-parallel rank in a validation.
         deterministic: refuse kernels that are not repeatable bit for bit (on GPUs).
-        sample_bytes: bytes that the trained model writes at the end; 0 for none.
     """
 
     folder: Path = Path("runs")
@@ -337,11 +336,10 @@ class RunOptions:
     validate_every: int = 50
     validation_batches: int = 8
     deterministic: bool = False
-    sample_bytes: int = 240
 
     def __post_init__(self) -> None:
         _require_positive(self, "log_every", "validation_batches")
-        _require_not_negative(self, "validate_every", "sample_bytes")
+        _require_not_negative(self, "validate_every")
         name = self.name
         # An empty name is more likely an unset variable of the shell than a wish for the default.
         plain_name = name is None or (name not in ("", ".", "..") and Path(name).name == name)

@@ -18,7 +18,7 @@ from aotdist.launch.checkpoints.snapshot import NEVER, TrainState
 from aotdist.launch.config import JobOptions
 from aotdist.launch.data import ByteStream, Corpus, Windows, load_corpus
 from aotdist.launch.loggers import RecordingReporter, make_loggers, require_loggers
-from aotdist.launch.loop import Trainer, write_sample
+from aotdist.launch.loop import Trainer
 from aotdist.launch.metrics import METRICS_FILE, EndRecord, cut_metrics
 from aotdist.launch.model import Decoder, build_decoder, num_parameters
 from aotdist.launch.optim import build_optimizer
@@ -85,11 +85,6 @@ def run_job(
         profiler = StepProfiler(options.profile, run.path / PROFILE_FOLDER, place.rank)
         with closing(profiler):
             finished = Trainer(options, world, held_out, stop, reporter, saver, profiler).run(state)
-        if finished and options.run.sample_bytes:
-            # Inductor takes longer to compile the logits (8 s) than eager does to write 240 bytes (5 s).
-            with aotdist.disable():
-                sample = write_sample(model, world, options.run, seq_len=options.data.seq_len)
-            reporter.section("sample", sample)
         status = "finished" if finished else "stopped"
         reporter.record(EndRecord(status, state.step, time.perf_counter() - started))
     if not finished:

@@ -1,4 +1,4 @@
-"""The training loop, step by step, and the text that the trained model writes at the end."""
+"""The training loop, step by step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import aotdist
 from aotdist.errors import AotdistError
 from aotdist.launch.checkpoints.saver import Saver
 from aotdist.launch.checkpoints.snapshot import TrainState
-from aotdist.launch.config import JobOptions, RunOptions
+from aotdist.launch.config import JobOptions
 from aotdist.launch.data import Batch, Windows, validation_batches
 from aotdist.launch.metrics import StepRecord, ValidationRecord
 from aotdist.launch.optim import clip_gradients, learning_rate, set_learning_rate
@@ -25,11 +25,6 @@ from aotdist.launch.profiling import StepProfiler
 from aotdist.launch.progress import Reporter
 from aotdist.launch.resuming import sequences
 from aotdist.launch.shutdown import StopRequest
-
-PROMPT = "class "
-"""What the sample continues."""
-
-TEMPERATURE = 0.6
 
 
 class TrainingDiverged(AotdistError):
@@ -204,30 +199,3 @@ def peak_memory_bytes(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss is in bytes there, in KiB elsewhere
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-@torch.no_grad()
-def write_sample(model: nn.Module, world: World, options: RunOptions, *, seq_len: int) -> str:
-    """The prompt and the model's continuation of it; every rank must take part.
-
-    The model always sees a full window, padded on the right, where causal attention does not look: so a
-    compiled model needs one artifact for all windows.
-    """
-    generator = torch.Generator().manual_seed(options.seed)
-    text = list(PROMPT.encode())
-    for _ in range(options.sample_bytes):
-        context = text[-seq_len:]
-        window = torch.tensor([context + [0] * (seq_len - len(context))], device=world.device)
-        with world.autocast():
-            logits = model(window)[0, len(context) - 1]
-        text.append(draw_byte(logits.cpu(), generator))
-    return bytes(text).decode(errors="replace")
-
-
-def draw_byte(logits: Tensor, generator: torch.Generator) -> int:
-    """One byte.
-
-    Shapes: logits (256,).
-    """
-    chances = torch.softmax(logits.float() / TEMPERATURE, dim=-1)
-    return int(torch.multinomial(chances, 1, generator=generator))

@@ -27,7 +27,7 @@ class Reporter:
         """A new record."""
 
     def section(self, title: str, text: str) -> None:
-        """A longer text: the compile summary, the sample."""
+        """A longer text: the compile summary."""
 
     def close(self) -> None:
         """Nothing more will come."""

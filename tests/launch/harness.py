@@ -27,7 +27,6 @@ SMALL_MODEL = (
     "--optim.warmup-steps=2",
     "--run.validation-batches=2",
     "--run.validate-every=0",
-    "--run.sample-bytes=4",
     "--parallel.device=cpu",
     "--checkpoint.every=0",
 )

@@ -18,7 +18,7 @@ def show(reporter, num_steps):
     reporter.record(ValidationRecord(0, 5.5452, 0))
     for number in range(1, num_steps + 1):
         reporter.record(step(number))
-    reporter.section("sample", "def f():\n    return [1]")
+    reporter.section("compiled", "def f():\n    return [1]")
     reporter.record(EndRecord("finished", num_steps, 12.5))
     reporter.close()
 

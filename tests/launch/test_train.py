@@ -26,7 +26,7 @@ def test_a_run_learns_and_leaves_everything_behind(job, capsys):
     assert abs(first - math.log(256)) < 0.7
     assert last < 0.6 * first
     files = {path.name for path in (job.folder / "learns").iterdir()}
-    assert files == {"config.json", "metrics.jsonl", "loss.png", "run.lock", "sample.txt"}
+    assert files == {"config.json", "metrics.jsonl", "loss.png", "run.lock"}
     assert (job.folder / "learns" / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert "loss.png" in capsys.readouterr().out
 

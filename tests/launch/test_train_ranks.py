@@ -12,7 +12,7 @@ def test_two_ranks_learn(runs):
     first, *_, last = held_out_losses(runs["learns"])
     assert last < 0.6 * first
     files = {path.name for path in (runs.job.folder / "learns").iterdir()}
-    assert files == {"config.json", "metrics.jsonl", "loss.png", "run.lock", "sample.txt"}
+    assert files == {"config.json", "metrics.jsonl", "loss.png", "run.lock"}
 
 
 @pytest.mark.sweep
