@@ -57,7 +57,7 @@ float8-curves: $(STAMP) ## Train in bf16 and with every FP8 recipe (runs that ar
 	    --parallel.precision bf16 --compile.backend fx --optim.steps 200 --run.log-every 20 \
 	    --run.folder $(FLOAT8_RUNS) --run.name $$name $(ARGS); \
 	done
-	$(BIN)/python -m aotdist.launch.comparison docs/float8.svg $(FLOAT8_RUNS)/bf16 $(FLOAT8_RECIPES:%=$(FLOAT8_RUNS)/%)
+	$(BIN)/python -m aotdist.launch.curve docs/float8.svg $(FLOAT8_RUNS)/bf16 $(FLOAT8_RECIPES:%=$(FLOAT8_RUNS)/%)
 
 test: $(STAMP) ## Run the tests, all but the sweeps; ARGS="-k bucket" chooses some
 	$(PYTEST) $(ARGS)

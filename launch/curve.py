@@ -1,6 +1,7 @@
 """Draws a run's loss: `python -m aotdist.launch.curve runs/NAME`, and at the end of every run.
 
-The picture is made from the metrics file alone, so it can be drawn for a run that was cut short.
+`python -m aotdist.launch.curve OUT.svg RUN RUN...` compares runs with the first of them. Pictures are made
+from the metrics files alone, so they can be drawn for runs that were cut short.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from aotdist.errors import BadSettings
 from aotdist.launch.config import CONFIG_FILE
 from aotdist.launch.metrics import METRICS_FILE, StepRecord, ValidationRecord, read_metrics
 from aotdist.launch.run_folder import CURVE_FILE
@@ -19,23 +21,23 @@ from aotdist.launch.run_folder import CURVE_FILE
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-INK, MUTED, GRID = "#1f2933", "#6b7785", "#e4e8ec"
+_INK, _MUTED, _GRID = "#1f2933", "#6b7785", "#e4e8ec"
 _RAW, _SMOOTH, _HELD_OUT = "#a9c4ea", "#2458a6", "#d1495b"
 _SMOOTHING_STEPS = 5
 """Standard deviation, in steps, of the Gaussian mean drawn over the raw loss."""
 
-STYLE: dict[Any, Any] = {
+_STYLE: dict[Any, Any] = {
     "font.size": 9,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": MUTED,
+    "text.color": _INK,
+    "axes.labelcolor": _INK,
+    "axes.edgecolor": _MUTED,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.grid": True,
     "axes.axisbelow": True,
-    "grid.color": GRID,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
+    "grid.color": _GRID,
+    "xtick.color": _MUTED,
+    "ytick.color": _MUTED,
     "legend.frameon": False,
 }
 
@@ -65,7 +67,7 @@ def draw_curve(folder: Path) -> Path | None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    with rc_context(STYLE):
+    with rc_context(_STYLE):
         figure = Figure(figsize=(8, 5.6), dpi=160, layout="constrained")
         FigureCanvasAgg(figure)
         loss_axes, speed_axes = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
@@ -111,7 +113,7 @@ def _draw_speed(axes: Axes, steps: list[StepRecord]) -> None:
     axes.plot(
         [record.step for record in steady],
         [record.tokens_per_s / 1e3 for record in steady],
-        color=MUTED,
+        color=_MUTED,
         linewidth=0.9,
     )
     axes.set_ylim(bottom=0)
@@ -135,6 +137,85 @@ def _nats(bits: Any) -> Any:
     return bits * math.log(2)
 
 
+# Several runs beside each other.
+
+_COLORS = (_INK, "#2458a6", "#d1495b", "#2a9d8f", "#e09f3e", "#7b5ea7")
+_BAND_PERCENT = 1.0
+"""Half the height of the band around the first run that is marked."""
+
+
+def compare(picture: Path, folders: Sequence[Path]) -> str:
+    """Draws smoothed training losses of runs, and their difference from the first run's in percent.
+
+    The same runs give the same bytes.
+
+    Returns:
+        a markdown table of the held-out losses.
+
+    Raises:
+        BadSettings: a folder holds no run that took a step and was validated.
+    """
+    from matplotlib import rc_context
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+    from matplotlib.figure import Figure
+
+    training, held_out = zip(*map(_losses, folders), strict=True)
+    rows = [
+        f"| `{folder.name}` | {loss:.4f} | {100 * (loss / held_out[0] - 1):+.2f}% |"
+        for folder, loss in zip(folders, held_out, strict=True)
+    ]
+    with rc_context({**_STYLE, "svg.hashsalt": "aotdist"}):
+        figure = Figure(figsize=(9, 3.6), layout="constrained")
+        FigureCanvasSVG(figure)
+        left, right = figure.subplots(1, 2)
+        right.axhspan(-_BAND_PERCENT, _BAND_PERCENT, color=_MUTED, alpha=0.15, linewidth=0)
+        for folder, losses, color in zip(folders, training, _COLORS, strict=False):
+            apart = differences(losses, training[0])
+            left.plot(range(1, len(losses) + 1), losses, color=color, linewidth=1.1, label=folder.name)
+            right.plot(range(1, len(apart) + 1), apart, color=color, linewidth=1.1)
+        left.set_ylabel("training loss, smoothed (nats per byte)")
+        right.set_ylabel(f"difference from {folders[0].name} (%)")
+        for axes in (left, right):
+            axes.set_xlabel("optimizer step")
+        left.legend()
+        figure.savefig(picture, format="svg", metadata={"Date": None})
+    return "\n".join(["| run | held-out loss, nats a byte | difference |", "|---|---|---|", *rows])
+
+
+def differences(losses: Sequence[float], first: Sequence[float]) -> list[float]:
+    """Difference of a run's losses from those of the first run, step by step, in percent."""
+    return [100 * (own / other - 1) for own, other in zip(losses, first, strict=False)]  # one may be shorter
+
+
+def _losses(folder: Path) -> tuple[list[float], float]:
+    """The smoothed training losses of a run, and its last held-out loss."""
+    path = folder / METRICS_FILE
+    records = read_metrics(path) if path.exists() else []
+    training = [record.loss for record in records if isinstance(record, StepRecord)]
+    held_out = [record.loss for record in records if isinstance(record, ValidationRecord)]
+    if not training or not held_out:
+        raise BadSettings(f"{folder} holds no run that took a step", fix="name the folders of finished runs")
+    return smoothed(training), held_out[-1]
+
+
+def main(words: Sequence[str]) -> int:
+    """Draws what the words name, and returns the exit code."""
+    paths = list(map(Path, words))
+    if not paths or paths[0].suffix != ".svg":
+        for folder in paths:
+            print(draw_curve(folder) or f"{folder}: no step was recorded")
+        return 0
+    picture, *folders = paths
+    if not 2 <= len(folders) <= len(_COLORS):
+        print(f"usage: python -m aotdist.launch.curve OUT.svg RUN RUN... (2 to {len(_COLORS)})")
+        return 2
+    try:
+        print(compare(picture, folders))
+    except BadSettings as error:
+        print(error)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
-        print(draw_curve(Path(argument)) or f"{argument}: no step was recorded")
+    sys.exit(main(sys.argv[1:]))
