@@ -22,7 +22,7 @@ _KEPT = 64
 
 @functools.lru_cache(_KEPT)
 def fast_axis(kernel: Kernel) -> Axis:
-    """The axis along which most bytes that a kernel moves are neighbours; `x` if it reduces nothing.
+    """The axis along which most of a kernel's bytes are contiguous; `x` if it has no reduction.
 
     A block of a kernel that sums columns has to be wide along `x`: neighbours along `r` lie a row apart.
     """
@@ -32,7 +32,7 @@ def fast_axis(kernel: Kernel) -> Axis:
 
 
 def is_wide(kernel: Kernel) -> bool:
-    """Whether blocks have to be wide along `x`, because neighbours along `x` lie side by side in much memory.
+    """Whether blocks must be wide along `x`, since much of the memory is contiguous along `x`.
 
     Of every 32 bytes that a block of one result reads across, it uses an element. So a block of a kernel that
     accesses memory in both orders is wide along both axes.
@@ -43,21 +43,21 @@ def is_wide(kernel: Kernel) -> bool:
 
 
 def axis_of(kernel: Kernel, index: Index) -> Axis:
-    """Along which axis neighbouring threads go where they read or write: a tile's may go along either."""
+    """The axis along which neighbouring threads access memory; in a tile it depends on the index."""
     if kernel.is_tiled:
         return "x" if kernel.x[-1] in sides_of(index) else "r"
     return fast_axis(kernel)
 
 
 def sides_of(index: Index) -> list[Var]:
-    """Variables along which an index goes in steps of one element, maybe modulo a number (a head's size)."""
+    """Variables along which an index has stride 1, possibly modulo a number (the size of a head)."""
     steps = (atom for atom, scale in index.terms if scale == 1)
     inner = (_run_of(atom) if isinstance(atom, Remainder) else atom for atom in steps)
     return [atom for atom in inner if isinstance(atom, Var)]
 
 
 def vector_length(kernel: Kernel, index: Index, dtype: torch.dtype) -> int:
-    """How many elements a thread may read or write at once, as far as sizes tell.
+    """How many elements a thread may load or store in one vector, as far as sizes show.
 
     Args:
         kernel: the kernel that the thread runs.
@@ -83,13 +83,13 @@ def axes_of(index: Index) -> set[Axis]:
 
 
 def _run_of(atom: Remainder) -> Atom | None:
-    """The variable of a remainder, if its divisor is no less than a thread takes at once."""
+    """The variable of a remainder whose divisor is at least the vector length."""
     is_plain = len(atom.of.terms) == 1 and atom.of.terms[0][1] == 1
     return atom.of.terms[0][0] if is_plain and hint_of(atom.by) >= VECTOR_BYTES else None
 
 
 def is_divided(index: Index) -> bool:
-    """Whether an index has quotients or remainders, through which Triton does not recognise neighbours."""
+    """Whether an index has quotients or remainders, which hide contiguity from Triton."""
     return any(isinstance(atom, Quotient | Remainder) for atom in index.atoms())
 
 
@@ -104,7 +104,7 @@ def _run_length(variables: tuple[Var, ...], index: Index, most: int) -> int:
 
 
 def _is_run(index: Index, fastest: Var, length: int) -> bool:
-    """Whether every `length` places from an even one on lie one after the other, from an even one on."""
+    """Whether every aligned run of `length` places is contiguous and aligned in memory."""
     if not divides(length, fastest.size):
         return False
     inside = Var(fastest.axis, -1, length)
@@ -114,7 +114,7 @@ def _is_run(index: Index, fastest: Var, length: int) -> bool:
 
 
 def _bytes_side_by_side(kernel: Kernel, axis: Axis) -> int:
-    """Bytes of one place that neighbours along `axis` hold side by side, in what differs along both axes."""
+    """Bytes per place that are contiguous along `axis`, of the accesses that vary along both axes."""
     variables = _variables(kernel, axis)
     return sum(
         dtype.itemsize

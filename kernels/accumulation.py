@@ -45,7 +45,7 @@ def num_lanes(reductions: Collection[Expr]) -> int:
 
 
 def updated(expr: Expr, lanes: Sequence[str], value: str) -> str:
-    """The lanes updated with another value; of exponentials, with a whole block of them."""
+    """The lanes updated with another value; a sum of exponentials takes a whole block at once."""
     match kind_of(expr):
         case "exponentials":
             return f"more_exponentials({lanes[0]}, {lanes[1]}, {value})"
@@ -122,7 +122,7 @@ def _dtype_of_lane(expr: Expr) -> torch.dtype:
 
 
 def online(kernel: Kernel) -> Kernel:
-    """The kernel with such pairs in the place of reductions that need other ones."""
+    """The kernel with online reductions for those that need another one first (softmax, variance)."""
     roots = [store.value for store in kernel.stores]
     made: dict[Expr, Expr] = {}
     for expr in every_part(roots):
@@ -164,7 +164,7 @@ def _exponentials(value: Expr, most: Expr) -> Expr | None:
 
 
 def _is_mean(expr: Expr, value: Expr, count: Whole) -> bool:
-    """Whether an expression is the mean of so many values."""
+    """Whether `expr` is the sum of `value`, divided by `count`."""
     match expr:
         case Expr("div", (Expr(op, args), divisor)):
             return op == Reduce("sum") and args == (value,) and divisor == counted(count, expr.dtype)

@@ -59,7 +59,7 @@ def _words(nodes: Iterable[Node]) -> list[str]:
 
 
 def _by_stride(kernel: Kernel) -> Kernel:
-    """With the variables last along which neighbours lie: in the largest store, and in what is reduced."""
+    """The kernel with stride-1 variables last: those of the largest store, and of what is reduced."""
     largest = max(kernel.stores, key=lambda store: len(store.index.variables()))
     accesses = [*(load.index for load in kernel.loads()), *(store.index for store in kernel.stores)]
     reduced = max(accesses, key=lambda index: len(index.variables().intersection(kernel.r)))
@@ -80,7 +80,7 @@ def _in_parts(kernel: Kernel, rows: Whole) -> Kernel:
 
 
 def collapsed(kernel: Kernel) -> Kernel:
-    """The kernel over as few variables as there can be: neighbours that always go together become one."""
+    """The kernel over as few variables as possible: adjacent ones that are always contiguous become one."""
     for axis in ("x", "r"):
         kernel = _collapsed_along(kernel, axis)
     return kernel
@@ -110,7 +110,7 @@ def _with_variables(
 
 
 def _stays_simple(index: Index, places: dict[Var, Index], joined: Var) -> bool:
-    """Whether one variable in the place of two needs no division that was not there before."""
+    """Whether merging two variables into one adds no division to any index."""
     changed = index.substitute(places)
     return _divisions_of(changed, {joined}) <= _divisions_of(index, set(places))
 
@@ -135,7 +135,7 @@ MIN_SIDE = 16
 
 
 def tiled(kernel: Kernel) -> Kernel:
-    """The kernel over tiles, the columns of which are `r`, if it has two orders; else the kernel as it is.
+    """The kernel over tiles with columns along `r`, if tensors are contiguous along two axes; else itself.
 
     Args:
         kernel: over as few variables as there can be; no sum of parts.
@@ -150,7 +150,7 @@ def tiled(kernel: Kernel) -> Kernel:
 
 
 def _sides(kernel: Kernel) -> list[Var]:
-    """Variables along which elements lie side by side in a tensor with others, that of most bytes first."""
+    """The stride-1 variables of accesses that vary along several of these, that of most bytes first."""
     accesses = [(_side(index), index, dtype) for index, dtype in (*reads(kernel), *writes(kernel))]
     sides = {side for side, _, _ in accesses if side is not None}
     num_bytes: dict[Var, int] = {}

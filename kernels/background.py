@@ -98,7 +98,7 @@ def _pool() -> ThreadPoolExecutor:
 
 
 def _forget() -> None:
-    """In a forked child: threads, and what they were compiling, stay with the parent."""
+    """Forget pending compilations in a forked child: the threads that run them stay in the parent."""
     _pool.cache_clear()
     _for_target.cache_clear()
 

@@ -103,7 +103,7 @@ def _similarity_of(emitted: EmittedKernel, by_name: Mapping[str, Node]) -> _Simi
 
 
 def _without_sizes(emitted: EmittedKernel) -> Config:
-    """The blocks of a kernel, with 1 for sizes that a launch may raise to the largest of its members."""
+    """The block sizes of a kernel, with 1 for those that one launch may raise to its members' maximum."""
     kernel, config = emitted.kernel, emitted.config
     if kernel.p is not None:
         return config
@@ -113,7 +113,7 @@ def _without_sizes(emitted: EmittedKernel) -> Config:
 
 
 def _placeholder(match: re.Match[str]) -> str:
-    """A placeholder for a tensor or a number; a number beyond 32 bits, which has another type, stays."""
+    """A placeholder for a tensor or a number. A number beyond 32 bits has another type, and stays."""
     text = match[0]
     if not text.isdigit():
         return "?in" if text.startswith("in_") else "?out"
@@ -152,7 +152,7 @@ class _Order:
                 self._after[other][step] = None
 
     def may_run_as_one(self, one: Bundle, other: Bundle) -> bool:
-        """Whether two bundles are independent, and one launch delays no fixed node and holds little."""
+        """Whether two bundles are independent, and merging delays no fixed node and extends few lifetimes."""
         steps = (*one, *other)
         if any(step not in self._position for step in steps):
             return False  # nobody reads its results
@@ -190,7 +190,7 @@ class _Order:
         }
 
     def _received(self, kernel: EmittedKernel) -> frozenset[Node]:
-        """The results of collectives that a kernel reads: their waits are the step behind a fixed node."""
+        """The results of collectives that a kernel reads: nodes (waits) right behind a fixed node."""
         read = frozenset(self._schedule.reads(kernel))
         return frozenset(node for node in read if not self._fixed.isdisjoint(node.all_input_nodes))
 
@@ -198,7 +198,7 @@ class _Order:
         return frozenset(node for node in self._schedule.reads(kernel) if not _is_small(node))
 
     def _holds_little(self, kernel: EmittedKernel) -> bool:
-        """Whether a kernel may run first or last: its large tensors are arguments or results of the graph."""
+        """Whether moving a kernel keeps little alive: large tensors are inputs or outputs of the graph."""
         read, written = (
             [self._schedule.by_name[name] for name in names]
             for names in (kernel.printed.inputs, kernel.printed.outputs)
@@ -227,7 +227,7 @@ def one_launch(bundle: Bundle) -> EmittedKernel:
 
 
 def _printed(bundle: Bundle, config: Config) -> Printed:
-    """The source of the first, with variables for what differs, after lines that select their values."""
+    """The first kernel's source, with variables where members differ, set by the lines before it."""
     first = bundle[0].printed
     columns = list(zip(*(_selected_in(emitted.printed) for emitted in bundle), strict=True))
     names: dict[tuple[str, ...], str] = {}
@@ -274,7 +274,7 @@ def _with_texts(body: Iterable[str], texts: Iterable[str]) -> list[str]:
 
 
 def _choice(starts: Sequence[int], choices: Sequence[Sequence[str]]) -> Iterator[str]:
-    """Lines that run one of several choices: the last one whose first block is not after this block."""
+    """Lines that select one of several choices by program id: the last that begins at or before it."""
     if len(choices) == 1:
         yield from choices[0]
         return

@@ -55,7 +55,7 @@ class Difference:
     real: Strides
 
     def line(self) -> str | None:
-        """What to tell a reader; None if it follows from another difference: a kernel computed the tensor."""
+        """A line for a report; None for a kernel's result, which another difference causes."""
         maker = _maker(self.node)
         if isinstance(maker.target, Launch | SizedLaunch):
             return None
@@ -71,7 +71,7 @@ _fakes = process_lock()
 
 
 def checked(call: Callable[[list[Any]], T], args: list[Any]) -> tuple[T, dict[str, Difference]]:
-    """The results of a call with checked launches, and the differences that these found."""
+    """The results of a call, and the stride differences that its checked launches found."""
     differences: dict[str, Difference] = {}
     token = _differences.set(differences)
     try:
@@ -81,7 +81,7 @@ def checked(call: Callable[[list[Any]], T], args: list[Any]) -> tuple[T, dict[st
 
 
 def with_checks(bound: Mapping[str, Any], graph: Graph, of: Callable[[], Graph]) -> dict[str, Any]:
-    """The bindings of a graph's text, with checked launches, and reshapes in the place of views.
+    """The bindings of a graph's source, with checked launches, and reshapes instead of views.
 
     Args:
         bound: the objects that names of the text are bound to.
@@ -132,7 +132,7 @@ class CheckedLaunch:
         return moved[0] if len(moved) == 1 else tuple(moved)
 
     def _result_strides(self, tensors: Sequence[torch.Tensor], values: Values) -> Sequence[Strides | None]:
-        """The strides that operators would give the results; None for those of the kernel."""
+        """The strides that eager's operators would give the results; None where the kernel chooses them."""
         key = (*(tensor.stride() for tensor in tensors), *values.values())
         if key not in self._strides:
             graph = self._of()
@@ -200,7 +200,7 @@ def _moved(
 
 
 def _restrided(val: Any, sizes: Sequence[int], strides: Strides) -> Any:
-    """A fake tensor with real strides; if these leave no gaps, they are symbolic as its sizes are."""
+    """A fake tensor with real strides; dense strides become expressions of its symbolic sizes."""
     order = sorted(range(len(sizes)), key=lambda dim: (strides[dim], sizes[dim]))
     dense = _dense(sizes, order)
     if all(size < 2 or one == other for size, one, other in zip(sizes, dense, strides, strict=True)):
@@ -218,7 +218,7 @@ def _dense(sizes: Sequence[int], order: Sequence[int]) -> Strides:
 
 
 def _propagated(graph: Graph, known: Mapping[Node, Any], nodes: Collection[Node]) -> dict[Node, Any]:
-    """`known`, and what views and kernels compute from it; libraries choose strides by themselves.
+    """`known`, and the nodes that views and kernels compute from it, whose strides follow.
 
     Args:
         graph: whose nodes these are.

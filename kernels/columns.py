@@ -68,7 +68,7 @@ class Cut:
 
 
 def rows_folded(node: Node) -> Whole:
-    """How many rows each result of a sum adds up, if a kernel that reduces rows may fold the sum; else 0."""
+    """How many rows each partial sum adds up, if a row kernel may fold this column sum; else 0."""
     if node.target is not aten.sum.dim_IntList:
         return 0
     sizes, dims = reduced_dims(node)
@@ -79,7 +79,7 @@ def rows_folded(node: Node) -> Whole:
 
 
 def cut_columns(graph: Graph) -> list[Cut]:
-    """Cut the sums of columns of a graph, in place, where rows of as many columns are reduced.
+    """Cut column sums in two, in place, where the graph also reduces the rows of a matrix of that size.
 
     Args:
         graph: of a private copy, functional; nodes carry `val`.
@@ -89,7 +89,7 @@ def cut_columns(graph: Graph) -> list[Cut]:
 
 
 def rows_reduced(graph: Graph) -> set[tuple[Whole, Whole] | None]:
-    """Number and length of the rows that a graph reduces: their kernels may also sum their columns."""
+    """Number and length of the rows that a graph reduces; a kernel of these may also sum columns."""
     return {_rows(node) for node in graph.nodes if is_reducing(node)}
 
 

@@ -57,7 +57,7 @@ class Usage:
 
 
 def compiled_for(emitted: EmittedKernel, target: Target) -> Any:
-    """The same kernel as Triton has it; if its sizes differ from call to call, for those of the traced one.
+    """The kernel as Triton compiles it; symbolic sizes are those of the traced call.
 
     Raises:
         BadSettings: the target is unknown, Triton or its tools are missing, or kernels are interpreted here.

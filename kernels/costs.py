@@ -127,7 +127,7 @@ _SMALL_SECONDS = 5e-6  # about what it takes to start a kernel: nothing to win
 
 
 def configurations(emitted: EmittedKernel) -> tuple[Config, ...]:
-    """The ways in which a kernel may be cut: two to four, or one where there is nothing to win.
+    """The configurations worth measuring: two to four, or one where tuning gains nothing.
 
     The first is the usual one, unless the model of costs clearly favours another, or a thread would have too
     few registers.
@@ -152,7 +152,7 @@ def configurations(emitted: EmittedKernel) -> tuple[Config, ...]:
 
 
 def _fitting(emitted: EmittedKernel) -> Config:
-    """The usual blocks; of a kernel of many tensors, such that a thread can hold its elements of all."""
+    """The default blocks, made smaller until a thread's registers hold its elements of every tensor."""
     config = emitted.config
     while not estimate(emitted, config).fits:
         others = [
@@ -175,7 +175,7 @@ def _num_elements(config: Config) -> int:
 
 
 def _neighbours(emitted: EmittedKernel) -> Iterator[Config]:
-    """Twice and half the places, and twice and half the warps, as far as the kernel's source allows."""
+    """Configurations with twice and half the block size or warps, as far as the source allows."""
     usual, kernel = emitted.config, emitted.kernel
     is_alone = len(emitted.members) == 1  # the source of several says which block begins a member
     xblocks = _sizes(usual.xblock) if is_alone and kernel.p is None else (usual.xblock,)

@@ -115,7 +115,7 @@ def without_kernels(graph: Graph, reason: str) -> Fused:
 
 
 def _planned(graph: torch.fx.Graph, fixed: Sequence[Node], gpu: Gpu) -> Plan:
-    """The plan for a graph; its sums of columns are cut in two where kernels take the first halves."""
+    """The fusion plan of a graph; column sums stay cut in two where a kernel folds the first half."""
     cuts = cut_columns(graph)
     while True:
         planned = plan(graph, fixed)
@@ -153,7 +153,7 @@ def _in_loops(kernel: Kernel) -> Printed:
 
 
 def _launches(graph: Graph, kernels: Sequence[EmittedKernel], fixed: Sequence[Node]) -> list[EmittedKernel]:
-    """Kernels in as few launches as possible, which store new values of inputs over the old ones."""
+    """The kernels in as few launches as possible, writing inputs in place where that is safe."""
     found = bundles(Schedule(graph, kernels, fixed), kernels, fixed)
     schedule = Schedule(graph, [one_launch(bundle) for bundle in found], fixed)
     old_of = overwritten(graph, schedule, fixed)
@@ -225,7 +225,7 @@ class _Copies:
     def _jitted(
         self, step: EmittedKernel, way: Config, source: str, device: torch.device, *, ahead: bool = True
     ) -> Jitted:
-        """A kernel in one way; if that is likely to run (`ahead`), it is compiled in the background."""
+        """A kernel in one configuration, compiled in the background if it is likely to run (`ahead`)."""
         function = self._functions[step.printed.name]
         blocks, count = blocks_of(step.kernel, way), step.num_blocks_in(way)
         code = nothing_compiled
@@ -241,7 +241,7 @@ def _result(node: Node, printed: Printed) -> SizedResult:
 
 
 def bytes_moved(kernel: Kernel, num_elements: Mapping[str, int]) -> int:
-    """Bytes that a kernel reads and writes in the call that is traced, each tensor's once.
+    """Bytes that a kernel reads and writes in the traced call; each tensor counts once.
 
     Args:
         kernel: what runs.

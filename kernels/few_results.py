@@ -133,7 +133,7 @@ def _picks(node: Node) -> list[Node]:
 
 
 def _is_sum_of_parts(node: Node, dims: Sequence[int]) -> bool:
-    """Whether the halves give what the whole gives: moments are not rounded in between."""
+    """Whether two stages give the result of one: moments must not be rounded in between."""
     source, picks = val_of(node.all_input_nodes[0]), [val_of(pick) for pick in _picks(node)]
     if not dims or not source.is_floating_point() or not all(pick.is_contiguous() for pick in picks):
         return False
@@ -141,7 +141,7 @@ def _is_sum_of_parts(node: Node, dims: Sequence[int]) -> bool:
 
 
 def _num_blocks(sizes: Sequence[int], strides: Sequence[int], dims: Sequence[int], results: int) -> int:
-    """How many blocks would reduce it: one for each result, or for some that lie side by side."""
+    """How many blocks would reduce it: one per result, or per group of contiguous results."""
     nearest = min((dim for dim, size in enumerate(sizes) if size > 1), key=strides.__getitem__)
     return results if nearest in dims else -(-results // MIN_COLUMNS)
 

@@ -136,7 +136,7 @@ def _bytes_saved(units: Units, one: Unit, other: Unit) -> int:
 
 
 def _is_worth_it(units: Units, one: Unit, other: Unit) -> bool:
-    """Whether one group reads what the other computes, or both read much of the same."""
+    """Whether one group reads results of the other, or both read many of the same bytes."""
     if other in units.producers(one) or one in units.producers(other):
         return True
     read = min(sum(num_bytes(source) for source in units.sources(unit)) for unit in (one, other))
@@ -144,7 +144,7 @@ def _is_worth_it(units: Units, one: Unit, other: Unit) -> bool:
 
 
 def _merged(units: Units, one: Unit, other: Unit) -> Group | None:
-    """Both groups as one, over the space of the group that reduces, or else of the later one."""
+    """The merged group, over the iteration space of the one that reduces, else of the later one."""
     if len(one.nodes) + len(other.nodes) > MAX_NODES or not _is_worth_it(units, one, other):
         return None
     if not units.may_run_as_one(one, other):
@@ -202,7 +202,7 @@ def _folds(host: Group, guest: Group) -> frozenset[Node]:
 
 
 def _fast_axes(uses: Uses, group: Group) -> set[Axis]:
-    """The axes along which neighbours lie side by side in memory, where a group reads along both axes.
+    """The axes along which a group's reads that vary along both axes are contiguous.
 
     Sums of rows and of columns of one square tensor would fit into one space, and half of them would be slow.
     """
@@ -225,7 +225,7 @@ def _written_axes(uses: Uses, group: Group) -> set[Axis]:
 
 
 def _axes(index: Index) -> set[Axis]:
-    """The axes along which neighbours lie side by side, if an index goes along both."""
+    """The axes along which an index that varies along both has stride 1."""
     if len({var.axis for var in index.variables()}) < 2:
         return set()
     return {atom.axis for atom, scale in index.terms if isinstance(atom, Var) and scale == 1}
@@ -240,7 +240,7 @@ def _may_fit(host: Space, guest: Space, folds: Container[Node]) -> bool:
 
 
 def _absorbed(uses: Uses, host: Group, guest: Group) -> Group | None:
-    """The nodes of a guest, computed wherever a host reads them; None if others do, or if it costs much."""
+    """The host with the guest recomputed at each read; None if others read the guest, or it costs much."""
     group = replace(host, absorbed=host.absorbed | frozenset(guest.nodes()))
     if guest.space.r or any(uses.is_read_outside(node, group) for node in guest.places):
         return None
@@ -255,7 +255,7 @@ def _absorbed(uses: Uses, host: Group, guest: Group) -> Group | None:
 
 
 def _next(uses: Uses, group: Group, unplaced: Mapping[Node, Place]) -> Node:
-    """Which node to place: one that a placed node reads, else one that reads such, else the first."""
+    """The next node to place: an input of a placed node, else a user of one, else the first."""
     for node in reversed(list(unplaced)):
         if any(reader in group for reader in uses.readers(node)):
             return node
@@ -266,7 +266,7 @@ def _next(uses: Uses, group: Group, unplaced: Mapping[Node, Place]) -> Node:
 
 
 def _place_of(uses: Uses, group: Group, node: Node) -> Place | None:
-    """Where a node is computed: where placed nodes read it, else where it reads such, else in order."""
+    """Where a node is computed: where placed users read it, else as its placed inputs, else row-major."""
     space, places = group.space, group.places
     if node in group.folds:
         return _place_of_fold(space, node)
@@ -299,7 +299,7 @@ def _may_read(uses: Uses, user: Node, node: Node, group: Group) -> bool:
 
 
 def _permuted(uses: Uses, group: Group, node: Node) -> Place | None:
-    """Where a node reads a placed one where that is computed, if it reads its dimensions in another order."""
+    """Where a node that reads a placed one with permuted dimensions reads it where it is computed."""
     if is_reducing(node):
         return None
     own = space_of(node)
@@ -310,7 +310,7 @@ def _permuted(uses: Uses, group: Group, node: Node) -> Place | None:
 
 
 def _shares(uses: Uses, host: Group, guest: Group, both: Group) -> bool:
-    """Whether a value goes from one group to the other, or both read one element at the same place."""
+    """Whether one group reads the other's result, or both read the same element at the same place."""
 
     def reads(group: Group) -> set[tuple[Node, Place]]:
         elements = (read for node in group.places for read in uses.reads(node, both.places[node], both))

@@ -88,7 +88,7 @@ def _may_alias(node: Node) -> bool:
 
 
 def _written(graph: Graph) -> Iterator[tuple[Node, Node]]:
-    """Inputs that the program writes, and their new values, where these are nothing else besides."""
+    """Inputs that the program writes, with new values that are no other result of the graph."""
     primals = {
         replace(slot, role="write"): node
         for slot, node in graph.named_placeholders().items()
@@ -107,7 +107,7 @@ def _have_one_layout(old: Node, new: Node) -> bool:
 
 
 def _is_element_by_element(emitted: EmittedKernel, old: Node, new: Node) -> bool:
-    """Whether a launch reads the old value only for the new one, each element before it is written.
+    """Whether a launch reads each old element only to compute the new one in its place.
 
     Threads that reduce together may each hold the same element, and one could read it when another wrote it.
     """
@@ -123,6 +123,6 @@ def _is_element_by_element(emitted: EmittedKernel, old: Node, new: Node) -> bool
 
 
 def _precede(reads: Sequence[Expr], store: Store) -> bool:
-    """Whether elements are read where they are stored, and for what is stored there: so before it is."""
+    """Whether each element is loaded at the index of the store, as part of the stored value."""
     needed = set(every_part([store.value]))
     return all(list(read.own_indices()) == [store.index] and read in needed for read in reads)

@@ -175,7 +175,7 @@ class Index:
         return _remainder(inside, by)
 
     def _split(self, by: Whole) -> tuple[Index, Index]:
-        """A multiple of `by`, and the rest, whose constant, if it is a known number, is less than `by`."""
+        """A multiple of `by`, and the rest; the rest's constant is below `by` if both are known numbers."""
         whole = tuple(term for term in self.terms if divides(by, term[1]))
         rest = tuple(term for term in self.terms if not divides(by, term[1]))
         left = divided(self.constant, by)[1]
@@ -262,7 +262,7 @@ def contiguous_strides(sizes: Sequence[Whole]) -> tuple[Whole, ...]:
 
 
 def visits_each_once(indices: Sequence[Index], sizes: Sequence[Whole], space: Iterable[Var]) -> bool:
-    """Whether a space reaches every element of a tensor exactly once; False where it is not plain to see."""
+    """Whether a space visits every element of a tensor exactly once; False where that is not proved."""
     place, left = flat(indices, sizes), {var for var in space if var.size != 1}
     step: Whole = 1
     for atom, scale in sorted(place.terms, key=lambda term: hint_of(term[1])):
@@ -298,7 +298,7 @@ def _substituted(atom: Atom, places: Mapping[Var, Index]) -> Index:
 
 
 def _joined(scales: dict[Atom, Whole], constant: Whole) -> Index:
-    """The sum, with quotients and remainders of one index put together where they make a whole."""
+    """The sum, with `q * (i // q)` and `i % q` of one index combined into `i`."""
     scales = {atom: scale for atom, scale in scales.items() if scale != 0}
     for atom, scale in scales.items():
         if not isinstance(atom, Remainder):
@@ -359,7 +359,7 @@ def _remainder_of_one(of: Index, by: Whole) -> Index:
 
 
 def _digits(of: Index, by: Whole) -> tuple[Index, Index, Whole]:
-    """A multiple of some unit that divides `by`, and a rest that lies between 0 and that unit.
+    """A multiple of a unit that divides `by`, and a remainder in `[0, unit)`.
 
     Of all such units the largest; 1 if there is none.
     """

@@ -73,7 +73,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Reduce:
-    """One value for all that its argument is along the reduced variables, or along the rows of a part.
+    """The reduction of its argument along the reduced variables, or over the rows of a part.
 
     Args:
         kind: how.
@@ -138,7 +138,7 @@ class Expr:
                 pass
 
     def parts(self) -> Iterator[Expr]:
-        """The expressions that it is made of: its arguments, and those that it is indexed with."""
+        """Its operands: the arguments, and the expressions in its index."""
         yield from self.args
         for index in self.own_indices():
             yield from (number for number in index.numbers() if isinstance(number, Expr))
@@ -154,7 +154,7 @@ class Expr:
 
 
 def every_part(roots: Iterable[Expr], known: Container[Expr] = ()) -> Iterator[Expr]:
-    """Each distinct expression that some roots are made of, parts before what they are part of.
+    """Each distinct subexpression of some roots, operands before their users.
 
     Args:
         roots: the expressions.
@@ -241,11 +241,11 @@ class Kernel:
 
     @property
     def is_tiled(self) -> bool:
-        """Whether its blocks are tiles: it has places along `r`, and reduces none of them."""
+        """Whether its blocks are tiles: it iterates along `r` without reducing."""
         return bool(self.r) and not any(isinstance(part.op, Reduce) for part in self.parts())
 
     def parts(self) -> Iterator[Expr]:
-        """Each distinct expression in it, parts before what they are part of."""
+        """Each distinct expression in it, operands before their users."""
         return every_part(store.value for store in self.stores)
 
     def loads(self) -> list[Load]:

@@ -58,7 +58,7 @@ class Config:
 
 
 def is_persistent(kernel: Kernel, values: Values | None = None) -> bool:
-    """Whether one block holds all that a kernel reduces; a kernel that adds up rows requires that.
+    """Whether one block holds a whole row of the reduction; folding rows requires that.
 
     Args:
         kernel: which.
@@ -114,13 +114,13 @@ def _blocks(kernel: Kernel, reduced: int, is_held: bool, gpu: Gpu, *, is_interpr
 
 
 def _pointwise_block(kernel: Kernel) -> int:
-    """8 elements a thread; 4 if there are many of them, which are 16 bytes of float32 still."""
+    """8 elements a thread; 4 in kernels of many tensors, which still make 16 bytes of float32."""
     itemsizes = [dtype.itemsize for _, dtype in (*reads(kernel), *writes(kernel))]
     return _BLOCK // 2 if len(itemsizes) > _MANY and min(itemsizes) >= 4 else _BLOCK
 
 
 def _column_blocks(kernel: Kernel, rblock: int, gpu: Gpu, *, is_held: bool) -> Config:
-    """Blocks as wide along the results as still gives every multiprocessor one; wider ones of few rows."""
+    """Blocks as wide along the results as leaves one for every multiprocessor; wider where rows are few."""
     num_results = hint_of(kernel.num_results)
     xblock = min(_power_of_two(num_results), max(_MAX_COLUMNS, _FEW_ROWS_BLOCK // rblock))
     while xblock > MIN_COLUMNS and num_results < xblock * gpu.num_processors:
@@ -137,7 +137,7 @@ def _power_of_two(count: int) -> int:
 
 
 def num_stages_of(kernel: Kernel) -> int:
-    """How many iterations ahead a kernel's loop over rows loads: a block waits for the sums of each.
+    """The pipeline depth of a kernel's loop over rows, each iteration of which waits for its sums.
 
     Loaded rows lie in shared memory until their iteration, with room for two blocks; a loop over short rows
     loads many in one iteration anyway.

@@ -20,7 +20,7 @@ from aotdist.sizes import evaluate
 
 
 class NotProved(Exception):
-    """A statement about sizes that differ from call to call, needed and not proved."""
+    """A fact about symbolic sizes that emission needs could not be proved."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -49,7 +49,7 @@ Product: TypeAlias = tuple[Symbol, ...]
 
 @dataclass(frozen=True)
 class Polynomial:
-    """A sum of products, each with a coefficient; no known number. Make one with `symbol` and arithmetic.
+    """A sum of products of symbols with coefficients. Make one with `symbol` and arithmetic.
 
     Args:
         terms: products and their coefficients, which are not 0; each product once, in order.
@@ -132,7 +132,7 @@ Whole: TypeAlias = int | Polynomial
 
 
 def symbol(name: str, of: Iterable[str] = (), *, least: int | None, hint: int) -> Polynomial:
-    """A symbol as a number, see `Symbol`; it is one of the trace if it is made of no others."""
+    """A symbol as a polynomial; `of` are the symbols of the trace in it, by default itself."""
     return Polynomial((((Symbol(name, frozenset(of) or frozenset({name}), least, hint),), 1),))
 
 
@@ -142,7 +142,7 @@ def names_in(numbers: Iterable[Whole]) -> frozenset[str]:
 
 
 def number_at(number: Whole, values: Values | None) -> int:
-    """A number in a call, see `Polynomial.at`; without values, in the one that is traced."""
+    """The value of a number in a call, see `Polynomial.at`; without values, in the traced call."""
     if isinstance(number, int):
         return number
     return hint_of(number) if values is None else number.at(values)
@@ -229,7 +229,7 @@ def floor(low: Whole, high: Whole, by: Whole) -> Whole | None:
 
 
 def floor_bounds(low: Whole, high: Whole, by: Whole) -> tuple[Whole, Whole]:
-    """The least and the greatest that `number // by` may be from `low` to `high`, or a little beyond.
+    """Bounds of `number // by` for numbers from `low` to `high`; they may be loose.
 
     Raises:
         NotProved: it may have either sign.
@@ -261,7 +261,7 @@ def _terms(number: Whole) -> tuple[tuple[Product, int], ...]:
 
 
 def _order(term: tuple[Product, int]) -> tuple[int, Product]:
-    """An order of products that multiplication by another keeps: by degree, then by their symbols."""
+    """A monomial order: by degree, then by the symbols."""
     product, _ = term
     return len(product), product
 

@@ -261,7 +261,7 @@ class _Writer:
         yield self._stored(store, self._names)
 
     def reductions(self, level: int, stores: Sequence[Store]) -> Iterator[str]:
-        """A loop for all reductions of one level, and for what can be stored on the way."""
+        """One loop for all reductions of a level, and for the stores that can run in it."""
         wanted = [e for e in self.kernel.parts() if isinstance(e.op, Reduce) and e.level == level]
         values = [expr.args[0] for expr in wanted] + [store.value for store in stores]
         yield from self._before_the_loop(values)
@@ -286,7 +286,7 @@ class _Writer:
             yield f"{name} = {self._combined_lanes(expr, names)}"
 
     def _num_lanes(self, expr: Expr) -> str:
-        """How many lanes a loop has along `r`: of exponentials, one for all neighbours of a thread."""
+        """How many accumulators a loop has along `r`; a sum of exponentials has fewer, see `SIDE_BY_SIDE`."""
         is_together = kind_of(expr) == "exponentials" and fast_axis(self.kernel) == "r"
         return f"RBLOCK // {SIDE_BY_SIDE}" if is_together else "RBLOCK"
 
@@ -294,7 +294,7 @@ class _Writer:
         return combined_lanes(expr, lanes, self._number(self.kernel.num_reduced))
 
     def _updated_lanes(self, expr: Expr, lanes: Sequence[str], names: Mapping[Expr, str]) -> Iterator[str]:
-        """Lines that add a block of values to the lanes of a reduction, where there are some."""
+        """Lines that add a block of values to the accumulators of a reduction, under the mask."""
         mask, value = self._mask({"x", "r"}), self._reduced_value(expr, names)
         if kind_of(expr) == "exponentials":
             none = f"tl.where({mask}, {value}, {identity(maximum_of(expr))})"
@@ -359,7 +359,7 @@ class _Writer:
                 return spelled(expr, args)
 
     def _reduced_value(self, expr: Expr, names: Mapping[Expr, str]) -> str:
-        """The value that a reduction reduces; masking it broadcasts it to a whole block."""
+        """The operand of a reduction, masked, and so broadcast to a whole block."""
         (value,) = expr.args
         return f"{names[value]}.to(tl.int32)" if value.dtype is torch.bool else names[value]
 
@@ -404,7 +404,7 @@ class _Writer:
         return " & ".join(masks)
 
     def _place(self, index: Index, dtype: torch.dtype, names: Mapping[Expr, str]) -> str:
-        """Where an element lies, with hints about neighbours that Triton would not recognise."""
+        """The offset of an element, with contiguity hints where Triton cannot infer them."""
         text = self._index(index, names)
         length = vector_length(self.kernel, index, dtype) if is_divided(index) else 1
         if length == 1:

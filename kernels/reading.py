@@ -66,7 +66,7 @@ class KernelReader:
         return Expr(load, guard, held(val.dtype))
 
     def _folded(self, node: Node, point: Point) -> Expr:
-        """The sum over the rows of a part: of the element at the row where the kernel is."""
+        """The sum over the rows of a part, of the element at the kernel's current row."""
         (source,), (part, *columns) = node.all_input_nodes, point.indices
         row = self._space.row() % sizes_of(source)[1]
         value = cast(self.read(source, point.to((part, row, *columns))), val_of(node).dtype)

@@ -68,7 +68,7 @@ def stored_nodes(uses: Uses, groups: Iterable[Group]) -> set[Node]:
 def _recomputing(
     uses: Uses, own: Group, node: Node, readers: Mapping[int, Group], stored: Container[Node]
 ) -> dict[int, Group]:
-    """The groups that read a node of another one, computing it; none if they should not."""
+    """The readers of another group's node that recompute it; empty if loading it is cheaper."""
     if any(user not in uses.computed for user in uses.readers(node)):
         return {}
     chain_and_leaves = _chain(uses, own, node, stored)
@@ -92,7 +92,7 @@ def _absorbing(group: Group, chain: frozenset[Node]) -> Group:
 def _chain(
     uses: Uses, group: Group, node: Node, stored: Container[Node]
 ) -> tuple[frozenset[Node], set[Node]] | None:
-    """The nodes to recompute for `node`, and their inputs; None if these are too many."""
+    """The nodes to recompute `node` from, and their inputs; None if there are too many of either."""
     chain, leaves, stack = set[Node](), set[Node](), [node]
     while stack:
         now = stack.pop()

@@ -44,7 +44,7 @@ def _dims(node: Node) -> tuple[int, ...]:
 
 
 def _element(reader: Reader, node: Node, point: Point) -> Expr:
-    """The operand's element at a result's indices and the kernel's place along what is reduced."""
+    """The operand's element at the result's indices and the kernel's reduced indices."""
     source, dims = _source(node), _dims(node)
     sizes = sizes_of(source)
     along = dict(zip(dims, reader.reduced([sizes[dim] for dim in dims]), strict=True))
@@ -89,7 +89,7 @@ def _mean_of(value: Expr, count: Whole) -> Expr:
 
 
 def _moments(reader: Reader, node: Node, point: Point) -> tuple[Expr, Expr]:
-    """Variance and mean, in two passes: the second takes the mean off, so that nothing is cancelled."""
+    """Variance and mean in two passes: the second subtracts the mean, which avoids cancellation."""
     dtype: torch.dtype = held(val_of(_source(node)).dtype)
     element = converted(_element(reader, node, point), dtype)
     mean = _mean_of(element, _count(node))

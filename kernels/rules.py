@@ -73,7 +73,7 @@ def _check_values(node: Node) -> None:
 
 
 def _sources(node: Node) -> Iterator[Node]:
-    """The tensors that a node is computed from; for a pick of several results, those of the operator."""
+    """The tensor inputs of a node; for a `getitem`, those of the operator with several results."""
     for source in node.all_input_nodes:
         if isinstance(val_of(source), (list, tuple)):
             yield from source.all_input_nodes

@@ -93,13 +93,13 @@ class Jitted:
             self._keep(made)
 
     def _keep(self, made: Any | None) -> None:
-        """From now on, start the compiled kernel directly; an interpreted one is None."""
+        """Start the compiled kernel directly from now on; None if kernels are interpreted."""
         if made is not None:
             self._direct = Direct(made, self.num_blocks, self._constants, self._device)
 
 
 class Loaded:
-    """A kernel that was compiled for tensors which begin at multiples of 16 bytes.
+    """A kernel that was compiled for tensors aligned to 16 bytes.
 
     Args:
         kernel: as Triton loads it.

@@ -175,7 +175,7 @@ def _counted(reader: Reader, node: Node, point: Point) -> Expr:
 
 
 def _looked_up(reader: Reader, index: Node, point: Point, size: Whole, *, wraps: bool) -> Index:
-    """Which of `size` elements a tensor of indices names; one below 0 counts from the end."""
+    """The index that a tensor of indices holds; a negative one counts from the end of `size`."""
     dtype: torch.dtype = val_of(index).dtype
     if dtype not in (torch.int32, torch.int64):
         raise NotEmitted(f"indices of {dtype}")
@@ -214,7 +214,7 @@ def _found_along(reader: Reader, node: Node, point: Point, index_point: Callable
 
 
 def _indexed(reader: Reader, node: Node, point: Point) -> Expr:
-    """`source[indices]`: indexed dimensions that are neighbours stay where they are, others go first."""
+    """`source[indices]`: adjacent indexed dimensions stay in place, others come first, as in NumPy."""
     source, index_nodes = cast("tuple[Node, list[Node | None]]", node.args)
     sizes = sizes_of(source)
     indexed = [dim for dim, index in enumerate(index_nodes) if index is not None]
@@ -233,7 +233,7 @@ def _indexed(reader: Reader, node: Node, point: Point) -> Expr:
 
 
 def _scattered(reader: Reader, node: Node, point: Point) -> Expr:
-    """A number put into one place of each row: every place asks whether it is that one."""
+    """A number scattered to one place of each row: every place compares its index with that one."""
     source, dim, index, value = cast("tuple[Node, int, Node, float]", node.args[:4])
     sizes, dtype = sizes_of(source), val_of(node).dtype
     if isinstance(value, Node) or len(node.args) > 4 or node.kwargs:

@@ -44,7 +44,7 @@ def bring_side_by_side(graph: fx.Graph) -> None:
 
 
 def _is_read_across(node: Node, read: Node) -> bool:
-    """Whether a row of a result reads elements that lie apart, and other rows read them too."""
+    """Whether a row of the result reads with a stride above 1 what other rows read again."""
     own, other = val_of(node), val_of(read)
     if not all(isinstance(val, torch.Tensor) and val.dim() for val in (own, other)):
         return False

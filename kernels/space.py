@@ -63,7 +63,7 @@ class Space:
         return flat(self.results, [var.size for var in self.x])
 
     def row_major(self, sizes: Sequence[Whole], *, reduces: bool) -> Place | None:
-        """The indices of a tensor of `sizes` that goes through the space in order; None if there is no such.
+        """The indices of a row-major tensor of `sizes` over the space; None if its size does not match.
 
         Args:
             sizes: of the tensor.

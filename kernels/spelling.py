@@ -88,7 +88,7 @@ def spelled(expr: Expr, args: list[str]) -> str:
 
 
 def number(constant: Constant, dtype: torch.dtype) -> str:
-    """A constant; with its dtype, but for float32, which is what Triton takes a float for."""
+    """A constant with its dtype; float32 is Triton's default and stays implicit."""
     return _digits(constant) if dtype is torch.float32 else block_of(constant, dtype)
 
 
@@ -108,13 +108,13 @@ def _digits(constant: Constant) -> str:
 HELPERS = '''\
 @triton.jit
 def greater(a, b):
-    """The greater of two numbers; of one that is none, that."""
+    """The greater of two numbers; NaN propagates."""
     return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def less(a, b):
-    """The lesser of two numbers; of one that is none, that."""
+    """The lesser of two numbers; NaN propagates."""
     return tl.minimum(a, b, propagate_nan=tl.PropagateNan.ALL)
 
 
@@ -126,22 +126,22 @@ def product(a, b):
 
 @triton.jit
 def remainder(number, by):
-    """What `by` leaves of a number, never below 0; Triton's own has the number's sign."""
+    """The remainder, never negative; Triton's own has the sign of the number."""
     left = number % by
     return tl.where(left < 0, left + by, left)
 
 
 @triton.jit
 def quotient(number, by):
-    """How often `by` is in a number, rounded down; Triton's own is rounded towards 0."""
+    """The quotient rounded down; Triton's own rounds towards 0."""
     return (number - remainder(number, by)) // by
 
 
 @triton.jit
 def more_exponentials(total, greatest, values):
-    """Sums of exponentials of what values are less than the greatest so far, and that: with a block of more.
+    """Online softmax: sums of `exp(value - maximum)` and the maxima, updated with a block of values.
 
-    A lane takes neighbours, which one thread has: an exponential for each, and one for the sum so far.
+    A lane takes the contiguous values of one thread: an `exp` for each, and one to rescale its sum.
     """
     parts = tl.reshape(values, [values.shape[0], total.shape[1], values.shape[1] // total.shape[1]])
     now = greater(greatest, tl.reduce(parts, 2, greater))
@@ -151,7 +151,7 @@ def more_exponentials(total, greatest, values):
 
 @triton.jit
 def all_exponentials(total, greatest):
-    """The sum of all lanes; no number where the greatest is infinite, as what is less than it is none."""
+    """The sum of all lanes, rescaled to the overall maximum; NaN where that is infinite."""
     most = tl.reduce(greatest, 1, greater)[:, None]
     total = tl.sum(total * tl.exp(greatest - most), 1)[:, None]
     return tl.where(most - most == 0, total, float("nan"))
@@ -159,7 +159,7 @@ def all_exponentials(total, greatest):
 
 @triton.jit
 def one_more_deviation(squares, mean, value, turn):
-    """A sum of squares of what values are off their mean, and the mean: with another value, the `turn`-th."""
+    """Welford's update of the sum of squared deviations and the mean, with the `turn`-th value."""
     off = value - mean
     mean += off * (tl.full([1, 1], 1, value.dtype) / turn)
     return squares + off * (value - mean), mean
@@ -167,7 +167,7 @@ def one_more_deviation(squares, mean, value, turn):
 
 @triton.jit
 def all_deviations(squares, mean, size):
-    """The sum of all lanes, off the mean of all `size` values, of which the first lanes may have one more."""
+    """The sum of squared deviations from the overall mean; the first lanes may have one value more."""
     after = size - tl.arange(0, squares.shape[1])[None, :]
     count = ((after + squares.shape[1] - 1) // squares.shape[1]).to(squares.dtype)
     off = mean - tl.sum(mean * count, 1)[:, None] / size

@@ -65,7 +65,7 @@ def split_reductions(graph: Graph) -> None:
 
 
 def _cut(node: Node) -> list[Any] | None:
-    """How many parts to reduce, and how many elements of each; None to leave the node as it is."""
+    """Number and size of the parts to reduce first; None to leave the node as it is."""
     if node.target not in _SUMS and node.target not in _EXTREMES:
         return None
     source_of = node.all_input_nodes[0]
@@ -87,7 +87,7 @@ def _cut(node: Node) -> list[Any] | None:
 
 
 def _along_dimensions(sizes: Sequence[Any]) -> list[Any] | None:
-    """The most parts of whole dimensions: other divisors differ from call to call."""
+    """The most parts that whole dimensions make, as divisors of symbolic sizes are not known."""
     cuts = [[math.prod(sizes[:at]), math.prod(sizes[at:])] for at in range(1, len(sizes))]
     few = [cut for cut in cuts if 1 < hint(cut[0]) <= MAX_ROWS]
     return max(few, key=lambda cut: hint(cut[0]), default=None)

@@ -112,7 +112,7 @@ def build_launcher(kernel: Any) -> None:
 
 
 def code_and_metadata(kernel: Any) -> tuple[bytes, str]:
-    """The machine code of a compiled kernel, and what the compiler says of it as JSON."""
+    """The machine code of a compiled kernel, and Triton's metadata as JSON."""
     (metadata,) = (Path(path) for name, path in kernel.metadata_group.items() if name.endswith(".json"))
     return kernel.kernel, metadata.read_text()
 
@@ -194,7 +194,7 @@ def seconds_of(start: Callable[[], object]) -> float:
 
 
 def seconds_of_few(start: Callable[[], object]) -> float:
-    """As `seconds_of`, from few rounds: a millisecond in all, to find the quickest of several ways.
+    """As `seconds_of`, from few rounds (a millisecond in all), to choose among configurations.
 
     Args:
         start: starts it.

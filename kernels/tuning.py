@@ -141,7 +141,7 @@ def _key(source: str) -> str:
 
 
 def nameless_source(emitted: EmittedKernel) -> str:
-    """The source of a kernel without tensor names: equal for kernels that do the same to other tensors."""
+    """The source of a kernel without tensor names, equal for kernels that differ only in these."""
     types = pointers_of(emitted)
     places = {name: f"t{at}" for at, name in enumerate(types)}
     lines = [_TENSOR.sub(lambda name: places[name[0]], line) for line in emitted.printed.body]

@@ -73,7 +73,7 @@ class Units:
             self._after.setdefault(other, set()).add(unit)
 
     def may_run_as_one(self, one: Unit, other: Unit) -> bool:
-        """Whether nothing has to run between two units, and no fixed node would wait longer than it must."""
+        """Whether no other unit must run between two, and merging them delays no fixed node."""
         last = max(self.last(one), self.last(other))
         users = self._after[one] | self._after[other]
         if any(

@@ -70,12 +70,12 @@ class Uses:
             self.computed[node] = None
 
     def _is_close_to_memory(self, node: Node) -> bool:
-        """Whether a node reads at most one tensor, and that lies in memory whatever is fused."""
+        """Whether a node reads at most one tensor, which is in memory whatever is fused."""
         sources = set(self._behind(node, is_kernel=True))
         return len(sources) <= 1 and not any(source in self.computed for source in sources)
 
     def _is_worth_its_copy(self, node: Node) -> bool:
-        """Whether a copy lies in the order of its dimensions, its operand otherwise, and much reads it.
+        """Whether a copy is row-major, its operand is not, and its readers broadcast it.
 
         The bias of T5's attention, looked up by position and then permuted, is read by every sample: at
         strides of the number of heads, a kernel reached 8 percent of an H200's bandwidth.
@@ -149,7 +149,7 @@ class Uses:
         return self._reads[key]
 
     def agrees(self, group: Group) -> bool:
-        """Whether each node is read where it is computed, and no reduced value at some places only."""
+        """Whether each node is read where it is computed, and reduced values at every place."""
         reduced = set[Node]()
         for node in sorted(group.places):
             all_reads = self.reads(node, group.places[node], group)

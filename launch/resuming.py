@@ -1,4 +1,4 @@
-"""What a resumed run keeps: its number of ranks, unless told otherwise, and the sequences of a step."""
+"""What a resumed run keeps: its number of ranks, unless the command sets it, and the sequences of a step."""
 
 from __future__ import annotations
 

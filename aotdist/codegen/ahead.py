@@ -35,7 +35,7 @@ from aotdist.settings import Settings
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedLaunch:
-    """What stands in a graph for a kernel that runs elsewhere.
+    """The target of a node that calls a kernel compiled for another machine.
 
     Args:
         name: of the kernel.
@@ -51,7 +51,7 @@ class PackedLaunch:
 
     @property
     def __name__(self) -> str:
-        """What it is called where it is printed."""
+        """Its name in printed graphs."""
         return self.name
 
     def __call__(self, *inputs: torch.Tensor) -> NoReturn:
@@ -59,7 +59,7 @@ class PackedLaunch:
         raise _runs_elsewhere()
 
     def on(self, device: torch.device) -> Launch:
-        """The kernel on a GPU that is there."""
+        """The kernel, loaded for a GPU of this machine."""
         overwritten = frozenset(result.into for result in self.results if result.into is not None)
         runner = unpack(self.packed, self.num_blocks, device, overwritten)
         return Launch(self.name, runner, self.results, device)
@@ -67,10 +67,10 @@ class PackedLaunch:
 
 @dataclass(frozen=True, slots=True)
 class Ahead:
-    """A graph that runs elsewhere, in the place of what would run it here.
+    """A graph that was compiled for another machine, as its `Emitted.call`: it cannot be called here.
 
     Args:
-        graph: with a `PackedLaunch` in the place of each kernel.
+        graph: its kernels are nodes with a `PackedLaunch` as target.
         fusion: which kernels there are, and what was left to the library.
     """
 
@@ -82,7 +82,7 @@ class Ahead:
         raise _runs_elsewhere()
 
     def emitted_on(self, device: torch.device, traced: Graph, settings: Settings, label: str) -> Emitted:
-        """The graph as something to call, on a GPU that is there.
+        """The graph as a callable, on a GPU of this machine.
 
         Args:
             device: the GPU.

@@ -140,7 +140,7 @@ class CompiledRegion:
 
     @property
     def __name__(self) -> str:
-        """What it is called where it is printed."""
+        """Its name in printed graphs."""
         return self.name
 
     def __call__(self, args: list[Any]) -> Sequence[Any]:

@@ -36,13 +36,13 @@ class CudaGraphCapture:
     device_type = "cuda"
 
     def place(self, device: torch.device) -> Hashable:
-        """The current stream: what replays must agree about to come one after the other."""
+        """The current stream; replays of one memory pool must be on the same stream, to run in order."""
         return torch.cuda.current_stream(device).cuda_stream
 
     def warm(self, run: Callable[[], Results], device: torch.device) -> Results:
-        """Run for real, on the stream that records: libraries and kernels set themselves up there.
+        """Run without recording, on the side stream: libraries and kernels initialise themselves there.
 
-        It runs after the current stream, and before what follows in that.
+        The side stream waits for the current one before, and the current one for it after.
         """
         with torch.cuda.device(device):
             current, side = torch.cuda.current_stream(), _side_stream(device)
@@ -59,7 +59,7 @@ class CudaGraphCapture:
         """Record a run on the side stream, and compute nothing; other threads do what they like meanwhile.
 
         Returns:
-            what computes it, again and again, and the tensors in which results then lie.
+            the replay, and the tensors that each replay writes the results to.
         """
         graph = torch.cuda.CUDAGraph()
         with (

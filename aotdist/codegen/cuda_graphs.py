@@ -257,7 +257,7 @@ def _copy_all(copied: Mapping[int, torch.Tensor], args: Sequence[Any]) -> None:
 
 
 def _copied_out_of(addresses: Collection[int], result: Any) -> Any:
-    """The result, in memory of its own if it lies at one of the addresses: in the copy of an input."""
+    """The result, cloned if it lies in the copy of an input (at one of `addresses`)."""
     if isinstance(result, torch.Tensor) and _address(result) in addresses:
         return result.clone()
     return result
@@ -295,7 +295,7 @@ def _constant(value: Any, _args: Any, _storages: Any) -> Any:
 
 
 def _of_input(position: int, view: _View | None, args: Sequence[Any], _: Any) -> torch.Tensor:
-    """A result that is an input used where it lies, or a view of one; kernels may have written it."""
+    """A result that is an input or a view of one; kernels may have written it in place."""
     return args[position] if view is None else _tensor(args[position].untyped_storage(), *view)
 
 
@@ -322,13 +322,13 @@ def _view_of(tensor: torch.Tensor) -> _View:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's storage."""
+    """A tensor's whole storage, as bytes."""
     storage = tensor.untyped_storage()
     return _tensor(storage, torch.uint8, 0, (storage.nbytes(),), (1,))
 
 
 def _memory_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The memory of a recording's results in which a tensor lies, if it does."""
+    """The memory of a recording's results that a tensor lies in, if any."""
     return _kept.get(_address(tensor))
 
 
@@ -337,7 +337,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _buffer_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Memory laid out as a tensor is, and no view of anything; an expanded one is expanded here too."""
+    """An uninitialised tensor with the sizes and strides of another; expanded where that is expanded."""
     compact = _compact(tensor)
     buffer = torch.empty_strided(compact.shape, compact.stride(), dtype=tensor.dtype, device=tensor.device)
     return _tensor(buffer.untyped_storage(), tensor.dtype, 0, tensor.shape, tensor.stride())
@@ -350,7 +350,7 @@ def _copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _compact(tensor: torch.Tensor) -> torch.Tensor:
-    """Each element that an expanded tensor shows many times, once."""
+    """A view of an expanded tensor in which each element occurs once."""
     if 0 not in tensor.stride():
         return tensor
     sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]

@@ -34,7 +34,7 @@ def break_up_steps(graph: Graph, decompositions: Callable[[], Decompositions]) -
 
     Args:
         graph: a joint or an inference graph.
-        decompositions: gives the backend's; if there are none, nothing is decomposed.
+        decompositions: returns those of the backend; if it has none, nothing is decomposed.
     """
     has_steps = any(node.target in _WITH_TENSOR_RATE for node in graph.gm.graph.nodes)
     if not has_steps or not (table := decompositions()):

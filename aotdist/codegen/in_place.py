@@ -68,7 +68,7 @@ def new_values(
 
 
 def copy_back(gm: GraphModule, argument: Node, new: Node) -> None:
-    """At the end of a graph, copy `new` into `argument`."""
+    """Append a copy of `new` into `argument` to the graph."""
     with gm.graph.inserting_before(gm.graph.output_node()):
         copy = gm.graph.create_node("call_function", _COPY, (argument, new), name="copy_")
     copy.meta = dict(new.meta)
@@ -107,9 +107,9 @@ class _Write:
 
     Args:
         input: the input.
-        memory: it, `beneath`.
+        memory: the input with a version counter of its own (`beneath`).
         new: its new value.
-        result: where among the results that is.
+        result: position of the new value among the graph's results.
     """
 
     input: Node
@@ -161,7 +161,7 @@ class _InPlace:
             part.graph.erase_node(part)
 
     def _is_free(self, node: Node, old: Node, new: Node | None) -> bool:
-        """Whether `node` may store its result `new` where `old` lies."""
+        """Whether `node` may write its result `new` into the memory of `old`."""
         write, aliases = self._writes.get(old), _aliases(old)
         others = {each for each in node.all_input_nodes if each in aliases} - {old}
         if (

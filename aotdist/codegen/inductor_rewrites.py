@@ -186,7 +186,7 @@ _CLONE = torch.ops.aten.clone.default
 
 
 def keeping_own_memory(graph: Graph) -> Callable[[Graph], None]:
-    """To be called before a rewrite: what copies, behind it, outputs that lost memory of their own, in place.
+    """Called before a rewrite: a function that then clones outputs which lost memory of their own, in place.
 
     These now lie in the memory of a node with other uses. A node that the rewrite added owns its memory. An
     owner without other uses can be returned: nobody can tell.

@@ -223,7 +223,7 @@ KERNELS_PER_UNIT = 8
 
 
 class PendingKernel:
-    """Stands among a generated module's globals for a kernel that is still being compiled."""
+    """A placeholder in a generated module's globals for a kernel that is still being compiled."""
 
     __slots__ = ("_batch", "kernel", "ready")
 

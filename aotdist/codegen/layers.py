@@ -52,7 +52,7 @@ class Run:
 def equal_parts(
     forms: Sequence[Hashable], losses: Sequence[int], counting: Sequence[bool] | None = None
 ) -> list[int]:
-    """Positions at which to cut a row into equal parts, and what is around them; in order.
+    """Positions at which to cut a row so that its equal parts stand alone, in order.
 
     Args:
         forms: of the row, equal where its elements are.

@@ -213,7 +213,7 @@ def _lerp(x: Any, y: Any, weight: Any) -> Any:
 
 
 def _each(rule: Callable[..., Any]) -> Callable[..., Any]:
-    """`rule` for each tensor of lists: a number, or a tensor in the place of one, holds for all of them."""
+    """`rule` for each tensor of lists; a number, or a tensor instead of one, is the same for all."""
 
     def call(xs: Sequence[torch.Tensor], *others: Any, **kwargs: Any) -> list[Any]:
         rows = [other if isinstance(other, (list, tuple)) else [other] * len(xs) for other in others]

@@ -41,7 +41,7 @@ def _ordered(op: OpOverload) -> OpOverload:
     arguments = arguments.replace(" from", " low")  # Inductor makes Python parameters of these names
     only_by_name = "" if "*" in arguments else ", *"
     schema = f"{name}({arguments}{only_by_name}, Tensor? after=None) -> {results}"
-    # Tagged so that what nobody reads is drawn, too.
+    # Tagged so that unused draws are not eliminated: they advance the generator.
     return own_operator(schema, draw, tags=[torch.Tag.nondeterministic_seeded])
 
 

@@ -56,7 +56,7 @@ class Segment:
 
 
 def arguments_of(segment: Segment, gm: GraphModule) -> list[Node]:
-    """What a region is called with; graphs that its operators take are part of the region."""
+    """A region's arguments; subgraphs that its operators take are part of the region."""
     return [node for node in segment.ins if not _is_graph(node, gm)]
 
 
@@ -196,7 +196,7 @@ def _alignment(tensor: torch.Tensor) -> Hashable:
 
 
 def where_layers_begin(nodes: Sequence[Node]) -> list[int]:
-    """Positions at which to cut a row of operators into equal parts, and what is around them; in order.
+    """Positions at which to cut a row of operators so that its equal layers stand alone, in order.
 
     Args:
         nodes: `call_function` nodes, in the order in which they run.

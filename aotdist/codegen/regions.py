@@ -3,8 +3,8 @@
 A graph that communicates is cut where it does. Collectives stay where the schedule put them, and so does what
 puts parameters into their buckets; what computes in between is a region. Another graph is cut where its
 layers begin (`codegen/layers.py`). Regions of equal layers are equal (`codegen/region_graph.py`). They are
-compiled once and called for each layer with what is that layer's, boxed. The compile cache knows a region by
-its form, too: a deep model finds what a shallow one of its width left.
+compiled once and called for each layer with the tensors of that layer, boxed. The compile cache knows a
+region by its form, too: a deep model finds what a shallow one of its width left.
 
 Values do not change: a region is called with arguments like those that it was compiled for, down to strides
 and shared memory, and Inductor keeps the traced strides of its results.
@@ -293,7 +293,7 @@ def _is_compilable(segment: Segment, gm: GraphModule) -> bool:
 def _joined(
     graph: Graph, parts: Sequence[Node | RegionCall], emitted: Mapping[Hashable, Emitted], label: str
 ) -> Emitted:
-    """The graph as something to call, which calls its regions."""
+    """The graph as a callable, which calls its regions."""
     regions = {
         kind: CompiledRegion(one.call, f"region_{at}") for at, (kind, one) in enumerate(emitted.items())
     }
@@ -318,7 +318,7 @@ def _joined(
 def _with_calls(
     graph: Graph, parts: Sequence[Node | RegionCall], regions: Mapping[Hashable, CompiledRegion]
 ) -> Graph:
-    """The graph with a node in the place of each region, and one for each of its results."""
+    """The graph with each region replaced by a call of it, and a `getitem` for each result."""
     made, copies = torch.fx.Graph(), dict[Node, Node]()
     appender = Appender(made)
     for part in parts:

@@ -109,7 +109,7 @@ class TritonBackend(Backend):
 
 
 def settled(form: Form, graph: Graph, settings: Settings, label: str) -> Emitted:
-    """A graph with kernels as something to call, emitted again if tensors have other strides than traced.
+    """The compiled graph; it is emitted again if its first call shows other strides than traced.
 
     Args:
         form: the graph with kernels.
@@ -128,7 +128,7 @@ def settled(form: Form, graph: Graph, settings: Settings, label: str) -> Emitted
 
 
 def form_of(kernels: Graph, graph: Graph, source: str, fusion: Callable[[], Fusion], label: str) -> Form:
-    """A graph with kernels as something to call.
+    """A graph with kernels as a callable.
 
     Args:
         kernels: the graph.

@@ -129,8 +129,8 @@ def let_go(ctx: Any) -> None:
 
 
 Rest: TypeAlias = "tuple[frozenset[NodeOutIdx], tuple[tuple[torch.Tensor, int], ...] | None]"
-"""After a backward of some results: these, unless it retained the graph, and all saved values (a compiled
-graph takes all), each with its version counter; None if no other result can be differentiated."""
+"""What is kept after a backward of some results: the results whose values are freed (none if the graph was
+retained), and all saved values with their version counters, or None if no other result needs them."""
 
 
 def saved_for(

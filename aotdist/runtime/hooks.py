@@ -181,7 +181,7 @@ def _level_of(idx: OutIdx, plans: Plans, backward: BackwardFacts) -> float:
 
 
 GatedBackward: TypeAlias = "tuple[int, bool, dict[NodeOutIdx, torch.Tensor | None]]"
-"""A backward that is passing the gates: autograd's number of it, whether it runs part by part, and the
+"""A running backward that has reached a gate: its number in autograd, whether it runs part by part, and the
 gradients of results that have arrived so far."""
 
 
