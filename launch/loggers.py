@@ -59,7 +59,7 @@ def make_loggers(options: JobOptions, folder: Path, first_step: int) -> list[Rep
 
 
 def scalars(record: Record) -> dict[str, float]:
-    """The numbers of a record by the names that both tools show."""
+    """The numbers of a record, by their names in TensorBoard and W&B."""
     match record:
         case StepRecord():
             return {

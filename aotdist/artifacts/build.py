@@ -171,7 +171,7 @@ def refuse_maker(make: Callable[..., Any]) -> None:
     """Refuse a `make` that is no function, or needs arguments.
 
     Raises:
-        BadSettings: it is such.
+        BadSettings: naming the reason.
     """
     if not callable(make) or isinstance(make, nn.Module):
         raise _nothing(f"`make` is a {type(make).__name__}, and not a function that returns what to compile")
@@ -305,7 +305,7 @@ def _refuse_on_gpus(compilation: Compilation) -> None:
     """Refuse programs whose trace on the CPU is not that on a GPU: autocast, operators that only CPUs have.
 
     Raises:
-        UnsupportedProgram: the program is such.
+        UnsupportedProgram: naming the operator or autocast.
     """
     if compilation.captured.ambient.autocast:
         _refuse_autocast()

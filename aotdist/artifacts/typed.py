@@ -117,10 +117,10 @@ _MAX_SHOWN = 60
 
 @contextmanager
 def only_ours() -> Generator[None]:
-    """A block that uses what was read from a file: errors of Python's or PyTorch's in it are the file's.
+    """A block that uses what was read from a file: errors of Python or PyTorch in it mean a damaged file.
 
     Raises:
-        BadArtifact: there was such an error.
+        BadArtifact: in place of such an error.
     """
     try:
         yield
@@ -168,7 +168,7 @@ def _name(hint: Any) -> str:
 
 
 def made(cls: type[Any], fields: Mapping[str, Any]) -> Any:
-    """An object of one of our dataclasses with these fields.
+    """An instance of one of our dataclasses, with its fields checked.
 
     Raises:
         BadArtifact: a field is missing, unknown, of another type, or a text that is not allowed there.

@@ -135,7 +135,7 @@ def _are_of_torch(names: Iterable[str], namespace: Any) -> bool:
 
 
 def is_plain_constant(constant: torch.Tensor) -> bool:
-    """Whether dtype, size and elements are all there is to a tensor."""
+    """Whether dtype, size and elements describe a tensor fully."""
     is_plain = type(constant) is torch.Tensor and constant.layout is torch.strided
     return is_plain and constant.device.type == "cpu" and constant.is_contiguous()
 

@@ -136,7 +136,7 @@ class Assembly:
         return [self._arguments[Slot("tangent", out.slot.path)] for out in outs if out.differentiable]
 
     def _add_seed(self, loss: int, tangents: Sequence[Node]) -> None:
-        """Let a gradient of one stand for the loss's tangent."""
+        """Use a gradient of one as the loss's tangent."""
         value = self._value(OutIdx(loss))
         ones_like = torch.ops.aten.ones_like.default
         seed = self._builder.call(ones_like, (value,), like=value, name="ones_like", phase="backward")

@@ -75,7 +75,7 @@ def collectives(graph: Graph, state: Collection[str] = ()) -> tuple[Collective, 
 
 
 def reads_of_state(graph: Graph, state: Collection[str]) -> tuple[str, ...]:
-    """Parameters and buffers, in the order in which values computed from them alone first meet others."""
+    """Parameters and buffers in the order of first use: where a value of them alone meets another value."""
     made = _made_of_state(graph, frozenset(state), behind_collectives=True)
     read: dict[str, None] = {}
     for node in graph.gm.graph.nodes:

@@ -40,7 +40,7 @@ class Span:
 
 
 def stretches(spans: Iterable[Span]) -> Stretches:
-    """When at least one of the spans ran."""
+    """The merged intervals in which at least one of the spans ran."""
     return _joined((span.start, span.end) for span in spans)
 
 

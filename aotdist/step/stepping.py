@@ -127,7 +127,7 @@ class ReadsAhead(PassesPrograms):
 
 
 class _Outdated(TracedFloat):
-    """Stands for a number that a schedule sets after the call: the trace must not read it.
+    """A placeholder for a number that a schedule sets after the call; reading it in the trace raises.
 
     Args:
         ahead: the error to raise where it is read, if the number can be computed before the call.

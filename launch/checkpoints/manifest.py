@@ -44,7 +44,7 @@ class BadCheckpoint(AotdistError):
 
 @dataclass(frozen=True, slots=True)
 class TextFacts:
-    """What gives a position its meaning: where these are equal, so are the bytes at a position.
+    """What the bytes at a position of the text depend on.
 
     Args:
         seq_len: bytes of a window.

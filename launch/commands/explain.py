@@ -17,7 +17,7 @@ from aotdist.report.summary import report_of
 
 _DESCRIPTION = """\
 Compile one call of a model or function, as `aotdist build` does (or, on CPUs, by another backend), and show
-what came of it.
+the result.
 
 MODEL names a function that makes what to compile and what to call it with, see `aotdist build --help`. With
 several ranks, rank 0's programs are shown, and the page tells how those of the others differ. How to compile
@@ -27,7 +27,7 @@ is read from AOTDIST_* variables."""
 def add_to(subparsers: Any) -> None:
     """Add the subcommand to the parser of `aotdist`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "explain", help="compile, and show what came of it", description=_DESCRIPTION
+        "explain", help="compile, and show the result", description=_DESCRIPTION
     )
     add_model_to(parser)
     parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with all details, too")

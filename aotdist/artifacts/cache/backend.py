@@ -120,7 +120,7 @@ class CachingBackend(InductorBackend):
     def _lookup(
         self, what: str, name: str, graph: Graph, fake_mode: FakeTensorMode | None, *more: Any
     ) -> CacheLookup | None:
-        """The lookup of what is made of a graph; None if that cannot be kept."""
+        """The cache lookup for a graph; None if its result cannot be cached."""
         if fake_mode is None:
             return None
         try:
