@@ -21,9 +21,8 @@ from aotdist.compiling import Maker
 from aotdist.errors import InternalError
 from aotdist.origins import shortened
 from aotdist.report.explain import Explained
-from aotdist.runtime.artifact import Artifact, Artifacts, call_fitting
+from aotdist.runtime.artifact import Artifact, Artifacts, Kind, call_fitting
 from aotdist.runtime.guards import MISS
-from aotdist.runtime.kinds import Kind
 from aotdist.runtime.ranks import number_of_its_kind, present
 from aotdist.subclasses.protocol import ContainerRule
 from aotdist.torch_seam.dynamo import tapes_off
@@ -84,7 +83,7 @@ class Compiled(Explained):
         """Run the artifact that fits; make one if there is none."""
         if runs_eagerly():
             return self._run(*args, **kwargs)
-        if self.artifacts.kinds.refused and self.is_refused(args, kwargs):
+        if self.artifacts.refused and self.is_refused(args, kwargs):
             return self._as_written(args, kwargs)
         result = call_fitting(self.artifacts, args, kwargs)
         if result is not MISS:
@@ -98,8 +97,8 @@ class Compiled(Explained):
 
     def is_refused(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether calls with such arguments run eagerly, because one was refused."""
-        kinds = self.artifacts.kinds
-        return bool(kinds.refused) and kinds.is_refused(Kind.of(self._call(args, kwargs)))
+        refused = bool(self.artifacts.refused)
+        return refused and self.artifacts.is_refused(Kind.of(self._call(args, kwargs)))
 
     def _as_written(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if self.in_container:

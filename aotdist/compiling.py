@@ -16,8 +16,7 @@ from aotdist.codegen.backend import Compiler, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.errors import UnsupportedProgram
 from aotdist.pipeline import compile_call
-from aotdist.runtime.artifact import Artifact, Artifacts
-from aotdist.runtime.kinds import Kind
+from aotdist.runtime.artifact import Artifact, Artifacts, Kind
 from aotdist.runtime.ranks import (
     agree,
     board_of_this_process,
@@ -82,8 +81,8 @@ class Compiling:
             raise
 
     def _compiled_unless_refused(self, call: UserCall, artifacts: Artifacts) -> Artifact | None:
-        kind, kinds = Kind.of(call), artifacts.kinds
-        is_agreed = kind.common in kinds.agreed
+        kind = Kind.of(call)
+        is_agreed = kind.common in artifacts.compiled_kinds
         try:
             artifact = self._compiled(call, artifacts, None if is_agreed else kind.common)
         except UnsupportedProgram as refusal:
@@ -92,12 +91,12 @@ class Compiling:
             if is_agreed:
                 refusal.or_else("`aotdist.reset` it on all ranks, which agreed to run such calls compiled")
                 raise
-            if kinds.refuse(kind, refusal):
+            if artifacts.refuse(kind, refusal):
                 said = f"aotdist: such calls of `{call.name}` run as they were written: {refusal}"
                 warnings.warn(said, stacklevel=6)
             return None
         if artifact.agreed and board_of_this_process() is not None:
-            kinds.agreed.add(kind.common)
+            artifacts.compiled_kinds.add(kind.common)
         return artifact
 
     def _compiled(self, call: UserCall, artifacts: Artifacts, undecided: str | None = None) -> Artifact:

@@ -85,7 +85,7 @@ class Explained(ABC):
     def explain(self, *, html: str | Path | None = None) -> Report:
         """What was compiled: graphs, collectives, saved bytes, writes, seconds; see `aotdist.explain`."""
         artifacts = self._made_so_far()
-        reasons = dict.fromkeys(r for part in self._compiled_parts() for r in part.kinds.refused.values())
+        reasons = dict.fromkeys(r for part in self._compiled_parts() for r in part.refused.values())
         if html is not None:
             html = path_of(html, "html")
             programs = [details_of(artifact) for artifact in artifacts]

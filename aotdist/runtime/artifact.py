@@ -1,17 +1,25 @@
-"""Artifacts: loaded compilations that calls run, and the list of them that each callable keeps."""
+"""Artifacts: loaded compilations that calls run, and what each callable keeps: these, and what is refused."""
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, assert_never
 
-from aotdist.capture.captured import Returned
+import torch
+from torch import nn
+
+from aotdist.capture.ambient import ambient
+from aotdist.capture.captured import Returned, UserCall
+from aotdist.capture.constants import is_constant, is_leaf
 from aotdist.capture.effects import NOTHING
 from aotdist.codegen.contract import BoxedCall, Emitted
+from aotdist.errors import UnsupportedProgram
 from aotdist.facts import Facts
 from aotdist.partition.gates import plan_gates
 from aotdist.program import Call, Graph, PrimalIdx
@@ -21,7 +29,6 @@ from aotdist.runtime.compilation import Compilation, Inference, without_tensors
 from aotdist.runtime.double_backward import Nodes
 from aotdist.runtime.guards import MISS, Guards
 from aotdist.runtime.hooks import HookPlan, schedule
-from aotdist.runtime.kinds import Kinds
 from aotdist.runtime.plan import NodePlan, result_views
 from aotdist.runtime.print_call import print_call
 from aotdist.runtime.print_node import ForwardPrinter, print_inference, print_node
@@ -31,12 +38,14 @@ from aotdist.runtime.ranks import (
     RunCheck,
     Sequenced,
     agreeing_on_backwards,
+    board_of_this_process,
     checks_of,
     fingerprint_of,
 )
 from aotdist.torch_seam.ambient import any_autocast, autocast_off
 from aotdist.torch_seam.modes import class_functions_off
 from aotdist.torch_seam.patches import process_lock
+from aotdist.torch_seam.trees import pytree
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,17 +72,76 @@ class Artifact:
 _order_lock = process_lock()
 
 
+_MANY_REFUSALS = 8
+"""After so many of one function, calls run eagerly whatever their arguments are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The kind of a call, by which `Settings(unsupported="eager")` decides what runs eagerly.
+
+    Calls of one kind have the same types, sizes and constants of arguments, ambient modes and training flags.
+    Several ranks must decide the same, and their arguments differ, so there only modes and flags count, and
+    the first call of a kind decides. If it is refused on some rank, all ranks run such calls eagerly from
+    then on. If all agree on what they compiled, a later refusal is an error, as peers may be running the
+    compiled program.
+
+    Args:
+        common: digest of what is the same on all ranks: modes and training flags.
+        whole: that, and a description of the arguments.
+    """
+
+    common: str
+    whole: str
+
+    @classmethod
+    def of(cls, call: UserCall) -> Kind:
+        """The kind of a call."""
+        target = call.target
+        training = [module.training for module in target.modules()] if isinstance(target, nn.Module) else []
+        # A rank has a device of its own, and functions at addresses of its own.
+        modes = ambient()._replace(device=None, dtensor=None)
+        common = hashlib.sha256(repr((call.name, call.number, modes, training)).encode()).hexdigest()[:32]
+        arguments = (call.args, dict(sorted(call.kwargs.items())))
+        leaves, spec = pytree.tree_flatten(arguments, is_leaf=is_leaf)
+        return cls(common, repr((common, spec, list(map(_described, leaves)))))
+
+
+def _described(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        shape = None if leaf.is_nested else leaf.shape
+        return type(leaf), shape, leaf.dtype, leaf.device, leaf.layout, leaf.requires_grad
+    return type(leaf), leaf if is_constant(leaf) else None
+
+
 class Artifacts(list[Artifact]):
     """The artifacts of one function, most recently used first; other threads may read the list at any time.
 
     Attributes:
-        kinds: the kinds of calls that run eagerly.
+        refused: the reason by `common` or `whole` of each kind of call that runs eagerly.
+        compiled_kinds: the `common` of kinds that ranks agreed to run compiled.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.kinds = Kinds()
+        self.refused: dict[str, str] = {}
+        self.compiled_kinds = set[str]()
+        self._num_refusals = Counter[str]()
         self._agreed: set[tuple[Sequenced, ...]] = set()
+
+    def refuse(self, kind: Kind, refusal: UnsupportedProgram) -> bool:
+        """Run calls of a kind eagerly from now on; returns whether the reason is new."""
+        reason = f"{refusal.what}, at {refusal.where}" if refusal.where else refusal.what
+        is_new = reason not in self.refused.values()
+        self._num_refusals[kind.common] += 1
+        is_many = self._num_refusals[kind.common] >= _MANY_REFUSALS
+        any_arguments = is_many or board_of_this_process() is not None
+        self.refused[kind.common if any_arguments else kind.whole] = reason
+        return is_new
+
+    def is_refused(self, kind: Kind) -> bool:
+        """Whether calls of a kind run eagerly."""
+        return kind.common in self.refused or kind.whole in self.refused
 
     def put_first(self, artifact: Artifact) -> None:
         """Put an artifact, new or not, at the front, and drop the least recently used beyond `max_artifacts`.
@@ -99,8 +167,8 @@ class Artifacts(list[Artifact]):
         """Forget all artifacts, and what ranks agreed on."""
         with _order_lock:
             super().clear()
-            self.kinds = Kinds()
-            self._agreed.clear()
+            for decisions in (self.refused, self.compiled_kinds, self._num_refusals, self._agreed):
+                decisions.clear()
 
 
 def call_fitting(artifacts: Artifacts, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
