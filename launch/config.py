@@ -15,7 +15,6 @@ import tyro
 
 from aotdist.errors import BadSettings
 from aotdist.files import with_checksum
-from aotdist.settings import PartitionPolicy, Settings
 
 PROGRAM = "aotdist.launch.train"
 DESCRIPTION = """\
@@ -236,41 +235,14 @@ class Float8Options:
 
 @dataclass(frozen=True, slots=True)
 class CompileOptions:
-    """Options of `aotdist.compile`; by default those of `AOTDIST_*` variables.
+    """How the model is compiled; settings are those of `AOTDIST_*` variables.
 
     Args:
         backend: `eager` does not compile; `fx` runs the graphs operator by operator (bit-equal to eager);
             `inductor` compiles them by Inductor; `triton` by aotdist's own kernels, on GPUs; `auto` chooses.
-        partition: which values the forward saves for the backward.
-        bucket_bytes: largest collective that merging may build.
-        disabled_passes: names of graph passes to leave out.
-        verify: check the graphs' invariants after every pass.
     """
 
     backend: Literal["auto", "eager", "fx", "inductor", "triton"] = "auto"
-    partition: PartitionPolicy | None = None
-    bucket_bytes: int | None = None
-    disabled_passes: tuple[str, ...] | None = None
-    verify: bool | None = None
-
-    def __post_init__(self) -> None:
-        self.settings(Settings())
-
-    def settings(self, base: Settings) -> Settings:
-        """`base`, overridden by the options that are set.
-
-        Raises:
-            BadSettings: a value is out of range.
-        """
-        given: dict[str, Any] = {
-            "partition": self.partition,
-            "bucket_bytes": self.bucket_bytes,
-            "disabled_passes": None if self.disabled_passes is None else frozenset(self.disabled_passes),
-            "verify": self.verify,
-        }
-        return dataclasses.replace(
-            base, **{name: value for name, value in given.items() if value is not None}
-        )
 
 
 @dataclass(frozen=True, slots=True)

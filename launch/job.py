@@ -29,7 +29,6 @@ from aotdist.launch.resuming import batch_ranks, describe_ranks, earlier_run, wi
 from aotdist.launch.run_folder import RunFolder, claim_run_folder, write_config
 from aotdist.launch.run_lock import RunLock, unwritable
 from aotdist.launch.shutdown import Interrupted, StopRequest, naming_lost_ranks
-from aotdist.settings import Settings
 
 
 def run_job(
@@ -64,8 +63,7 @@ def run_job(
     facts = _facts(options, world, corpus, model)
     _convert(model, options)
     distribute(model, world, options)
-    settings = options.compile.settings(Settings.from_environment())
-    aotdist.compile(model, backend=options.compile.backend, settings=settings)
+    aotdist.compile(model, backend=options.compile.backend)
     state = TrainState(model, build_optimizer(model, options.optim), _training_stream(options, world, corpus))
     text = _text_facts(options, world, corpus)
     run = world.from_rank_0(lambda: claim_run_folder(options, place, lock))

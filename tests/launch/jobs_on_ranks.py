@@ -82,7 +82,7 @@ def batches():
         jobs[ranks][f"{name}-fx"] = [*options, "--compile.backend=fx"]
     jobs[2]["learns"] = LEARN
     jobs[2]["learns-again"] = LEARN
-    jobs[2]["min-cut"] = [*MESHES["fsdp"][1], "--compile.backend=fx", "--compile.partition=min_cut"]
+    jobs[2]["min-cut"] = ["AOTDIST_PARTITION=min_cut", *MESHES["fsdp"][1], "--compile.backend=fx"]
     jobs[2]["inductor"] = [*MESHES["fsdp"][1], "--compile.backend=inductor", "--optim.steps=2"]
     for name, (ranks, options) in SAVED.items():
         jobs[ranks][name] = [*options, *SAVE]

@@ -1,8 +1,9 @@
 """Runs jobs one after the other in the same ranks: starting torch for each would take most of the time.
 
-Called by torchrun with one file, a JSON list of `{"name": ..., "arguments": [...]}`; rank 0 writes
-each job's exit code to `NAME.code` beside it as soon as it is known. With `"copied": NAME, "step": N`, the
-folder of the job begins as a copy of that one, without checkpoints of later steps.
+Called by torchrun with one file, a JSON list of `{"name": ..., "arguments": [...]}`, where arguments
+`AOTDIST_...=...` are variables; rank 0 writes each job's exit code to `NAME.code` beside it as soon as it is
+known. With `"copied": NAME, "step": N`, the folder of the job begins as a copy of that one, without
+checkpoints of later steps.
 """
 
 import json
@@ -10,6 +11,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import torch.distributed as dist
 
@@ -47,7 +49,9 @@ table = Path(sys.argv[1])
 for job in json.loads(table.read_text()):
     if "copied" in job:
         copy_run(table.parent / job["copied"], table.parent / job["name"], job["step"])
-    code = train.main(job["arguments"])
+    variables = dict(word.split("=") for word in job["arguments"] if word.startswith("AOTDIST_"))
+    with patch.dict(os.environ, variables):
+        code = train.main([word for word in job["arguments"] if not word.startswith("AOTDIST_")])
     if dist.get_rank() == 0:
         (table.parent / f"{job['name']}.code").write_text(str(code))
 dist.destroy_process_group()

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from aotdist import BadSettings, Settings
+from aotdist import BadSettings
 from aotdist.launch.config import (
     CheckpointOptions,
     CompileOptions,
@@ -70,9 +70,9 @@ def test_every_option_is_explained(options):
 
 
 def test_nested_options_reach_their_place():
-    words = "--model.dim 64 --compile.partition min_cut --parallel.no-reshard-after-forward".split()
+    words = "--model.dim 64 --compile.backend fx --parallel.no-reshard-after-forward".split()
     options = parse_options(words, speaks=True)
-    assert (options.model.dim, options.compile.partition) == (64, "min_cut")
+    assert (options.model.dim, options.compile.backend) == (64, "fx")
     assert not options.parallel.reshard_after_forward
 
 
@@ -108,7 +108,6 @@ def test_other_ranks_leave_silently(capsys):
             "--float8.recipe blockwise --float8.all-gather",
             "needs --float8.recipe delayed, not blockwise",
         ),
-        ("--compile.bucket-bytes 0", "bucket_bytes is 0"),
         ("--checkpoint.every -1", "--checkpoint.every is -1"),
         ("--profile.memory", "--profile.memory needs --profile.steps > 0"),
         ("--profile.steps 1 --profile.first-step 9 --optim.steps 2", "--profile.first-step 9 comes after"),
@@ -129,10 +128,3 @@ def test_every_backend_that_has_a_name_may_be_chosen():
     names = ("auto", "eager", "fx", "inductor", "triton")
     chosen = [parse_options(["--compile.backend", name], speaks=True).compile.backend for name in names]
     assert chosen == list(names)
-
-
-def test_compile_settings_that_were_not_given_follow_the_environment():
-    base = Settings.from_environment({"AOTDIST_PARTITION": "default", "AOTDIST_BUCKET_BYTES": "1000"})
-    settings = CompileOptions(partition="min_cut", disabled_passes=("bucket",)).settings(base)
-    assert (settings.partition, settings.bucket_bytes) == ("min_cut", 1000)
-    assert settings.disabled_passes == {"bucket"}
