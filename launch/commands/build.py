@@ -1,4 +1,7 @@
-"""`aotdist build`: compiles a model into an artifact, without the GPU and the ranks that will run it."""
+"""`aotdist build` and `aotdist explain`: compile a model ahead of time, into an artifact or a report.
+
+Neither needs the GPU and the ranks that will run it, and nothing runs.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +17,14 @@ from typing import Any, cast
 
 import torch
 
-from aotdist.artifacts.build import KNOWN_TARGETS, Made, build, refuse_maker
+from aotdist.artifacts.build import KNOWN_TARGETS, Made, build, compiled_ahead, refuse_maker
 from aotdist.errors import BadSettings
+from aotdist.files import refuse_unwritable
+from aotdist.report.explain import write_page
+from aotdist.report.summary import report_of
 from aotdist.settings import Settings
 
-_DESCRIPTION = """\
+_BUILD = """\
 Compile one call of a model or function ahead of time and write it to a file, for `aotdist.load`.
 
 MODEL names a function that makes, on the CPU, what to compile and what to call it with: it returns a module
@@ -26,19 +32,30 @@ or function, a tuple of arguments, and (if there are any) a dictionary of keywor
 yields several such. With several ranks it is called once for each, and may make meshes and shard. How to
 compile is read from AOTDIST_* variables."""
 
+_EXPLAIN = """\
+Compile one call of a model or function, as `aotdist build` does (or, on CPUs, by another backend), and show
+the result.
+
+MODEL names a function that makes what to compile and what to call it with, see `aotdist build --help`. With
+several ranks, rank 0's programs are shown, and the page tells how those of the others differ. How to compile
+is read from AOTDIST_* variables."""
+
 
 def add_to(subparsers: Any) -> None:
-    """Add the subcommand to the parser of `aotdist`."""
+    """Add both subcommands to the parser of `aotdist`."""
     parser: argparse.ArgumentParser = subparsers.add_parser(
-        "build", help="compile ahead of time, into a file", description=_DESCRIPTION
+        "build", help="compile ahead of time, into a file", description=_BUILD
     )
-    add_model_to(parser)
+    _add_model_to(parser)
     parser.add_argument("-o", "--output", metavar="FILE", type=Path, help="default: FUNCTION.TARGET.aot")
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=_build)
+    parser = subparsers.add_parser("explain", help="compile, and show the result", description=_EXPLAIN)
+    _add_model_to(parser)
+    parser.add_argument("--html", metavar="FILE", type=Path, help="write a page with all details, too")
+    parser.set_defaults(run=_explain)
 
 
-def add_model_to(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `build` and `explain`: the model, and how to compile it."""
+def _add_model_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="package.module:function, or file.py:function")
     parser.add_argument("--target", default="cpu", help=f"{', '.join(KNOWN_TARGETS)} (default: %(default)s)")
     parser.add_argument("--world-size", metavar="N", type=int, default=1, help="ranks that will run it")
@@ -46,7 +63,7 @@ def add_model_to(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--inference", action="store_true", help="compile it as called under torch.no_grad()")
 
 
-def ahead(options: argparse.Namespace) -> dict[str, Any]:
+def _ahead(options: argparse.Namespace) -> dict[str, Any]:
     """Arguments for compiling ahead of time, from the options and the environment."""
     return {
         "target": options.target,
@@ -56,12 +73,24 @@ def ahead(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _run(options: argparse.Namespace) -> None:
+def _build(options: argparse.Namespace) -> None:
     make = maker_named(options.model)
     output: Path = options.output or Path(f"{options.model.rpartition(':')[2]}.{options.target}.aot")
     with torch.no_grad() if options.inference else nullcontext():
-        built = build(make, output, **ahead(options))
+        built = build(make, output, **_ahead(options))
     print(built)
+
+
+def _explain(options: argparse.Namespace) -> None:
+    if options.html is not None:
+        refuse_unwritable(options.html)
+    make = maker_named(options.model)
+    with torch.no_grad() if options.inference else nullcontext():
+        by_rank = compiled_ahead(make, **_ahead(options))
+    print(report_of(by_rank[0]))
+    if options.html is not None:
+        write_page(options.html, by_rank)
+        print(f"{options.html}: open it in a browser")
 
 
 def maker_named(name: str) -> Callable[[], Made]:

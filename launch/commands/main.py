@@ -1,4 +1,4 @@
-"""The command `aotdist`, of which each subcommand is a module that adds itself to the parser."""
+"""The command `aotdist`; modules of subcommands add these to its parser."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any
 
 import aotdist
 from aotdist.errors import AotdistError, BadSettings
-from aotdist.launch.commands import bench, build, cache, doctor, explain, train
+from aotdist.launch.commands import bench, build, cache, doctor, train
 
-_SUBCOMMANDS = (train, build, explain, bench, cache, doctor)
+_SUBCOMMANDS = (train, build, bench, cache, doctor)
 _DONE, _FAILED, _WRONG_USE = 0, 1, 2
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
