@@ -64,36 +64,36 @@ def train_step(
             that are not the model's; the model is wrapped in DDP; the backend or a setting is unknown.
         UnsupportedProgram: at a call: the step cannot be compiled. Nothing has been changed then.
     """
-    recipe = Recipe(model, loss_fn, optimizer, clip, scaler, accumulate)
-    recipe.check()
-    return TrainStep(recipe, None if is_eager(backend) else compiling(backend, settings))
+    arguments = StepArguments(model, loss_fn, optimizer, clip, scaler, accumulate)
+    arguments.check()
+    return TrainStep(arguments, None if is_eager(backend) else compiling(backend, settings))
 
 
 class TrainStep(Explained):
     """A compiled training step; `grad_norm` is what clipping returned in the last update, or None.
 
     Args:
-        recipe: the arguments of `train_step`.
+        arguments: the arguments of `train_step`.
         make: compiles it; None for a step that always runs eagerly.
     """
 
-    def __init__(self, recipe: Recipe, make: Compiling | None) -> None:
-        self.__signature__ = recipe.signature()
+    def __init__(self, arguments: StepArguments, make: Compiling | None) -> None:
+        self.__signature__ = arguments.signature()
         self.grad_norm: torch.Tensor | None = None
-        self._recipe, self._make, self._calls = recipe, make, 0
-        steps = [WholeStep(part, make) for part in recipe.parts() if make is not None]
+        self._arguments, self._make, self._calls = arguments, make, 0
+        steps = [WholeStep(part, make) for part in arguments.parts() if make is not None]
         self._steps: Sequence[Explained] = steps
         compiled = [CompiledFunction(step.run, step.make, step=step) for step in steps]
-        self._adds, self._updates = compiled or recipe.parts()
+        self._adds, self._updates = compiled or arguments.parts()
 
     @short_tracebacks
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         """Do a step; returns what `loss_fn` returned, detached."""
         if self._calls == 0:
-            self._recipe.warn_of_strangers()
+            self._arguments.warn_of_foreign_parameters()
             if self._make is not None:
-                self._make.agree_on_state(self._recipe.model)
-        if (self._calls + 1) % self._recipe.accumulate:
+                self._make.agree_on_state(self._arguments.model)
+        if (self._calls + 1) % self._arguments.accumulate:
             result = self._adds(*args, **kwargs)
         else:
             result, self.grad_norm = self._updates(*args, **kwargs)
@@ -110,7 +110,7 @@ class TrainStep(Explained):
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe:
+class StepArguments:
     """The arguments of `aotdist.train_step`."""
 
     model: nn.Module
@@ -181,22 +181,22 @@ class Recipe:
                 f"the model is wrapped in {type(self.model).__name__}, which reduces gradients by itself",
                 fix="shard the model with `fully_shard`, or use `aotdist.compile`",
             )
-        if self._strangers()[0]:
+        if self._num_foreign()[0]:
             raise BadSettings(
                 "the optimizer has parameters that are not the model's",
                 fix="pass a module that holds all of them, and an optimizer that was made after it was "
                 "sharded",
             )
 
-    def _strangers(self) -> tuple[int, int]:
+    def _num_foreign(self) -> tuple[int, int]:
         """How many of the optimizers' parameters are not the model's, and how many there are."""
         groups = [group for optimizer in _several(self.optimizer) for group in optimizer.param_groups]
         params = {id(param) for group in groups for param in group["params"]}
         return len(params.difference(map(id, self.model.parameters()))), len(params)
 
-    def warn_of_strangers(self) -> None:
+    def warn_of_foreign_parameters(self) -> None:
         """Warn if the optimizers train parameters that the model does not have any more."""
-        number, of = self._strangers()
+        number, of = self._num_foreign()
         if number:
             warnings.warn(
                 f"aotdist: {number} of the optimizer's {of} parameters are not the "
