@@ -1,4 +1,4 @@
-"""How kernels access memory: along which axis neighbours lie, and how much a thread takes at once."""
+"""How kernels access memory: the axis along which an access is contiguous, and its vector length."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""How long a kernel takes, by a model of memory, and which ways to cut it into blocks are worth trying.
+"""How long a kernel takes, by a model of memory traffic, and which configurations are worth measuring.
 
-A GPU reaches the bandwidth of its memory only while enough bytes are on their way: bandwidth times latency,
-20 KB for each of its multiprocessors. What is on its way is what the blocks that run at a time asked for, and
-how many run at a time follows from their threads and registers. No block is done before its loads are, of
-which some wait for others.
+A GPU reaches its memory bandwidth only with enough bytes in flight: bandwidth times latency, 20 KB for each
+multiprocessor. In flight are the loads of the resident blocks, whose number follows from their threads and
+registers. A block ends after its loads, some of which depend on others.
 """
 
 from __future__ import annotations

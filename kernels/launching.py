@@ -1,4 +1,4 @@
-"""Kernels as something to call: how large their blocks are, how many run, and where their results go."""
+"""Launches of kernels: the size of their blocks, the grid, and the results."""
 
 from __future__ import annotations
 

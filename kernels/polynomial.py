@@ -1,4 +1,4 @@
-"""Whole numbers that differ from call to call: sums of products of symbols.
+"""Symbolic whole numbers: sums of products of symbols.
 
 Sizes and strides of a graph with symbolic sizes are such numbers, and index arithmetic uses them like known
 ones. Statements about them hold in every call, and are made only where they are proved: two are equal if they

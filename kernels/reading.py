@@ -1,4 +1,4 @@
-"""Composes expressions: what a node computes, from what lies in memory."""
+"""Composes expressions: an element of a node, from elements in memory."""
 
 from __future__ import annotations
 

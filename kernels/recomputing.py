@@ -1,4 +1,4 @@
-"""Decides which values each reader computes for itself, rather than one kernel writing them for the others.
+"""Decides which values each reader recomputes, rather than one kernel storing them for the others.
 
 The shifted logits of a loss are as large as the logits, and are read again at one place of each row. They
 follow by one subtraction from logits and maxima, which lie in memory anyway. So their reader computes them,

@@ -1,4 +1,4 @@
-"""Starts kernels: by Triton's launcher, or by the compiled kernel itself, which is some 5 us quicker."""
+"""Starts kernels: by Triton's launcher, or directly by the compiled kernel, which saves some 5 us."""
 
 from __future__ import annotations
 

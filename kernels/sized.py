@@ -1,4 +1,4 @@
-"""Launches of kernels whose sizes differ from call to call.
+"""Launches of kernels with symbolic sizes.
 
 A launch is made for the sizes of a call, and kept for the next call with these. A kernel that Triton compiled
 serves more sizes than those: they are arguments, specialized only on whether 16 divides them; a block is as

@@ -1,11 +1,11 @@
-"""Kernels that may be cut in several ways: the first start measures each, and the quickest runs from then on.
+"""Kernels with several configurations: the first launch measures each, and the quickest runs from then on.
 
 The choice is kept in a folder, so that a kernel is measured once for a kind of GPU; kernels whose sources are
-equal up to names count as one. Each way computes the same, so measuring has no effect; a kernel that
-overwrites an input is measured on a copy.
+equal up to names count as one. Each configuration computes the same, so measuring has no effect; a kernel
+that overwrites an input is measured on a copy.
 
-A kernel that reduces adds up in another order in another way, and may differ in the last bits. Where several
-ranks run, or results must be deterministic, such kernels are not tuned (`Tuner.reductions`).
+Another configuration may sum in another order, and so differ in the last bits. Where several ranks run, or
+results must be deterministic, kernels that reduce are not tuned (`Tuner.reductions`).
 """
 
 from __future__ import annotations

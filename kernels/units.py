@@ -1,4 +1,4 @@
-"""The units of a graph that run as one, and their order, while fusion merges them."""
+"""The units of a graph (groups, and single nodes outside of groups) and their order, during fusion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which nodes read which, through views and through nodes that every reader computes anew."""
+"""Which nodes read which, through views and through nodes that each reader recomputes."""
 
 from __future__ import annotations
 
