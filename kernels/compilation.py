@@ -19,8 +19,7 @@ import torch
 from aotdist.errors import BadSettings
 from aotdist.kernels import triton_seam
 from aotdist.kernels.emitted import EmittedKernel
-from aotdist.kernels.gpus import TARGETS as TARGETS
-from aotdist.kernels.gpus import Target as Target
+from aotdist.kernels.gpus import TARGETS, Target
 from aotdist.kernels.launching import blocks_of
 from aotdist.kernels.running import Loaded, Runner
 from aotdist.kernels.sized import form_of

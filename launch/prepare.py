@@ -13,10 +13,11 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -26,7 +27,6 @@ from aotdist.api import compile as compile_in_place
 from aotdist.codegen.backend import Compiler, is_eager, resolve
 from aotdist.codegen.contract import Backend
 from aotdist.errors import BadSettings, UnsupportedProgram
-from aotdist.launch.sharding import blocks_of, chosen, require_own, same_on_all_ranks, shard
 from aotdist.settings import Settings, settings_of
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ def prepare(
     model = _only_model(objects)
     optimizers = [each for each in objects if isinstance(each, Optimizer)]
     for optimizer in optimizers:
-        require_own(model, optimizer)
+        _require_own(model, optimizer)
     plugin = accelerator.state.dynamo_plugin
     code_backend = backend if backend is not None else getattr(plugin, "code_backend", "auto")
     if not is_eager(code_backend):
@@ -121,18 +121,20 @@ def _shard(
 
     options = _fsdp_options(accelerator)
     mesh = init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-    same_on_all_ranks(model, mesh)
+    _same_on_all_ranks(model, mesh)
     if accelerator.mixed_precision != "no":
         _keep_in_float32(model)
     is_block = is_block or fsdp2_prepare_auto_wrap_policy(options, model)
-    shard(
-        model,
-        optimizers,
-        blocks_of(model) if is_block is None else chosen(model, is_block),
-        mesh,
-        precision=cast("MixedPrecisionPolicy", options.mixed_precision_policy or MixedPrecisionPolicy()),
-        reshard_after_forward=bool(options.reshard_after_forward),
-    )
+    blocks = blocks_of(model) if is_block is None else chosen(model, is_block)
+    precision = cast("MixedPrecisionPolicy", options.mixed_precision_policy or MixedPrecisionPolicy())
+    reshard = bool(options.reshard_after_forward)
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for block in blocks:
+        fully_shard(block, mesh=mesh, mp_policy=precision, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    shards = dict(model.named_parameters())
+    for optimizer in optimizers:
+        _point_to(optimizer, {parameter: shards[name] for parameter, name in names.items()})
     _set_state(accelerator, options)
 
 
@@ -182,6 +184,78 @@ def _set_state(accelerator: Accelerator, options: FullyShardedDataParallelPlugin
     accelerator.state.fsdp_plugin = options
     PartialState().distributed_type = DistributedType.FSDP
     accelerator.state.distributed_type = DistributedType.FSDP
+
+
+def blocks_of(model: nn.Module) -> list[nn.Module]:
+    """The submodules whose parameters are gathered together.
+
+    These are the elements of the outermost `nn.ModuleList`s, or of a model that is an `nn.Sequential` itself.
+    """
+    return _elements(model) if isinstance(model, nn.Sequential) else _listed(model)
+
+
+def _listed(module: nn.Module) -> list[nn.Module]:
+    if not isinstance(module, nn.ModuleList):
+        return [block for child in module.children() for block in _listed(child)]
+    # Lists and dictionaries are never called, so FSDP2 would not gather for them: their elements are blocks.
+    return [
+        block
+        for child in _elements(module)
+        for block in (_listed(child) if isinstance(child, nn.ModuleList | nn.ModuleDict) else [child])
+    ]
+
+
+def _elements(module: nn.Module) -> list[nn.Module]:
+    return [child for child in module.children() if next(child.parameters(), None) is not None]
+
+
+def chosen(model: nn.Module, is_block: Callable[[nn.Module], bool]) -> list[nn.Module]:
+    """The submodules that a predicate chooses, inner ones first."""
+    return [module for module in reversed(list(model.modules())) if module is not model and is_block(module)]
+
+
+def _same_on_all_ranks(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Give all ranks the parameters and buffers of rank 0."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        shared = tensor.detach().to(mesh.device_type)
+        dist.broadcast(shared, 0)
+        tensor.detach().copy_(shared)
+
+
+def _require_own(model: nn.Module, optimizer: Optimizer) -> None:
+    """Refuse an optimizer of other parameters than the model's.
+
+    Raises:
+        UnsupportedProgram: naming the parameter.
+    """
+    own = set(model.parameters())
+    for number, group in enumerate(optimizer.param_groups):
+        for at, parameter in enumerate(group["params"]):
+            if parameter not in own:
+                raise UnsupportedProgram(
+                    f"parameter {at} of group {number} of the {type(optimizer).__name__}, of size "
+                    f"{list(parameter.shape)}, is not the model's",
+                    stage="launch",
+                    fix="make the optimizer of `model.parameters()`, and hand both to one `aotdist.prepare`",
+                )
+
+
+def _point_to(optimizer: Optimizer, shards: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Let an optimizer step the shards, with its state (moments) sharded like them."""
+    for group in optimizer.param_groups:
+        group["params"] = [shards[parameter] for parameter in group["params"]]
+    for parameter in cast("list[nn.Parameter]", [*optimizer.state]):
+        state = optimizer.state.pop(parameter)
+        shard = shards[parameter]
+        optimizer.state[shard] = {key: _sharded_as(shard, value) for key, value in state.items()}
+
+
+def _sharded_as(shard: Tensor, value: Any) -> Any:
+    """State of a parameter, sharded like the parameter if it has the parameter's size."""
+    if not isinstance(shard, DTensor) or not isinstance(value, Tensor) or value.shape != shard.shape:
+        return value
+    value = value.to(shard.device)
+    return distribute_tensor(value, shard.device_mesh, shard.placements, src_data_rank=None)
 
 
 def _require_combinable(accelerator: Accelerator) -> None:

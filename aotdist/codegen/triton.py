@@ -34,12 +34,12 @@ from aotdist.errors import BadSettings
 from aotdist.kernels import triton_seam
 from aotdist.kernels.background import Background
 from aotdist.kernels.checking import Difference, checked, launching, with_checks, with_real_strides
-from aotdist.kernels.compilation import TARGETS, Packed, Target, pack, unpack
+from aotdist.kernels.compilation import Packed, pack, unpack
 from aotdist.kernels.compilation import check as check_target
 from aotdist.kernels.decompositions import decompositions
 from aotdist.kernels.emission import Fused, fuse, without_kernels
 from aotdist.kernels.few_results import cut_few_results
-from aotdist.kernels.gpus import GPUS, USUAL, Gpu, gpu_here
+from aotdist.kernels.gpus import GPUS, TARGETS, USUAL, Gpu, Target, gpu_here
 from aotdist.kernels.launching import Launch, Result
 from aotdist.kernels.polynomial import NotProved, Whole
 from aotdist.kernels.side_by_side import bring_side_by_side

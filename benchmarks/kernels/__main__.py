@@ -12,7 +12,8 @@ from importlib import metadata
 
 import tyro
 
-from aotdist.kernels.compilation import Target, check
+from aotdist.kernels.compilation import check
+from aotdist.kernels.gpus import Target
 from benchmarks.kernels.counts import count
 from benchmarks.kernels.inductor import inductor_bytes
 from benchmarks.kernels.losses import counted_losses

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from aotdist.kernels.access import VECTOR_BYTES, axes_of, axis_of, reads, vector_length, writes
-from aotdist.kernels.compilation import Target, Usage, compiled_for, output_of, usage_of
+from aotdist.kernels.compilation import Usage, compiled_for, output_of, usage_of
 from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.gpus import Target
 from aotdist.kernels.index import Index
 from aotdist.kernels.polynomial import hint_of
 

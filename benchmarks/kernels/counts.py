@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from aotdist.codegen.contract import Kind
 from aotdist.codegen.triton import with_kernels
-from aotdist.kernels.compilation import Target
 from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.gpus import Target
 from aotdist.kernels.polynomial import hint_of
 from aotdist.program import Graph, Slot
 from benchmarks.kernels.binaries import compile_kernel, num_vectors

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from aotdist.kernels.compilation import Target
-from aotdist.kernels.gpus import USUAL
+from aotdist.kernels.gpus import USUAL, Target
 from benchmarks.kernels.counts import Counted, CountedGraph
 from benchmarks.kernels.inductor import Half
 from benchmarks.kernels.losses import CHUNK_BYTES, CLASSES, FEATURES, CountedLoss

@@ -17,9 +17,10 @@ from dataclasses import dataclass, field, replace
 
 import aotdist
 from aotdist.codegen.triton import with_kernels
-from aotdist.kernels.compilation import Target, compiled_for, usage_of
+from aotdist.kernels.compilation import compiled_for, usage_of
 from aotdist.kernels.costs import estimate
 from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.gpus import Target
 from aotdist.program import Graph
 from benchmarks.kernels.graphs import graphs_of
 from tests.kernels.sources import SOURCES, Program

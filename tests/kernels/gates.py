@@ -18,8 +18,8 @@ from torch.nn import functional as F
 
 import aotdist
 from aotdist.codegen.triton import with_kernels
-from aotdist.kernels.compilation import Target
 from aotdist.kernels.emitted import EmittedKernel
+from aotdist.kernels.gpus import Target
 from aotdist.kernels.launching import is_persistent
 from aotdist.kernels.polynomial import hint_of
 from aotdist.program import Graph

@@ -10,7 +10,8 @@ import torch
 
 import aotdist
 from aotdist.kernels import compilation
-from aotdist.kernels.compilation import TARGETS, Usage
+from aotdist.kernels.compilation import Usage
+from aotdist.kernels.gpus import TARGETS
 from benchmarks.kernels.binaries import Binary, compile_kernel
 from tests.kernels.reference import Emissions, assert_same
 

@@ -15,10 +15,10 @@ from aotdist.codegen.contract import Emission
 from aotdist.codegen.triton import with_kernels
 from aotdist.kernels import costs, emission, gpus, triton_seam
 from aotdist.kernels.background import Background
-from aotdist.kernels.compilation import TARGETS, Packed
+from aotdist.kernels.compilation import Packed
 from aotdist.kernels.costs import MOST, configurations
 from aotdist.kernels.emitted import EmittedKernel
-from aotdist.kernels.gpus import USUAL, Gpu
+from aotdist.kernels.gpus import TARGETS, USUAL, Gpu
 from aotdist.kernels.launching import MIN_COLUMNS, Config, config_of, num_stages_of
 from aotdist.settings import Settings
 from benchmarks.kernels.graphs import graphs_of

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import aotdist
 from aotdist.errors import BadSettings, UnsupportedProgram
 from aotdist.launch.accelerate import AotdistPlugin
-from aotdist.launch.sharding import blocks_of, chosen
+from aotdist.launch.prepare import blocks_of, chosen
 
 
 @pytest.fixture(autouse=True)
