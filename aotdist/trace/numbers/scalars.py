@@ -96,7 +96,7 @@ class Scalars:
         """In this context, numbers that are read off tensors are traced."""
         token = _CURRENT.set(self)
         try:
-            with functions_recorded(self), _Tokens(self):
+            with functions_recorded(self.is_traced, self.apply), _Tokens(self):
                 yield
         finally:
             _CURRENT.reset(token)
