@@ -20,7 +20,7 @@ from aotdist.aliasing.views import (
     ViewEntry,
     detached_since,
     reshaped_since,
-    share_memory,
+    share_storage,
     view_refusal,
 )
 from aotdist.facts import Inside, ViewStep
@@ -187,7 +187,7 @@ class ViewLog:
             self._lost |= {id(view): view for view in self.views_of(tensor)}
             if change.moves():
                 self._moved[id(tensor)] = tensor
-        stays = grown is not None and former is not None and share_memory(former, tensor)
+        stays = grown is not None and former is not None and share_storage(former, tensor)
         if grown is not None and size.numel() and is_view and not stays:
             raise view_refusal(
                 "a tensor is resized in place, and grows, while another shares its memory",

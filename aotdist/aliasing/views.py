@@ -100,9 +100,9 @@ class Opened:
         return [inner for _, inner in self.inside if not is_wrapper(inner)] or [self.tensor]
 
 
-def share_memory(base: torch.Tensor, result: Any) -> bool:
-    """Whether a result, one tensor or several, shares memory with `base`; plain tensors are compared."""
-    return any(_are_in(base, result))
+def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a plain tensor of one lies in a storage of the other's, overlapping or not."""
+    return any(_are_in(a, b))
 
 
 def lies_in(base: torch.Tensor, result: Any) -> bool:

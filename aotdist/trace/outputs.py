@@ -13,7 +13,7 @@ import torch
 
 from aotdist.aliasing.metadata import Change
 from aotdist.aliasing.view_log import ViewLog, look_inside
-from aotdist.aliasing.views import Root, share_memory
+from aotdist.aliasing.views import Root, share_storage
 from aotdist.facts import (
     Action,
     Fresh,
@@ -230,7 +230,7 @@ class NodeOutputs:
             return
         for stand_in in self._inputs.row():
             pairs = zip(stand_in.plains, stand_in.writes(), strict=True)
-            if any(count and share_memory(plain, out) for plain, count in pairs):
+            if any(count and share_storage(plain, out) for plain, count in pairs):
                 raise unsupported(
                     f"`{slot.path}` lies in the memory of `{stand_in.slot}`, which is written, and is "
                     "no view of it to autograd",
@@ -245,7 +245,7 @@ class NodeOutputs:
         """
         if not is_wrapper(out) or not wrapper_rule(type(out)).views_may_be_copies:
             return
-        if self._log.is_outdated(out) and not share_memory(base, out):
+        if self._log.is_outdated(out) and not share_storage(base, out):
             raise unsupported(
                 f"`{slot.path}` is a view of a {type(out).__name__} that was redistributed for it: a copy, "
                 "and one of the two was written after it was made",

@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aotdist.aliasing.memory import by_stride, extent, shows
+from aotdist.aliasing.memory import by_stride, extent, extent_of, shows
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import is_symbolic
 from aotdist.torch_seam.functional import (
@@ -197,7 +197,7 @@ class Strided:
             return None
         size, stride, offset = place
         first = int(tensor.storage_offset()) if offset is None else offset - start
-        if first < 0 or first + _extent(size, stride) > memory.numel():
+        if first < 0 or first + extent_of(size, stride) > memory.numel():
             return None
         return lambda: part_of(memory, size, stride, first)
 
@@ -262,11 +262,6 @@ def _unfolded(tensor: torch.Tensor, dimension: int, size: int, step: int) -> _Pl
     sizes[dim] = (sizes[dim] - size) // step + 1
     strides[dim] *= step
     return sizes, strides, None
-
-
-def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Number of elements from the first to the last in memory."""
-    return 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
 
 
 def _set_to(tensor: FunctionalTensor, source: FunctionalTensor) -> None:
