@@ -84,10 +84,6 @@ class Metadata:
                 tensor = change.before(tensor)
         return tensor
 
-    def plains_as_before(self, idx: PrimalIdx, stand_in: StandIn) -> Sequence[torch.Tensor]:
-        """The plain tensors beneath it."""
-        return plain_tensors(self.as_before(idx, stand_in, history=False))
-
     def has_new_history(self, idx: PrimalIdx, stand_in: StandIn) -> bool:
         """Whether autograd recorded a write to the input, and the input keeps that history.
 

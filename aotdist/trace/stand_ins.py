@@ -168,10 +168,8 @@ class Inputs:
         """Note which storages are larger than the input in them, and which are an input's."""
         is_own = is_real(stand_in.example) and not self._bases.is_span(at)
         for plain, real in zip(stand_in.plains, plain_tensors(stand_in.example), strict=True):
-            if not is_symbolic(tuple(real.shape)) and real.untyped_storage().nbytes() > real.nbytes:
-                self._recorder.note_larger_storage(plain)
-            if is_own:
-                self._recorder.strided.note_input(plain)
+            is_larger = not is_symbolic(tuple(real.shape)) and real.untyped_storage().nbytes() > real.nbytes
+            self._recorder.strided.note_storage(plain, of_input=is_own, is_larger=is_larger)
 
     def _fake(self, leaf: Plain, plain: torch.Tensor) -> torch.Tensor:
         if is_symbolic(leaf):

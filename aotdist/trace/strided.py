@@ -70,8 +70,7 @@ class Strided:
         self._inputs: set[int] = set()
         self._looked_around: set[int] = set()
         self._not_through_views: set[int] = set()
-        self.larger_storages: set[int] = set()
-        """Storages that are larger than the tensors of the program in them."""
+        self._larger_storages: set[int] = set()
         self.moves: Mapping[OpOverload, Callable[..., None]] = {
             _ATEN.set_.default: _set_to_nothing,
             _ATEN.set_.source_Tensor: _set_to,
@@ -90,9 +89,11 @@ class Strided:
         """
         self._owners[functional_storage_id(span)] = span, offset - int(part.storage_offset())
 
-    def note_input(self, plain: FunctionalTensor) -> None:
-        """Note that a plain tensor stands for one beneath an input, whose storage may be larger."""
-        self._inputs.add(functional_storage_id(plain))
+    def note_storage(self, plain: FunctionalTensor, *, of_input: bool, is_larger: bool) -> None:
+        """Note of the storage of a plain tensor whether it is an input's, and larger than the tensor."""
+        key = functional_storage_id(plain)
+        self._inputs.update([key] if of_input else [])
+        self._larger_storages.update([key] if is_larger else [])
 
     def note_owner(self, tensor: FunctionalTensor) -> None:
         """Note that a tensor of which a view is made owns its memory, if it does."""
@@ -168,7 +169,7 @@ class Strided:
         rebind(tensor, _shaped(flat[:numel], size, stride))  # type: ignore[arg-type]
 
     def _is_all_of_its_storage(self, tensor: FunctionalTensor) -> bool:
-        if functional_storage_id(tensor) in self.larger_storages:
+        if functional_storage_id(tensor) in self._larger_storages:
             return False
         value = functional_value(tensor)
         start = value.storage_offset() * value.element_size()
