@@ -133,20 +133,15 @@ def trace_body(
 
     slots = Row[PrimalIdx, Slot](Slot("primal", name) for name, _ in operands)
     program = Program(run, slots, Row([tensor for _, tensor in operands]))
+    options = TraceOptions(training=False)
     with no_modes():
-        traced = trace(
-            program,
-            recorder,
-            TraceOptions(training=False),
-            name_closed_over=name_closed_over,
-            outer=stand_in_around,
-        )
+        traced = trace(program, recorder, options, name_closed_over=name_closed_over, outer=stand_in_around)
     assert spec is not None, "the trace has run the function"
     _refuse(name, traced)
     recipes = iter(traced.facts.node_outs)
     leaves = (next(recipes).recipe if isinstance(leaf, torch.Tensor) else leaf for leaf in flat)
-    pairs = zip(traced.program.ins, traced.program.examples, strict=True)
-    taken = tuple((slot.path, example) for slot, example in pairs)
+    paths = [slot.path for slot in traced.program.ins]
+    taken = tuple(zip(paths, traced.program.examples, strict=True))
     return Body(traced.graph, taken, spec, tuple(leaves), tuple(requires_grad))
 
 
