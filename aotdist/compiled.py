@@ -19,7 +19,7 @@ from aotdist.capture.module_attributes import ATTACHED, Explain, GraphList, Prin
 from aotdist.capture.prints import made_before
 from aotdist.compiling import Maker
 from aotdist.errors import InternalError
-from aotdist.origins import shortened
+from aotdist.origins import holding, shortened
 from aotdist.report.explain import Explained
 from aotdist.runtime.artifact import Artifact, Artifacts, Kind, call_fitting
 from aotdist.runtime.guards import MISS
@@ -47,11 +47,8 @@ def runs_eagerly() -> bool:
 @contextmanager
 def running_eagerly() -> Generator[None]:
     """Compiled functions that this thread calls inside run eagerly, and make no artifacts."""
-    token = _eager.set(True)
-    try:
+    with holding(_eager, True):
         yield
-    finally:
-        _eager.reset(token)
 
 
 class AsWritten(Exception):

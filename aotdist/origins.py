@@ -51,7 +51,8 @@ def path_of(module: torch.nn.Module) -> str | None:
 
 
 @contextlib.contextmanager
-def _setting(variable: ContextVar[V], value: V) -> Generator[None]:
+def holding(variable: ContextVar[V], value: V) -> Generator[None]:
+    """A block in which a context variable has this value."""
     token = variable.set(value)
     try:
         yield
@@ -61,7 +62,7 @@ def _setting(variable: ContextVar[V], value: V) -> Generator[None]:
 
 def with_paths(paths: Mapping[torch.nn.Module, str]) -> AbstractContextManager[None]:
     """A block that captures a program with these modules, of these qualified names."""
-    return _setting(_PATHS, paths)
+    return holding(_PATHS, paths)
 
 
 def set_current_module(path: str) -> None:
@@ -71,7 +72,7 @@ def set_current_module(path: str) -> None:
 
 def inside_module(path: str) -> AbstractContextManager[None]:
     """A block in which the forward of the module at `path` runs."""
-    return _setting(_MODULE, path)
+    return holding(_MODULE, path)
 
 
 def current_line() -> str:
@@ -86,7 +87,7 @@ def set_current_line(line: str) -> None:
 
 def annotate(unit: str, policy: str | None = None) -> AbstractContextManager[None]:
     """A block in which every recorded node gets this `unit`, and `policy` if given."""
-    return _setting(_TAGS, {**_TAGS.get(), "unit": unit} | ({"policy": policy} if policy else {}))
+    return holding(_TAGS, {**_TAGS.get(), "unit": unit} | ({"policy": policy} if policy else {}))
 
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep

@@ -51,8 +51,8 @@ def shows(tensor: torch.Tensor, size: Sequence[int], stride: Sequence[int], offs
         tensor.size() == torch.Size(size) and tensor.stride() == tuple(stride) and offset == start
     ):
         return True
-    last = offset + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
-    return not _has_gaps(tensor) and start <= offset and last < start + tensor.numel()
+    end = offset + extent_of(size, stride)
+    return not _has_gaps(tensor) and start <= offset and end <= start + tensor.numel()
 
 
 def may_repeat(tensor: torch.Tensor) -> bool:
@@ -112,9 +112,12 @@ def span(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
 
 def extent(tensor: torch.Tensor) -> int:
     """Number of elements from the first to the last in memory, gaps included."""
-    if tensor.numel() == 0:
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+    return extent_of(tensor.size(), tensor.stride())
+
+
+def extent_of(size: Sequence[int], stride: Sequence[int]) -> int:
+    """As `extent`, for a tensor of these sizes and strides."""
+    return 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
 
 
 def by_stride(size: Sequence[int], stride: Sequence[int]) -> list[int]:

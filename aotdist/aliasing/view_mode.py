@@ -18,7 +18,7 @@ from torch.overrides import enable_reentrant_dispatch
 from aotdist.aliasing.metadata import INVERSES, Change, another_name, rebuild_history
 from aotdist.aliasing.overwrite import all_uncounted, bump, rewind, written_uncounted
 from aotdist.aliasing.view_log import ViewLog, is_recorded
-from aotdist.aliasing.views import Opened, ViewEntry, lies_in, refuse_overlapping_write, view_refusal
+from aotdist.aliasing.views import Opened, ViewEntry, lies_in, view_refusal
 from aotdist.facts import DETACH, ViewStep, data_of
 from aotdist.subclasses.protocol import is_wrapper
 from aotdist.torch_seam.functional import FunctionalTensor
@@ -96,7 +96,7 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
                 return broken_up(func, *args, **kwargs)
         targets = [*written_by(func, args, kwargs)] if is_operator(func) else []
         for target in targets:
-            refuse_overlapping_write(self.log.views, func, target)
+            self.log.refuse_overlapping_write(func, target)
         if self.log.changes:
             self.log.refuse_lost((*args, *kwargs.values()), targets)
         if whole or (getattr(func, "is_view", False) and func is not _LIFT):
@@ -126,21 +126,21 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
             func, rest = _LIKE_ANOTHER[func], [rest[0].size()]
         if is_wrapper(base):
             rest = with_ragged_inferred(rest)
-        grad, serial = torch.is_grad_enabled(), self.log.views.next_serial()
+        grad, serial = torch.is_grad_enabled(), self.log.next_serial()
         picks = enumerate(result) if isinstance(result, (list, tuple)) else ((None, result),)
         for pick, view in picks:
             if view is not base:
                 step = ViewStep(func, tuple(rest), tuple(kwargs.items()), pick, grad, serial)
-                made, version = self.log.views.next_serial(), None if base.is_inference() else base._version
-                self.log.views.put(ViewEntry(view, base, (step,), made, version, Opened.of(view).inside))
+                made, version = self.log.next_serial(), None if base.is_inference() else base._version
+                self.log.put(ViewEntry(view, base, (step,), made, version, Opened.of(view).inside))
 
     def data_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """`tensor.data`, logged as such; this mode sees a `detach`."""
         view = tensor.data
-        entry = self.log.views.get(view)
+        entry = self.log.entry_of(view)
         if entry is not None and entry.steps[-1].op is DETACH:
             steps = (*entry.steps[:-1], replace(entry.steps[-1], op=data_of))
-            self.log.views.put(replace(entry, steps=steps))
+            self.log.put(replace(entry, steps=steps))
         return view
 
     def _log_in_place(self, func: OpOverload, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
@@ -165,7 +165,7 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
                 return result
             op, rest, kwargs = _RESIZE, [tuple(changed.size())], _format_of(changed)
         change = self.log.note_change(changed, size, op, rest, kwargs, bumps=1, former=former)
-        twin, entry = out_of_place(func), self.log.views.get(changed)
+        twin, entry = out_of_place(func), self.log.entry_of(changed)
         if entry is None and changed._is_view():
             raise view_refusal(
                 f"`{func}` reshapes a view in place that no operator of the program made: an input that is a "
@@ -178,7 +178,7 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
             step = ViewStep(twin, tuple(rest), tuple(kwargs.items()), None, grad, change.serial)
             self._reshaped.append(changed)
             steps = (*entry.steps, *self._as_steps(step, changed, change))
-            self.log.views.put(replace(entry, steps=steps))
+            self.log.put(replace(entry, steps=steps))
         return result
 
     def _as_steps(self, step: ViewStep, changed: torch.Tensor, change: Change) -> tuple[ViewStep, ...]:
@@ -186,7 +186,7 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
         if changed._is_view():
             return (step,)
         # To autograd `x.detach().t_()` is no view, and `x.detach().t()` is one.
-        return (step, ViewStep(DETACH, (), (), None, change.grad, self.log.views.next_serial()))
+        return (step, ViewStep(DETACH, (), (), None, change.grad, self.log.next_serial()))
 
     def settle(self) -> None:
         """Rebuild the histories of views that the last call reshaped in place."""
@@ -197,7 +197,7 @@ class ViewMode(OutOfDynamo, TorchDispatchMode):
             if base is not None and isinstance(view, FunctionalTensor) and not view.is_inference():
                 rewind(base, 1)  # so that autograd finds the view outdated, and rebuilds its history
                 with replaced(self, "_is_off", True):
-                    rebuild_history(view, base, self.log.views.steps_from(base, view))
+                    rebuild_history(view, base, self.log.steps_from(base, view))
                 bump(base, 1)
 
 

@@ -1,22 +1,18 @@
-"""Which operation made each view of a traced program, and of which tensor; uses of views that are refused."""
+"""The data of the view log: how a view was made, and the chain of views from a base; errors for views."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from aotdist.aliasing.memory import may_repeat
 from aotdist.errors import UnsupportedProgram
-from aotdist.facts import Inside, ViewStep
+from aotdist.facts import ViewStep
 from aotdist.origins import current_source_line
 from aotdist.subclasses.protocol import inner_tensors, is_wrapper, plain_tensors, recipe_of, wrapper_rule
 from aotdist.torch_seam.autograd import has_history_of_its_own, history_of
 from aotdist.torch_seam.functional import memory_of
-from aotdist.torch_seam.operators import OpOverload
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,96 +100,9 @@ class Opened:
         return [inner for _, inner in self.inside if not is_wrapper(inner)] or [self.tensor]
 
 
-class Views:
-    """The entries of all views, by view; iterates over the entries."""
-
-    def __init__(self) -> None:
-        self._entries: dict[int, ViewEntry] = {}
-        self._serials = itertools.count()
-
-    def __iter__(self) -> Iterator[ViewEntry]:
-        return iter(self._entries.values())
-
-    def __contains__(self, value: Any) -> bool:
-        return id(value) in self._entries
-
-    def get(self, tensor: torch.Tensor) -> ViewEntry | None:
-        """How a tensor was made, if it is a view."""
-        return self._entries.get(id(tensor))
-
-    def put(self, entry: ViewEntry) -> None:
-        """Note how a view was made, in the place of an earlier entry."""
-        self._entries[id(entry.view)] = entry
-
-    def forget(self, tensor: torch.Tensor) -> None:
-        """Forget that a tensor is a view."""
-        self._entries.pop(id(tensor), None)
-
-    def of(self, base: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The views of `base`, direct and through others."""
-        return (entry.view for entry in self if self.is_view_of(entry.view, base))
-
-    def next_serial(self) -> int:
-        """A serial number greater than all before."""
-        return next(self._serials)
-
-    def made(self, tensor: torch.Tensor) -> int:
-        """The serial number of when a view was made; -1 for a tensor that is no view."""
-        entry = self.get(tensor)
-        return -1 if entry is None else entry.made
-
-    def bases(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """The tensor that `tensor` is a view of, the one that this is a view of, and so on."""
-        entry = self.get(tensor)
-        while entry is not None:
-            yield entry.base
-            entry = self.get(entry.base)
-
-    def bases_by_operators(self, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        """As `bases`, up to a step into a wrapper, which autograd does not record."""
-        entry = self.get(tensor)
-        while entry is not None and not isinstance(entry.steps[-1].op, Inside):
-            yield entry.base
-            entry = self.get(entry.base)
-
-    def holds_others(self, view: torch.Tensor) -> bool:
-        """Whether a tensor inside of a view has been replaced by another since it was made."""
-        entry = self.get(view)
-        pairs = zip(inner_tensors(view), () if entry is None else entry.inside, strict=False)
-        return any(now is not before for (_, now), (_, before) in pairs)
-
-    def is_outdated(self, tensor: torch.Tensor) -> bool:
-        """Whether the base of a view, or of one between that and the view, was written since.
-
-        Autograd then rebuilds the history of the view, from the base that it knows.
-        """
-        entry = self.get(tensor)
-        while entry is not None:
-            if entry.is_outdated():
-                return True
-            entry = self.get(entry.base)
-        return False
-
-    def has_outdated_views(self, base: torch.Tensor) -> bool:
-        """Whether a tensor has outdated views that require grad."""
-        return any(view.requires_grad and self.is_outdated(view) for view in self.of(base))
-
-    def steps_from(self, base: torch.Tensor, view: torch.Tensor) -> tuple[ViewStep, ...]:
-        """The steps from `base` to a view."""
-        steps: tuple[ViewStep, ...] = ()
-        while view is not base:
-            entry = self._entries[id(view)]
-            steps, view = (*entry.steps, *steps), entry.base
-        return steps
-
-    def is_view_of(self, view: torch.Tensor, base: torch.Tensor) -> bool:
-        """Whether a tensor is a view of `base`, directly or through others."""
-        return any(passed is base for passed in self.bases(view))
-
-
-def share_memory(base: torch.Tensor, result: Any) -> bool:
-    """Whether a result, one tensor or several, shares memory with `base`; plain tensors are compared."""
-    return any(_are_in(base, result))
+def share_storage(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether a plain tensor of one lies in a storage of the other's, overlapping or not."""
+    return any(_are_in(a, b))
 
 
 def lies_in(base: torch.Tensor, result: Any) -> bool:
@@ -227,31 +136,7 @@ def _is_redistributed(view: torch.Tensor, base: torch.Tensor) -> bool:
     )
 
 
-# Errors for views, and for writes through them, that are refused.
-
-_STRIDED = frozenset({torch.ops.aten.as_strided.default, torch.ops.aten.unfold.default})
-
-
-def refuse_overlapping_write(views: Views, func: OpOverload, target: torch.Tensor) -> None:
-    """Raise for a write to a tensor whose own elements share memory, or to a view of such a tensor.
-
-    Eager refuses most such writes itself; in the others, functionalisation would add up repeated elements.
-    """
-    shown: torch.Tensor | None = target
-    while shown is not None:
-        entry = views.get(shown)
-        strided = entry is not None and entry.steps[-1].op in _STRIDED
-        expanded = any(
-            stride == 0 and size > 1 for size, stride in zip(shown.size(), shown.stride(), strict=True)
-        )
-        if expanded or (strided and may_repeat(shown)):
-            made = "an expanded" if expanded else "a strided"
-            raise view_refusal(
-                f"`{func}` writes through {made} tensor of size {list(shown.size())}, "
-                "whose elements share memory",
-                "write the tensor before it is expanded, or `clone` the expanded one first",
-            )
-        shown = None if entry is None else entry.base
+# Errors for uses of views that are refused.
 
 
 def detached_since(where: str | None = None) -> UnsupportedProgram:

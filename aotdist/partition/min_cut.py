@@ -233,10 +233,11 @@ class Problem:
     def solve(self) -> set[Node]:
         """The best choice."""
         index = {node: i for i, node in enumerate(self.items)}
+        remade = [node for node in self.items if node not in self.fixed]
         network = Network(
             save_cost=list(map(self._save_cost, self.items)),
             again_cost=list(map(self._again_cost, self.items)),
-            edges=[(index[i], index[n]) for n in self._remade() for i in inputs_of(n) if i in index],
+            edges=[(index[i], index[n]) for n in remade for i in inputs_of(n) if i in index],
             needed=[index[n] for n in self.halves.boundary() if n.op != "get_attr"],
         )
         return {self.items[i] for i in network.cut()}
@@ -245,9 +246,6 @@ class Problem:
         """What saving some values costs, operators that run twice left out."""
         roots = {storage_root(node) for node in saved} - self.free
         return saved_bytes(self.halves, saved) + sum(_bytes_written(root) for root in roots) // _WRITTEN
-
-    def _remade(self) -> list[Node]:
-        return [n for n in self.items if n not in self.fixed]
 
     def _save_cost(self, node: Node) -> int:
         root = storage_root(node)

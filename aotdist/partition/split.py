@@ -6,8 +6,9 @@ made again, each right before its first use, so that what it holds at a time sta
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch.fx import Node
@@ -19,23 +20,9 @@ from aotdist.partition.traits import is_effectful, is_size, storage_bytes
 from aotdist.program import FORWARD_ROLES, LATE_ROLES, Graph, Slot, Split
 from aotdist.torch_seam.nodes import inputs_of
 
-
-@dataclass(frozen=True, slots=True)
-class _Saved:
-    """The values handed over, in the order of the backward's arguments.
-
-    Args:
-        primals: arguments that the backward takes as they are.
-        copied: arguments that are overwritten after the forward, so a copy is taken before.
-        computed: values that the forward computes.
-    """
-
-    primals: tuple[Node, ...]
-    copied: tuple[Node, ...]
-    computed: tuple[Node, ...]
-
-    def in_order(self) -> tuple[Node, ...]:
-        return self.primals + self.copied + self.computed
+_Saved: TypeAlias = tuple[tuple[Node, ...], tuple[Node, ...], tuple[Node, ...]]
+"""The saved values in the order of the backward's arguments: primals that it takes as they are, primals that
+are overwritten after the forward, of which that returns a copy, and values that the forward computes."""
 
 
 def split(halves: Halves, saved: Collection[Node]) -> Split:
@@ -48,13 +35,13 @@ def split(halves: Halves, saved: Collection[Node]) -> Split:
         InternalError: the backward would need a primal that is not saved, or draw a random value again.
     """
     kept, recomputed = _kept(halves, saved)
-    slots = _saved_slots(halves, kept)
+    slots, (primals, copied, computed) = _saved_slots(halves, kept), kept
     return Split(
         forward=_build_forward(halves, kept, slots),
         backward=_build_backward(halves, kept, recomputed, slots),
         saved=slots,
-        saved_primals=dict(zip(slots, _primal_slots(halves, kept.primals), strict=False)),
-        saved_bytes=saved_bytes(halves, kept.in_order()),
+        saved_primals=dict(zip(slots, _primal_slots(halves, primals), strict=False)),
+        saved_bytes=saved_bytes(halves, [*primals, *copied, *computed]),
     )
 
 
@@ -72,8 +59,11 @@ def _kept(halves: Halves, saved: Collection[Node]) -> tuple[_Saved, set[Node]]:
     """The values to hand over, of those that may be, and the forward nodes that the backward runs again."""
     saveable = set(saved) - halves.rng
     needed = halves.joint.ancestors([*halves.backward, *halves.backward_roots], stop=saveable)
-    kept = _sort_saved(halves, [n for n in halves.order if n in needed and n in saveable])
-    return kept, _recomputed(halves, needed, kept)
+    saved = [n for n in halves.order if n in needed and n in saveable]
+    primals = tuple(n for n in saved if n.op == "placeholder" and n not in halves.written)
+    copied = tuple(n for n in saved if n.op == "placeholder" and n in halves.written)
+    computed = tuple(n for n in saved if n.op != "placeholder")
+    return (primals, copied, computed), _recomputed(halves, needed, saved)
 
 
 def saved_bytes(halves: Halves, saved: Collection[Node]) -> int:
@@ -82,18 +72,9 @@ def saved_bytes(halves: Halves, saved: Collection[Node]) -> int:
     return storage_bytes(saved, free=[*results_of(halves.joint, {"output"}), *primals])
 
 
-def _sort_saved(halves: Halves, saved: Sequence[Node]) -> _Saved:
-    arguments = [n for n in saved if n.op == "placeholder"]
-    return _Saved(
-        primals=tuple(n for n in arguments if n not in halves.written),
-        copied=tuple(n for n in arguments if n in halves.written),
-        computed=tuple(n for n in saved if n.op != "placeholder"),
-    )
-
-
-def _recomputed(halves: Halves, needed: set[Node], kept: _Saved) -> set[Node]:
+def _recomputed(halves: Halves, needed: set[Node], saved: Sequence[Node]) -> set[Node]:
     """Forward nodes that the backward runs a second time."""
-    recomputed = {n for n in needed - halves.late - halves.rng - set(kept.in_order()) if not is_size(n)}
+    recomputed = {n for n in needed - halves.late - halves.rng - set(saved) if not is_size(n)}
     for node in recomputed:
         if node.op == "placeholder":
             raise _split_error(node, "is needed by the backward but not saved")
@@ -107,10 +88,10 @@ def _split_error(node: Node, fault: str) -> InternalError:
 
 
 def _saved_slots(halves: Halves, kept: _Saved) -> tuple[Slot, ...]:
-    primals = [Slot("saved", s.path, s.inner) for s in _primal_slots(halves, kept.primals)]
+    primals, copied, computed = kept
+    as_they_are = [Slot("saved", s.path, s.inner) for s in _primal_slots(halves, primals)]
     # `%` begins no path of the user's, so a computed value is never taken for a primal.
-    computed = [Slot("saved", f"%{node.name}") for node in (*kept.copied, *kept.computed)]
-    return (*primals, *computed)
+    return (*as_they_are, *(Slot("saved", f"%{node.name}") for node in (*copied, *computed)))
 
 
 def _primal_slots(halves: Halves, nodes: Sequence[Node]) -> list[Slot]:
@@ -119,17 +100,17 @@ def _primal_slots(halves: Halves, nodes: Sequence[Node]) -> list[Slot]:
 
 
 def _build_forward(halves: Halves, kept: _Saved, slots: Sequence[Slot]) -> Graph:
-    joint = halves.joint
+    joint, (primals, copied, computed) = halves.joint, kept
     builder = GraphBuilder(joint.gm)
     arguments = {s: n for s, n in joint.named_placeholders().items() if s.role in ("primal", "size", "rng")}
     for node in arguments.values():
         builder.placeholder(node)
-    copies = [_copy_before_write(builder, node) for node in kept.copied]
-    run = joint.ancestors([*halves.forward_roots, *kept.computed])
+    copies = [_copy_before_write(builder, node) for node in copied]
+    run = joint.ancestors([*halves.forward_roots, *computed])
     builder.copy_all(n for n in halves.order if n in run and n.op != "placeholder")
     outs, results = _results(halves, builder, forward=True)
-    saved = [*copies, *(builder.env[n] for n in kept.computed)]
-    return builder.finish([*results, *saved], tuple(arguments), (*outs, *slots[len(kept.primals) :]))
+    saved = [*copies, *(builder.env[n] for n in computed)]
+    return builder.finish([*results, *saved], tuple(arguments), (*outs, *slots[len(primals) :]))
 
 
 def _results(halves: Halves, builder: GraphBuilder, forward: bool) -> tuple[list[Slot], list[Node | None]]:
@@ -153,7 +134,7 @@ def _copy_before_write(builder: GraphBuilder, primal: Node) -> Node:
 def _build_backward(halves: Halves, kept: _Saved, recomputed: set[Node], slots: Sequence[Slot]) -> Graph:
     joint = halves.joint
     builder = GraphBuilder(joint.gm)
-    for node in kept.in_order():
+    for node in itertools.chain(*kept):
         builder.placeholder(node)
     read = {i for n in (*halves.backward, *recomputed) for i in inputs_of(n)}
     late = {*LATE_ROLES, "rng"}

@@ -273,7 +273,7 @@ def _backward_writes(
         if stand_in.derived or counts == (counted or (0,) * len(counts)):
             continue
         writes[idx] = stand_in.bumps() - bumps
-        plains = metadata.plains_as_before(idx, stand_in)
+        plains = plain_tensors(metadata.as_before(idx, stand_in, history=False))
         for (inner, _), plain in zip(leaves(stand_in.recipe), plains, strict=True):
             results.append((Slot("backward_write", stand_in.slot.path, inner), recorder.value(plain)))
     return writes, results

@@ -1,31 +1,33 @@
 """Operators that take functions: `torch.cond`, `scan`, `map`, and the others.
 
-The branches of `cond` become graphs inside of the graph (`aotdist.trace.body`), two for the forward and two
-for the backward: the predicate decides at run time which of two runs. Both branches take the same operands:
-the arguments, and all tensors that either closes over. The backward recomputes a branch from the operands. An
-operand that only the other branch uses gets zeros for its gradient, where eager leaves it without one.
+The branches of `cond` become graphs inside of the graph (`aotdist.trace.body`): the predicate decides at run
+time which of the two runs. Both take the same operands: the arguments, and all tensors that either closes
+over. The gradient of a `cond` is a `cond` of two functions from operands and tangents to gradients, each of
+which runs its branch again, and autograd behind it. An operand that only the other branch uses gets zeros for
+its gradient, where eager leaves it without one.
 
 Loops of a known length, `scan` and `map`, are unrolled: whatever holds of a Python loop holds of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.fx import GraphModule, Node
+from torch.fx import Node
 
-from aotdist.subclasses.protocol import Plain, tangent_recipe
+from aotdist.subclasses.protocol import Plain, recipe_of, tangent_recipe
 from aotdist.torch_seam.functional import FunctionalTensor, functional_value
 from aotdist.torch_seam.modes import under_transform
 from aotdist.torch_seam.operators import HigherOrderOperator, dense_rule
 from aotdist.torch_seam.trees import pytree
-from aotdist.trace.body import Body, CutArgument, cut, trace_body
+from aotdist.trace.body import Body, Operand, trace_body
 from aotdist.trace.context import TraceContext
-from aotdist.trace.failures import refusal
+from aotdist.trace.failures import naming_failures_of_backward, refusal
 from aotdist.trace.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -75,17 +77,35 @@ def _cond(
     distinct = list({id(t): t for t in flat if isinstance(t, torch.Tensor)}.values())
     place = {id(t): k for k, t in enumerate(distinct)}
 
-    def body(name: str, fn: Callable[..., Any]) -> Body:
+    def of_operands(fn: Callable[..., Any]) -> Callable[..., Any]:
         def call(*tensors: torch.Tensor) -> Any:
             # Dynamo hands over the numbers too that a branch closes over.
             values = [tensors[place[id(leaf)]] if id(leaf) in place else leaf for leaf in flat]
             return fn(*pytree.tree_unflatten(values, spec))
 
-        operands = [(f"operands[{k}]", t) for k, t in enumerate(distinct)]
-        return trace_body(name, call, operands, around, trace)
+        return call
 
-    bodies = body("cond.true_fn", true_fn), body("cond.false_fn", false_fn)
-    return Branches.of(around.recorder, pred, bodies).call()
+    functions = list(map(of_operands, (true_fn, false_fn)))
+    operands = [(f"operands[{k}]", t) for k, t in enumerate(distinct)]
+    bodies, recorder = _trace_both(functions, operands, around, trace), around.recorder
+    branches = Branches.of(recorder, "branch", recorder.value(pred), bodies)
+    if any(branches.requires_grad()):
+        gradients = _gradients(branches, functions, around, trace)
+        return branches.returned(Cond.apply(branches, gradients, *branches.operands))
+    return branches.returned(branches.record(branches.operands))
+
+
+def _trace_both(
+    functions: Iterable[Callable[..., Any]],
+    operands: Sequence[Operand],
+    around: TraceContext,
+    trace: Callable[..., Traced],
+) -> tuple[Body, Body]:
+    if_true, if_false = functions
+    return (
+        trace_body("cond.true_fn", if_true, operands, around, trace),
+        trace_body("cond.false_fn", if_false, operands, around, trace),
+    )
 
 
 def _check_predicate(pred: torch.Tensor) -> None:
@@ -151,161 +171,171 @@ class Branches:
 
     Args:
         recorder: records the program around them.
+        name: of their graphs.
         pred: the node of the boolean that decides which of them runs.
         bodies: the branch for true, and the one for false.
         operands: the tensors that they take.
     """
 
     recorder: Recorder
+    name: str
     pred: Node
     bodies: tuple[Body, Body]
     operands: tuple[torch.Tensor, ...]
 
     @classmethod
-    def of(cls, recorder: Recorder, pred: torch.Tensor, bodies: tuple[Body, Body]) -> Branches:
-        """The branches, checked.
+    def of(cls, recorder: Recorder, name: str, pred: Node, bodies: tuple[Body, Body]) -> Branches:
+        """The branches, which take all that either takes.
 
         Raises:
             UnsupportedProgram: their results differ in structure, sizes, strides, dtypes or constants.
         """
         _check_alike(*bodies)
-        operands = {id(tensor): tensor for body in bodies for _, tensor in body.operands()}
-        return cls(recorder, recorder.value(pred), bodies, tuple(operands.values()))
+        operands = {id(tensor): tensor for body in bodies for _, tensor in body.operands}
+        return cls(recorder, name, pred, bodies, tuple(operands.values()))
 
-    def call(self) -> Any:
-        """Record the call; returns what the program gets from `torch.cond`."""
-        tensors = list(self.operands)
-        outs = Cond.apply(self, *tensors) if any(self.differentiable()) else self.forward(tensors)
-        found = iter(outs)
-        body = self.bodies[0]
-        flat = [
-            next(found) if is_tensor else c for is_tensor, c in zip(body.tensors, body.constants, strict=True)
-        ]
-        return pytree.tree_unflatten(flat, body.spec)
-
-    def differentiable(self) -> list[bool]:
+    def requires_grad(self) -> list[bool]:
         """Which results have a gradient, in one branch at least."""
-        return [a or b for a, b in zip(*(body.differentiable() for body in self.bodies), strict=True)]
+        return list(map(any, zip(*(body.requires_grad for body in self.bodies), strict=True)))
 
-    def forward(self, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Record the branches on the operands' `tensors`; returns the results."""
-        graphs = [
-            cut(body.joint, _arguments(body, self.operands, _values(tensors)), body.results())
-            for body in self.bodies
-        ]
-        return self._record("branch", graphs, list(map(self.recorder.value, tensors)))
+    def reads(self) -> set[int]:
+        """The identities of the operands that one of them computes with."""
+        return self.bodies[0].reads() | self.bodies[1].reads()
 
-    def needed(self) -> list[torch.Tensor]:
-        """The operands that gradients are computed from."""
-        found: set[int] = set()
-        for body in self.bodies:
-            sources = body.joint.ancestors(body.gradients().values())
-            found |= {i for i, node in body.arguments().items() if node in sources}
-        return [operand for operand in self.operands if id(operand) in found]
-
-    def backward(
-        self, saved: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor]
-    ) -> list[torch.Tensor | None]:
-        """Record the gradients of the branches.
-
-        Args:
-            saved: the operands that are `needed`.
-            tangents: one for each result; those of results without gradient are not used.
-
-        Returns:
-            the gradient of each operand; None where neither branch has one.
-        """
-        arriving = [_laid_out(tangents[k], stride) for k, stride in self._tangents()]
-        gradients = [body.gradients() for body in self.bodies]
-        wanted = [id(o) for o in self.operands if any(id(o) in found for found in gradients)]
-        results = [_gradients(wanted, gradients, side) for side in (0, 1)]
-        by_rows = [k for k, pair in enumerate(zip(*results, strict=True)) if _lie_differently(*pair)]
-        graphs = [
-            cut(
-                body.joint,
-                [
-                    *_arguments(body, self.needed(), _values(saved)),
-                    *zip(_values(arriving), (body.tangent(k) for k, _ in self._tangents()), strict=True),
-                ],
-                results[side],
-                by_rows=by_rows,
-            )
-            for side, body in enumerate(self.bodies)
-        ]
-        recorded = self._record("gradients", graphs, list(map(self.recorder.value, (*saved, *arriving))))
-        built = dict(zip(wanted, recorded, strict=True))
-        return [built.get(id(operand)) for operand in self.operands]
-
-    def _record(
-        self, name: str, graphs: Sequence[GraphModule], operands: Sequence[Node]
-    ) -> list[FunctionalTensor]:
-        ends: Any = graphs[0].graph.output_node().args[0]
-        if not ends:
+    def record(self, tensors: Sequence[Any]) -> list[FunctionalTensor]:
+        """Record a call with these traced tensors as the operands; returns the tensors among the results."""
+        likes = self.bodies[0].results()
+        if not likes:
             return []
-        if_so, if_not = (
-            self.recorder.attribute(f"{name}_{side}", graph)
-            for side, graph in zip(("if_true", "if_false"), graphs, strict=True)
+        values = list(map(functional_value, tensors))
+        graphs = (
+            self.recorder.attribute(f"{self.name}_{side}", body.module(self.operands, values))
+            for side, body in zip(("if_true", "if_false"), self.bodies, strict=True)
         )
-        args = (self.pred, if_so, if_not, tuple(operands))
-        return self.recorder.call(_COND, args, [end.meta["val"] for end in ends])
+        nodes = tuple(map(self.recorder.value, tensors))
+        return self.recorder.call(_COND, (self.pred, *graphs, nodes), likes)
 
-    def _tangents(self) -> list[tuple[int, tuple[int, ...]]]:
-        """The positions of results with a gradient, each with the strides that its gradient is to have."""
-        recipes = [out.recipe for out in self.bodies[0].traced.facts.node_outs]
-        assumed = ((k, tangent_recipe(recipes[k])) for k, found in enumerate(self.differentiable()) if found)
-        return [(k, tuple(recipe.stride)) for k, recipe in assumed if isinstance(recipe, Plain)]
+    def returned(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What the program gets, with these tensors in it."""
+        made, body = iter(tensors), self.bodies[0]
+        leaves = [next(made) if isinstance(leaf, Plain) else leaf for leaf in body.leaves]
+        return pytree.tree_unflatten(leaves, body.spec)
+
+
+def _gradients(
+    branches: Branches,
+    functions: Sequence[Callable[..., Any]],
+    around: TraceContext,
+    trace: Callable[..., Traced],
+) -> Branches:
+    """The gradients of the operands, None for those without one, as branches: each runs its function again.
+
+    They take the operands of `branches`, then a gradient for each result that has one.
+
+    Args:
+        branches: whose gradients.
+        functions: the function of each, of the operands.
+        around: the trace of the program.
+        trace: as for `trace_body`.
+    """
+    names = {id(tensor): name for body in branches.bodies for name, tensor in body.operands}
+    operands = [(names[id(tensor)], tensor) for tensor in branches.operands]
+    has_grad = branches.requires_grad()
+    for position, result in enumerate(branches.bodies[0].results()):
+        if has_grad[position]:
+            like = tangent_recipe(recipe_of(result))
+            assert isinstance(like, Plain), "results are plain tensors"
+            operands.append((f"tangents[{position}]", branches.recorder.fake_like(like, result.device)))
+    by_rows: frozenset[int] = frozenset()
+    while True:
+        of_each = (_gradient_of(each, has_grad, len(branches.operands), by_rows) for each in functions)
+        bodies = _trace_both(of_each, operands, around, trace)
+        pairs = zip(*(body.leaves for body in bodies), strict=True)
+        if not (differ := {position for position, (a, b) in enumerate(pairs) if a != b}):
+            return Branches.of(branches.recorder, "gradients", branches.pred, bodies)
+        by_rows = by_rows | differ
+
+
+def _gradient_of(
+    function: Callable[..., Any], has_grad: Sequence[bool], num_operands: int, by_rows: Container[int]
+) -> Callable[..., list[torch.Tensor | None]]:
+    """A function from operands and tangents to the operands' gradients.
+
+    Args:
+        function: of the operands.
+        has_grad: which of its results have a tangent.
+        num_operands: the tangents follow these.
+        by_rows: positions of gradients to return contiguous, and as zeros if there is none.
+    """
+
+    def gradient(*given: torch.Tensor) -> list[torch.Tensor | None]:
+        operands, tangents = given[:num_operands], iter(given[num_operands:])
+        leaves = pytree.tree_leaves(function(*operands))
+        results = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        arriving = [next(tangents) if has else None for has in has_grad]
+        ends = [pair for pair in zip(results, arriving, strict=True) if pair[0].requires_grad]
+        wanted = [operand for operand in operands if operand.requires_grad]
+        found: Iterator[torch.Tensor | None] = iter([None] * len(wanted))
+        if ends and wanted:
+            outs, first = zip(*ends, strict=True)
+            with naming_failures_of_backward(of_assumed=True):
+                found = iter(torch.autograd.grad(outs, wanted, first, allow_unused=True))
+        grads = [next(found) if operand.requires_grad else None for operand in operands]
+        return [
+            _by_rows(grad, operand) if position in by_rows else grad
+            for position, (grad, operand) in enumerate(zip(grads, operands, strict=True))
+        ]
+
+    return gradient
+
+
+def _by_rows(grad: torch.Tensor | None, operand: torch.Tensor) -> torch.Tensor:
+    if grad is None:
+        return torch.zeros(operand.shape, dtype=operand.dtype, device=operand.device)
+    return grad.contiguous()
 
 
 class Cond(torch.autograd.Function):
-    """The gradients of `Branches`."""
+    """Branches with gradients."""
 
     @staticmethod
-    def forward(ctx: Any, branches: Branches, *tensors: torch.Tensor) -> Any:
-        """Record both branches."""
-        outs = branches.forward(tensors)
-        ctx.branches = branches
-        needed = set(map(id, branches.needed()))
-        pairs = zip(branches.operands, tensors, strict=True)
-        ctx.save_for_backward(*(tensor for operand, tensor in pairs if id(operand) in needed))
-        constant = [o for o, d in zip(outs, branches.differentiable(), strict=True) if not d]
-        ctx.mark_non_differentiable(*constant)
+    def forward(ctx: Any, branches: Branches, gradients: Branches, *tensors: torch.Tensor) -> Any:
+        """Record the branches."""
+        outs = branches.record(tensors)
+        ctx.gradients, ctx.has_grad, reads = gradients, branches.requires_grad(), gradients.reads()
+        ctx.is_saved = [id(operand) in reads for operand in branches.operands]
+        ctx.save_for_backward(*itertools.compress(tensors, ctx.is_saved))
+        ctx.mark_non_differentiable(*(out for out, has in zip(outs, ctx.has_grad, strict=True) if not has))
         return tuple(outs)
 
     @staticmethod
     def backward(ctx: Any, *tangents: torch.Tensor) -> Any:
-        """Record the gradients of both."""
-        return (None, *ctx.branches.backward(ctx.saved_tensors, tangents))
+        """Record their gradients.
+
+        Raises:
+            UnsupportedProgram: these are to be differentiated in turn.
+        """
+        if torch.is_grad_enabled():
+            raise refusal(
+                "gradients of a `cond` are to be differentiated in turn (`create_graph=True`)",
+                "choose by `torch.where`, or compute what is differentiated twice outside of the branches",
+            )
+        gradients: Branches = ctx.gradients
+        num_operands = len(ctx.is_saved)
+        tangent_operands = gradients.operands[num_operands:]
+        arriving = itertools.compress(tangents, ctx.has_grad)
+        laid_out = [_laid_out(*pair) for pair in zip(arriving, tangent_operands, strict=True)]
+        saved = list(itertools.compress(gradients.operands[:num_operands], ctx.is_saved))
+        with_needed = replace(gradients, operands=(*saved, *tangent_operands))
+        return None, None, *gradients.returned(with_needed.record([*ctx.saved_tensors, *laid_out]))
 
 
-def _values(plains: Sequence[Any]) -> list[torch.Tensor]:
-    return list(map(functional_value, plains))
-
-
-def _arguments(
-    body: Body, operands: Sequence[torch.Tensor], likes: Sequence[torch.Tensor]
-) -> list[CutArgument]:
-    nodes = body.arguments()
-    return [(like, nodes.get(id(operand))) for operand, like in zip(operands, likes, strict=True)]
-
-
-def _laid_out(plain: torch.Tensor, stride: tuple[int, ...]) -> torch.Tensor:
-    if plain.stride() == stride:
+def _laid_out(plain: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    if plain.stride() == like.stride():
         return plain
-    return torch.empty_strided(plain.size(), stride, dtype=plain.dtype, device=plain.device).copy_(plain)
-
-
-def _gradients(
-    wanted: Sequence[int], gradients: Sequence[dict[int, Node]], side: int
-) -> list[Node | torch.Tensor]:
-    """One side's gradients of the operands that get one on either; zeros where it has none itself."""
-    own, other = gradients[side], gradients[1 - side]
-    return [own[i] if i in own else other[i].meta["val"] for i in wanted]
-
-
-def _lie_differently(a: Node | torch.Tensor, b: Node | torch.Tensor) -> bool:
-    first, second = (end.meta["val"] if isinstance(end, Node) else end for end in (a, b))
-    zeros = not (isinstance(a, Node) and isinstance(b, Node))
-    return first.stride() != second.stride() or (zeros and not first.is_contiguous())
+    return torch.empty_strided(plain.size(), like.stride(), dtype=plain.dtype, device=plain.device).copy_(
+        plain
+    )
 
 
 def _check_alike(true: Body, false: Body) -> None:
@@ -315,17 +345,21 @@ def _check_alike(true: Body, false: Body) -> None:
         UnsupportedProgram: they differ.
     """
     advice = "let both return the same structure of tensors of the same size, strides and type"
-    if true.spec != false.spec or true.tensors != false.tensors:
+    are_tensors = [[isinstance(leaf, Plain) for leaf in body.leaves] for body in (true, false)]
+    if true.spec != false.spec or are_tensors[0] != are_tensors[1]:
         raise refusal(f"the branches of `cond` return {true.spec} and {false.spec}", advice)
-    if true.constants != false.constants:
+    constants = [
+        tuple(None if isinstance(leaf, Plain) else leaf for leaf in body.leaves) for body in (true, false)
+    ]
+    if constants[0] != constants[1]:
         raise refusal(
-            f"the branches of `cond` return the constants {true.constants} and {false.constants}",
+            f"the branches of `cond` return the constants {constants[0]} and {constants[1]}",
             "let both return a tensor in their place",
         )
-    outs = zip(true.traced.facts.node_outs, false.traced.facts.node_outs, strict=True)
-    for position, (a, b) in enumerate(outs):
-        if a.recipe != b.recipe:
-            raise refusal(f"result {position} of the branches of `cond` is {a.recipe} and {b.recipe}", advice)
+    recipes = ((leaf for leaf in body.leaves if isinstance(leaf, Plain)) for body in (true, false))
+    for position, (a, b) in enumerate(zip(*recipes, strict=True)):
+        if a != b:
+            raise refusal(f"result {position} of the branches of `cond` is {a} and {b}", advice)
     for position, (a, b) in enumerate(zip(true.results(), false.results(), strict=True)):
-        if a.meta["val"].device != b.meta["val"].device:
+        if a.device != b.device:
             raise refusal(f"result {position} of the branches of `cond` is on two devices", advice)

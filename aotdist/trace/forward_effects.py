@@ -178,7 +178,7 @@ def _refuse_own_leaves(outs: Sequence[Any], outputs: NodeOutputs, inputs: Inputs
     """
     for position, (out, fact) in enumerate(zip(outs, outputs.facts, strict=True)):
         made = isinstance(fact, (Fresh, ViewOfInput, ViewOfIntermediate, ViewOfOutput))
-        for tensor in (out, *log.views.bases_by_operators(out)) if made and out.requires_grad else ():
+        for tensor in (out, *log.bases_by_operators(out)) if made and out.requires_grad else ():
             begins = any(change.op is torch.Tensor.requires_grad_ for change in log.changes_of(tensor))
             if begins and is_leaf_with_grad(tensor) and inputs.index_of(tensor) is None:
                 raise requires_grad_by_itself(Slot("output", f"out[{position}]"))

@@ -84,10 +84,6 @@ class Metadata:
                 tensor = change.before(tensor)
         return tensor
 
-    def plains_as_before(self, idx: PrimalIdx, stand_in: StandIn) -> Sequence[torch.Tensor]:
-        """The plain tensors beneath it."""
-        return plain_tensors(self.as_before(idx, stand_in, history=False))
-
     def has_new_history(self, idx: PrimalIdx, stand_in: StandIn) -> bool:
         """Whether autograd recorded a write to the input, and the input keeps that history.
 
@@ -146,7 +142,7 @@ def _refuse_forgotten(stand_in: StandIn, log: ViewLog) -> None:
     """Refuse views that were made of a leaf, itself a view, before it is written: they become its base's."""
     example = stand_in.example
     if example.is_leaf and example.requires_grad and example._base is not None and stand_in.bumps():
-        if log.views.has_outdated_views(stand_in.tensor):
+        if log.has_outdated_views(stand_in.tensor):
             raise unsupported(
                 f"`{stand_in.slot}`, a leaf and a view of another, is written after views of it are made",
                 "make the views after the write, or under `no_grad`",
@@ -192,13 +188,11 @@ def released_results(outs: Sequence[Any], inputs: Inputs, log: ViewLog) -> Mappi
     Inputs, views, and bases of results are not among them: of those, the backward is traced, and refused.
     """
     tensors = [out for out in outs if isinstance(out, torch.Tensor)]
-    viewed = {id(base) for out in tensors for base in log.views.bases(out)}
+    viewed = {id(base) for out in tensors for base in log.bases(out)}
     alone = [
         out
         for out in tensors
-        if inputs.index_of(out) is None
-        and id(out) not in viewed
-        and not any(True for _ in log.views.bases(out))
+        if inputs.index_of(out) is None and id(out) not in viewed and not any(True for _ in log.bases(out))
     ]
     found = ((id(out), released_history(out)) for out in alone)
     return {key: error for key, error in found if error is not None}

@@ -13,7 +13,7 @@ import torch
 
 from aotdist.aliasing.metadata import Change
 from aotdist.aliasing.view_log import ViewLog, look_inside
-from aotdist.aliasing.views import Root, share_memory
+from aotdist.aliasing.views import Root, share_storage
 from aotdist.facts import (
     Action,
     Fresh,
@@ -139,7 +139,7 @@ class NodeOutputs:
         """When to make an output: when the program did, or before a later change of its base."""
         if not isinstance(out, torch.Tensor):
             return -1
-        made = self._log.views.made(out)
+        made = self._log.made_at(out)
         root = self._log.root(out, ())
         steps = root.all_steps()
         changes = self._log.changes_of(root.base)
@@ -176,7 +176,7 @@ class NodeOutputs:
 
     def _rebuilt_view(self, slot: Slot, out: torch.Tensor) -> ViewOfInput | ViewOfIntermediate | ViewOfOutput:
         """How to make a view outside."""
-        of_input = any(self._inputs.index_of(base) is not None for base in self._log.views.bases(out))
+        of_input = any(self._inputs.index_of(base) is not None for base in self._log.bases(out))
         root = self._log.root(out, self._first, through_node=not of_input)
         has_history = self._has_history(out)
         if not root.made:
@@ -230,7 +230,7 @@ class NodeOutputs:
             return
         for stand_in in self._inputs.row():
             pairs = zip(stand_in.plains, stand_in.writes(), strict=True)
-            if any(count and share_memory(plain, out) for plain, count in pairs):
+            if any(count and share_storage(plain, out) for plain, count in pairs):
                 raise unsupported(
                     f"`{slot.path}` lies in the memory of `{stand_in.slot}`, which is written, and is "
                     "no view of it to autograd",
@@ -245,7 +245,7 @@ class NodeOutputs:
         """
         if not is_wrapper(out) or not wrapper_rule(type(out)).views_may_be_copies:
             return
-        if self._log.views.is_outdated(out) and not share_memory(base, out):
+        if self._log.is_outdated(out) and not share_storage(base, out):
             raise unsupported(
                 f"`{slot.path}` is a view of a {type(out).__name__} that was redistributed for it: a copy, "
                 "and one of the two was written after it was made",
@@ -254,7 +254,7 @@ class NodeOutputs:
 
     def _refuse_view_of_replaced(self, slot: Slot, out: torch.Tensor, base: torch.Tensor) -> None:
         """Refuse a view of a wrapper with a replaced tensor in it: the view is made again, with the first."""
-        if any(map(self._log.views.holds_others, (out, *self._log.views.bases(out)))):
+        if any(map(self._log.holds_others, (out, *self._log.bases(out)))):
             raise unsupported(
                 f"`{slot.path}` is a view of a {type(base).__name__}, and a tensor inside of it was replaced",
                 f"replace it in a clone, and return that as `{slot.path}`",

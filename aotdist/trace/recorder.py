@@ -367,10 +367,6 @@ class Recorder:
         """The argument of that name."""
         return self._arguments[slot]
 
-    def note_larger_storage(self, tensor: FunctionalTensor) -> None:
-        """Note that the storage of `tensor` is larger than the tensor."""
-        self.strided.larger_storages.add(functional_storage_id(tensor))
-
     def asked_for_strides(self, tensor: torch.Tensor) -> None:
         """Note that the program's backward reads the strides of a tensor, which depend on the tangents'."""
         if self.tracer.phase != "backward":

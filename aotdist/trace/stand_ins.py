@@ -8,8 +8,8 @@ decided only among plain tensors.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from aotdist.aliasing.views import Opened
 from aotdist.capture.source import UNNAMED
 from aotdist.convention.bases import BasePlan
 from aotdist.errors import UnsupportedProgram
+from aotdist.origins import holding
 from aotdist.program import PrimalIdx, Row, Slot
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import (
@@ -167,10 +168,8 @@ class Inputs:
         """Note which storages are larger than the input in them, and which are an input's."""
         is_own = is_real(stand_in.example) and not self._bases.is_span(at)
         for plain, real in zip(stand_in.plains, plain_tensors(stand_in.example), strict=True):
-            if not is_symbolic(tuple(real.shape)) and real.untyped_storage().nbytes() > real.nbytes:
-                self._recorder.note_larger_storage(plain)
-            if is_own:
-                self._recorder.strided.note_input(plain)
+            is_larger = not is_symbolic(tuple(real.shape)) and real.untyped_storage().nbytes() > real.nbytes
+            self._recorder.strided.note_storage(plain, of_input=is_own, is_larger=is_larger)
 
     def _fake(self, leaf: Plain, plain: torch.Tensor) -> torch.Tensor:
         if is_symbolic(leaf):
@@ -267,14 +266,9 @@ class Inputs:
         """The stand-in for a real tensor, if there is one yet."""
         return self._by_example.get(id(example))
 
-    @contextmanager
-    def current(self) -> Generator[None]:
+    def current(self) -> AbstractContextManager[None]:
         """Let `current_inputs` return these while the context is active."""
-        token = _CURRENT.set(self)
-        try:
-            yield
-        finally:
-            _CURRENT.reset(token)
+        return holding(_CURRENT, self)
 
     def behind(self, tensors: Iterable[torch.Tensor]) -> list[StandIn]:
         """The inputs that are leaves of the history of `tensors`."""

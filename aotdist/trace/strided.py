@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from aotdist.aliasing.memory import by_stride, extent, shows
+from aotdist.aliasing.memory import by_stride, extent, extent_of, shows
 from aotdist.errors import UnsupportedProgram
 from aotdist.sizes import is_symbolic
 from aotdist.torch_seam.functional import (
@@ -70,8 +70,7 @@ class Strided:
         self._inputs: set[int] = set()
         self._looked_around: set[int] = set()
         self._not_through_views: set[int] = set()
-        self.larger_storages: set[int] = set()
-        """Storages that are larger than the tensors of the program in them."""
+        self._larger_storages: set[int] = set()
         self.moves: Mapping[OpOverload, Callable[..., None]] = {
             _ATEN.set_.default: _set_to_nothing,
             _ATEN.set_.source_Tensor: _set_to,
@@ -90,9 +89,11 @@ class Strided:
         """
         self._owners[functional_storage_id(span)] = span, offset - int(part.storage_offset())
 
-    def note_input(self, plain: FunctionalTensor) -> None:
-        """Note that a plain tensor stands for one beneath an input, whose storage may be larger."""
-        self._inputs.add(functional_storage_id(plain))
+    def note_storage(self, plain: FunctionalTensor, *, of_input: bool, is_larger: bool) -> None:
+        """Note of the storage of a plain tensor whether it is an input's, and larger than the tensor."""
+        key = functional_storage_id(plain)
+        self._inputs.update([key] if of_input else [])
+        self._larger_storages.update([key] if is_larger else [])
 
     def note_owner(self, tensor: FunctionalTensor) -> None:
         """Note that a tensor of which a view is made owns its memory, if it does."""
@@ -168,7 +169,7 @@ class Strided:
         rebind(tensor, _shaped(flat[:numel], size, stride))  # type: ignore[arg-type]
 
     def _is_all_of_its_storage(self, tensor: FunctionalTensor) -> bool:
-        if functional_storage_id(tensor) in self.larger_storages:
+        if functional_storage_id(tensor) in self._larger_storages:
             return False
         value = functional_value(tensor)
         start = value.storage_offset() * value.element_size()
@@ -197,7 +198,7 @@ class Strided:
             return None
         size, stride, offset = place
         first = int(tensor.storage_offset()) if offset is None else offset - start
-        if first < 0 or first + _extent(size, stride) > memory.numel():
+        if first < 0 or first + extent_of(size, stride) > memory.numel():
             return None
         return lambda: part_of(memory, size, stride, first)
 
@@ -262,11 +263,6 @@ def _unfolded(tensor: torch.Tensor, dimension: int, size: int, step: int) -> _Pl
     sizes[dim] = (sizes[dim] - size) // step + 1
     strides[dim] *= step
     return sizes, strides, None
-
-
-def _extent(size: Sequence[int], stride: Sequence[int]) -> int:
-    """Number of elements from the first to the last in memory."""
-    return 0 if 0 in size else 1 + sum((n - 1) * step for n, step in zip(size, stride, strict=True))
 
 
 def _set_to(tensor: FunctionalTensor, source: FunctionalTensor) -> None:

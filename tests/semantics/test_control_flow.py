@@ -251,6 +251,13 @@ def test_an_operand_that_one_branch_leaves_alone_gets_zeros() -> None:
     assert torch.equal(w.grad, torch.zeros(4))
 
 
+def test_gradients_of_gradients_are_refused() -> None:
+    x = signed(1)
+    y = aotdist.compile(lambda x: branch(lambda x: x**3)(x) + x**3, backend="fx")(x)
+    with pytest.raises(UnsupportedProgram, match="gradients of a `cond` are to be differentiated in turn"):
+        torch.autograd.grad(y.sum(), x, create_graph=True)
+
+
 def test_a_python_value_is_an_if() -> None:
     compiled = aotdist.compile(lambda x: torch.cond(len(x) > 2, torch.sin, torch.cos, (x,)), backend="fx")
     x = torch.rand(3)

@@ -14,16 +14,14 @@ from torch.fx import Node
 from aotdist.torch_seam.functional import (
     FakeMetadata,
     FunctionalTensor,
-    below_modes,
     functional_value,
     is_functional_base,
 )
 from aotdist.torch_seam.modes import torch_functions_off
-from aotdist.torch_seam.nodes import Appender
 from aotdist.torch_seam.tensors import storage_id
 from aotdist.trace.blocks.kinds import Unfit, metadata_of
 from aotdist.trace.blocks.recording import (
-    FakeCopier,
+    Copying,
     Step,
     check_copyable,
     closes_over,
@@ -101,13 +99,13 @@ class Functions:
             return None
 
     def _copied(self, chain: _Chain, given: Node) -> torch.Tensor:
-        recorder, tracer, now = self._recorder, self._recorder.tracer, {chain.given: given}
-        memory = {storage_id(chain.given.meta["val"]): given.meta["val"]}
-        like = FakeCopier(chain.metadata, recorder, memory)
-        appender = Appender(tracer.graph)
-        with below_modes():
-            values = [like(step.node.meta["val"]) for step in chain.steps]
-        for step, value in zip(chain.steps, values, strict=True):
-            meta = {name: held for name, held in step.node.meta.items() if name not in STAMPED}
-            now[step.node] = step.copied(appender, now, meta | tracer.stamp() | {"val": value})
-        return recorder.traced_value(now[chain.result])
+        stamp = self._recorder.tracer.stamp
+        copying = Copying(
+            recorder=self._recorder,
+            copies={chain.given: given},
+            known=chain.metadata,
+            memory={storage_id(chain.given.meta["val"]): given.meta["val"]},
+            meta=lambda recorded: {k: v for k, v in recorded.items() if k not in STAMPED} | stamp(),
+        )
+        copying.copy(chain.steps)
+        return self._recorder.traced_value(copying.copies[chain.result])

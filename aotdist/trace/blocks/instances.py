@@ -35,13 +35,13 @@ from aotdist.trace.blocks.functions import Functions
 from aotdist.trace.blocks.kinds import Kind, Reads, Unfit, kind_of
 from aotdist.trace.blocks.recording import (
     Copying,
-    FakeCopier,
     Recorded,
     Step,
     check_copyable,
     checked_outs,
     closes_over,
     gradients_of,
+    meta_at,
     metadata_of_values,
     nodes_since,
     value_of,
@@ -79,35 +79,6 @@ class _Candidate:
         return self.reads.hold_for(kind) and (isinstance(self.recorded, str) or not self.has_changed())
 
 
-@dataclass(frozen=True, slots=True)
-class _Called:
-    """A call of a module.
-
-    Args:
-        module: the module.
-        path: the module's qualified name.
-        function: the module's forward, or a checkpoint of the module.
-        args: arguments of that function.
-        kwargs: likewise.
-        runs_hooks: whether the module's own hooks run in it.
-    """
-
-    module: nn.Module
-    path: str
-    function: Forward
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    runs_hooks: bool
-
-    def run(self) -> Any:
-        """Call the function."""
-        return self.function(*self.args, **self.kwargs)
-
-    def kind(self, known_stand_in: Callable[[torch.Tensor], torch.Tensor | None]) -> Kind:
-        """Its kind; see `kind_of`."""
-        return kind_of(self.module, self.args, self.kwargs, known_stand_in, runs_hooks=self.runs_hooks)
-
-
 class Blocks:
     """The blocks of one trace.
 
@@ -142,7 +113,9 @@ class Blocks:
     def _forward(
         self, module: nn.Module, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        return self._run(_Called(module, current_module(), forward, args, kwargs, runs_hooks=False))
+        known = self._capture_mode.known_stand_in
+        kind_now = functools.partial(kind_of, module, args, kwargs, known, runs_hooks=False)
+        return self._run(current_module(), functools.partial(forward, *args, **kwargs), kind_now)
 
     def _checkpoint(self, checkpoint: Forward, *args: Any, **kwargs: Any) -> Any:
         """Run a checkpoint: a block, if what it runs is a module or a method of one."""
@@ -150,30 +123,38 @@ class Blocks:
         path = None if module is None else path_of(module)
         if module is None or path is None:
             return checkpoint(*args, **kwargs)
-        return self._run(_Called(module, path, checkpoint, args, kwargs, runs_hooks=True))
+        known = self._capture_mode.known_stand_in
+        kind_now = functools.partial(kind_of, module, args, kwargs, known, runs_hooks=True)
+        return self._run(path, functools.partial(checkpoint, *args, **kwargs), kind_now)
 
-    def _run(self, called: _Called) -> Any:
-        path = called.path
+    def _run(self, path: str, call: Callable[[], Any], kind_now: Callable[[], Kind]) -> Any:
+        """Trace a call of the module at `path`, or copy the nodes of an equal one.
+
+        Args:
+            path: qualified name of the module.
+            call: calls the module's forward, or a checkpoint of the module.
+            kind_now: gives the kind of the call, before or after it.
+        """
         with noting_no_reads():
             try:
-                kind = called.kind(self._capture_mode.known_stand_in)
+                kind = kind_now()
             except Unfit as unfit:
                 self._reasons[path] = str(unfit)
                 kind = None
             candidates = [] if kind is None else self._candidates.setdefault(kind.key, [])
             candidate = next((one for one in reversed(candidates) if kind and one.is_for(kind)), None)
         if kind is None:
-            return called.run()
+            return call()
         if candidate is not None and isinstance(candidate.recorded, Recorded) and candidate.is_confirmed:
             return self._instance(candidate, kind, path)
         if candidate is not None and isinstance(candidate.recorded, str):
             self._reasons[path] = candidate.recorded
-            return called.run()
+            return call()
         assert self._in_python is not None and self._in_python.watch_forward is not None, "see `called`"
         with noting_no_reads():
             has_changed = self._in_python.watch_forward()
         with noting_reads() as reads:
-            result, recorded = self._recorded(called, kind)
+            result, recorded = self._recorded(path, call, kind, kind_now)
         with noting_no_reads():
             if has_changed() and isinstance(recorded, Recorded):
                 recorded = "it changes something in Python"
@@ -202,7 +183,9 @@ class Blocks:
             difference = str(unfit)
         return replace(now, recorded=difference)
 
-    def _recorded(self, called: _Called, kind: Kind) -> tuple[Any, Recorded | str]:
+    def _recorded(
+        self, path: str, call: Callable[[], Any], kind: Kind, kind_now: Callable[[], Kind]
+    ) -> tuple[Any, Recorded | str]:
         """Trace a call: its result, and what it recorded, or why that cannot be copied."""
         recorder, tracer = self._recorder, self._recorder.tracer
         with torch_functions_off():
@@ -211,7 +194,7 @@ class Blocks:
         last, effects = next(iter(reversed(tracer.graph.nodes)), None), self._num_effects()
         num_writes = recorder.num_writes()
         first, counted = next_sequence_nr(), tracer.next_graph_seq_nr()
-        result = called.run()
+        result = call()
         nodes = [node for node in nodes_since(tracer.graph.nodes, last) if node.op != "placeholder"]
         if len(nodes) < _FEWEST_OPERATORS:
             return result, _FEW
@@ -220,7 +203,7 @@ class Blocks:
                 writes = writes_since(before, plains, set(nodes), recorder)
                 if self._num_effects() != effects:
                     raise Unfit("it prints, checks or chooses by data, or hooks a gradient")
-                if not called.kind(self._capture_mode.known_stand_in).is_still(kind):
+                if not kind_now().is_still(kind):
                     raise Unfit("it changes its own attributes, or its arguments")
                 check_copyable(nodes, recorder)
                 if recorder.num_writes() > num_writes and closes_over(nodes, inputs):
@@ -231,7 +214,7 @@ class Blocks:
         except Unfit as unfit:
             return result, str(unfit)
         return result, Recorded(
-            path=called.path,
+            path=path,
             kind=kind,
             inputs=inputs,
             steps=tuple(map(Step.of, nodes)),
@@ -266,10 +249,10 @@ class Blocks:
             offset = tracer.next_graph_seq_nr() - model.first_seq
             copying = Copying(
                 recorder=recorder,
-                now=dict(zip(model.inputs, nodes, strict=True)),
-                like=FakeCopier(model.metadata, recorder, memory),
-                module=model.module_in(path),
-                seq_offset=offset,
+                copies=dict(zip(model.inputs, nodes, strict=True)),
+                known=model.metadata,
+                memory=memory,
+                meta=functools.partial(meta_at, functools.cache(model.module_in(path)), offset),
             )
             last = tracer.num_serials + len(model.steps) - 1
             written = [(plains[write.position], write) for write in model.writes]
@@ -312,7 +295,7 @@ class _Call:
         """Record the forward, and return its results."""
         self.copying.copy(self.model.steps)
         for tensor, write in self.written:
-            self.copying.recorder.write(tensor, self.copying.now[write.node], write.num_versions)
+            self.copying.recorder.write(tensor, self.copying.copies[write.node], write.num_versions)
         values = (value_of(out, self.copying.recorder) for out in self.model.tensors())
         return [self.copying.put_together(*value) for value in values]
 
@@ -321,12 +304,12 @@ class _Call:
     ) -> list[torch.Tensor | None]:
         """Record the backward, and return the gradients that the block sends. May be called several times."""
         recorder, copying = self.copying.recorder, self.copying.snapshot()
-        check_unwritten([(tensor, copying.now[write.node]) for tensor, write in self.written], recorder)
+        check_unwritten([(tensor, copying.copies[write.node]) for tensor, write in self.written], recorder)
         recorded = self.backwards.of(self.model, grads, needed)
         plains = [plain for grad in grads if grad is not None for plain in plain_tensors(grad)]
         for tangent, plain in zip(recorded.tangents, plains, strict=True):
-            copying.now[tangent] = recorder.value(plain)
-            copying.like.stands_for(tangent.meta["val"], functional_value(plain))  # type: ignore[arg-type]
+            copying.copies[tangent] = recorder.value(plain)
+            copying.memory[storage_id(tangent.meta["val"])] = functional_value(plain)  # type: ignore[arg-type]
         roots = tensor_ids_of_roots()
         adds_up = [
             count < 2 or self._adds_up(tensor, roots)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import operator
 import re
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -68,53 +67,6 @@ class Step:
         """A node of a graph."""
         return cls(node, node.args, dict(node.kwargs), _NUMBERED.sub("", node.name))
 
-    def copied(self, appender: Appender, now: Mapping[Node, Node], meta: Mapping[str, Any]) -> Node:
-        """The same operation in a graph, on what `now` has for the nodes that it was given."""
-        args, kwargs = map_arg((self.args, self.kwargs), lambda node: now.get(node, node))
-        return appender.add("call_function", self.node.target, args, kwargs, self.name, meta)
-
-
-class FakeCopier:
-    """Makes fakes with the metadata of recorded nodes, which share memory where those do; see `below_modes`.
-
-    Args:
-        known: the metadata of recorded fakes, by identity.
-        recorder: whose fakes to make.
-        memory: for each memory of recorded fakes a fake in the memory of the copy; it is added to.
-        made: the copies of recorded fakes, by identity; likewise.
-    """
-
-    def __init__(
-        self,
-        known: dict[int, FakeMetadata],
-        recorder: Recorder,
-        memory: dict[int, torch.Tensor],
-        made: dict[int, Any] | None = None,
-    ) -> None:
-        self._known, self._recorder, self._memory = known, recorder, memory
-        self._made = {} if made is None else made
-
-    def snapshot(self) -> FakeCopier:
-        """A copy, so that what is made by it is not added here."""
-        return FakeCopier(self._known, self._recorder, dict(self._memory), dict(self._made))
-
-    def stands_for(self, recorded: torch.Tensor, fake: torch.Tensor) -> None:
-        """Let the memory of a recorded fake be that of another fake in the copy."""
-        self._memory[storage_id(recorded)] = fake
-
-    def __call__(self, value: Any) -> Any:
-        """The value of the copy of a node, from the value of the node."""
-        if not isinstance(value, FakeTensor):
-            return type(value)(map(self, value)) if isinstance(value, (list, tuple)) else value
-        made = self._made.get(id(value))
-        if made is None:
-            like, memory = self._known[id(value)], storage_id(value)
-            owner = self._memory.get(memory)
-            made = self._made[id(value)] = like.made_below_modes(self._recorder.fake_mode, owner)
-            if owner is None:
-                self._memory[memory] = made
-        return made
-
 
 def nodes_since(nodes: Any, last: Node | None) -> list[Node]:
     """The nodes of a graph after `last`; all, if that is None."""
@@ -142,50 +94,80 @@ def metadata_of_values(steps: Iterable[Step]) -> dict[int, FakeMetadata]:
 
 @dataclass(frozen=True, slots=True)
 class Copying:
-    """How the nodes of a recorded call become those of another call.
+    """How recorded nodes become those of another call.
+
+    The copies' values have the metadata of the recorded ones, and share memory where those do.
 
     Args:
         recorder: records the copies.
-        now: the copies of recorded nodes, and what stands for their inputs; it is added to.
-        like: makes the values of the copies.
-        module: from the path of a module in the recorded call to that in the other call.
-        seq_offset: what is added to sequence numbers.
+        copies: the copy of each recorded node, and the node in the place of each input; it is added to.
+        known: the metadata of the recorded values, by identity.
+        memory: for each memory of recorded values a fake in the memory of the copy; it is added to.
+        meta: the `meta` of a copy, from that of the recorded node; without a serial, the copy gets the next.
+        made: the copies of recorded values, by identity; it is added to.
     """
 
     recorder: Recorder
-    now: dict[Node, Node]
-    like: FakeCopier
-    module: Callable[[str], str]
-    seq_offset: int
+    copies: dict[Node, Node]
+    known: Mapping[int, FakeMetadata]
+    memory: dict[int, torch.Tensor]
+    meta: Callable[[Mapping[str, Any]], dict[str, Any]]
+    made: dict[int, Any] = field(default_factory=dict)
 
     def copy(self, steps: Sequence[Step]) -> None:
         """Record copies."""
-        tracer, now, module = self.recorder.tracer, self.now, functools.cache(self.module)
+        tracer, copies = self.recorder.tracer, self.copies
         appender = Appender(tracer.graph)
         with below_modes():
-            values = [self.like(step.node.meta.get("val")) for step in steps]
+            values = [self._copied(step.node.meta.get("val")) for step in steps]
         for step, value in zip(steps, values, strict=True):
-            recorded = step.node.meta
-            if step.node.op == "get_attr":
-                node = tracer.constant(str(step.node.target))
-                serial = node.meta["serial"]
-                node.meta.update(recorded)
-            else:
-                node, serial = step.copied(appender, now, recorded), tracer.next_serial()
-            now[step.node], meta = node, node.meta
-            meta["module"], meta["serial"] = module(recorded["module"]), serial
-            if "seq_nr" in recorded:
-                meta["seq_nr"] += self.seq_offset
-            if "val" in recorded:
+            meta = self.meta(step.node.meta)
+            if "val" in step.node.meta:
                 meta["val"] = value
+            if step.node.op == "get_attr":
+                copies[step.node] = node = tracer.constant(str(step.node.target))
+                node.meta.update({**meta, "serial": node.meta["serial"]})
+                continue
+            if "serial" not in meta:
+                meta["serial"] = tracer.next_serial()
+            args, kwargs = map_arg((step.args, step.kwargs), lambda node: copies.get(node, node))
+            copies[step.node] = appender.add("call_function", step.node.target, args, kwargs, step.name, meta)
+
+    def _copied(self, value: Any) -> Any:
+        """The value of the copy of a node, from the value of the node; called in `below_modes`."""
+        if not isinstance(value, FakeTensor):
+            return type(value)(map(self._copied, value)) if isinstance(value, (list, tuple)) else value
+        made = self.made.get(id(value))
+        if made is None:
+            like, memory = self.known[id(value)], storage_id(value)
+            owner = self.memory.get(memory)
+            made = self.made[id(value)] = like.made_below_modes(self.recorder.fake_mode, owner)
+            if owner is None:
+                self.memory[memory] = made
+        return made
 
     def snapshot(self) -> Copying:
         """A copy of this, so that what is copied by it is not added here."""
-        return replace(self, now=dict(self.now), like=self.like.snapshot())
+        return replace(self, copies=dict(self.copies), memory=dict(self.memory), made=dict(self.made))
 
     def put_together(self, nodes: Sequence[Node], recipe: Recipe) -> torch.Tensor:
         """A traced tensor, made by a recipe from the copies of recorded nodes."""
-        return rebuild(recipe, [self.recorder.traced_value(self.now.get(node, node)) for node in nodes])
+        return rebuild(recipe, [self.recorder.traced_value(self.copies.get(node, node)) for node in nodes])
+
+
+def meta_at(module: Callable[[str], str], seq_offset: int, recorded: Mapping[str, Any]) -> dict[str, Any]:
+    """The `meta` of a node in another call, without its serial.
+
+    Args:
+        module: from the path of a module in the recorded call to that in the other call.
+        seq_offset: is added to sequence numbers.
+        recorded: the `meta` of the recorded node.
+    """
+    meta: dict[str, Any] = {**recorded, "module": module(recorded["module"])}
+    del meta["serial"]
+    if "seq_nr" in meta:
+        meta["seq_nr"] += seq_offset
+    return meta
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -269,20 +251,20 @@ class Recorded:
         """How what another call recorded differs; None if it recorded the same."""
         if len(self.steps) != len(other.steps):
             return "two calls record different numbers of operators"
-        now: dict[Node, Node] = dict(zip(self.inputs, other.inputs, strict=True))
+        counterpart: dict[Node, Node] = dict(zip(self.inputs, other.inputs, strict=True))
         module = self.module_in(other.path)
         for ours, theirs in zip(self.steps, other.steps, strict=True):
-            args, kwargs = map_arg((ours.args, ours.kwargs), lambda node: now.get(node, node))
+            args, kwargs = map_arg((ours.args, ours.kwargs), lambda node: counterpart.get(node, node))
             a, b = ours.node, theirs.node
             same = (args, kwargs) == (theirs.args, theirs.kwargs) and _same_target(a, b, recorder)
             if not same or not _same_meta(a.meta, b.meta, module):
                 return f"two calls record different operators, at {b.meta['source']}"
-            now[a] = b
-        ours_now = tuple(replace(write, node=now[write.node]) for write in self.writes)
-        if ours_now != other.writes:
+            counterpart[a] = b
+        our_writes = tuple(replace(write, node=counterpart[write.node]) for write in self.writes)
+        if our_writes != other.writes:
             return "two calls write different values"
         made, made_there = ([value_of(out, recorder)[0] for out in one.tensors()] for one in (self, other))
-        returned = [tuple(now.get(node, node) for node in nodes) for nodes in made] == made_there
+        returned = [tuple(counterpart.get(node, node) for node in nodes) for nodes in made] == made_there
         constants = [[o for o in one.outs if not isinstance(o, torch.Tensor)] for one in (self, other)]
         same_way = (self.edges, self.num_seqs, self.saves) == (other.edges, other.num_seqs, other.saves)
         if not (returned and constants[0] == constants[1] and same_way and self.spec == other.spec):

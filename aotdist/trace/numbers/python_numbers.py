@@ -16,7 +16,7 @@ import math
 import operator
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 
@@ -39,54 +39,56 @@ _MATH = (
 """Functions of `math` that take floats, and compute with them without an operator."""
 
 
-class Numbers(Protocol):
-    """A kind of numbers that a trace follows."""
-
-    def is_traced(self, number: Any) -> bool:
-        """Whether it is one of them."""
-        ...
-
-    def apply(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """The result of `function`, some of whose arguments are such numbers."""
-        ...
+_IsTraced: TypeAlias = Callable[[Any], bool]
+_Apply: TypeAlias = Callable[[Callable[..., Any], tuple[Any, ...]], Any]
 
 
-def functions_recorded(numbers: Numbers) -> AbstractContextManager[None]:
-    """In this context, functions of Python that are called with some of `numbers` are recorded."""
-    return _RECORDED.applied((numbers, *(_RECORDED.value or ())))
+def functions_recorded(is_traced: _IsTraced, apply: _Apply) -> AbstractContextManager[None]:
+    """In this context, functions of Python that are called with numbers of one kind are recorded.
+
+    Args:
+        is_traced: whether a value is a number of that kind.
+        apply: the result of a function, given its arguments, some of which are.
+    """
+    return _RECORDED.applied(((is_traced, apply), *(_RECORDED.value or ())))
 
 
-class _ChangingNumbers:
-    """Numbers that are arguments, or that a program reads, and that change from call to call."""
+def _is_known_at_a_call(number: Any) -> bool:
+    """Whether a symbol stands for a number that is an argument, or that the program reads."""
+    return type(number) in SYMBOLIC and not depends_on_data(number)
 
-    def is_traced(self, number: Any) -> bool:
-        return type(number) in SYMBOLIC and not depends_on_data(number)
 
-    def apply(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        is_choice = function in (max, min) and not all(number_kind(one) is float for one in arguments)
-        return function(*arguments) if is_choice else called(function, arguments)
+def _called_with_symbols(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+    is_choice = function in (max, min) and not all(number_kind(one) is float for one in arguments)
+    return function(*arguments) if is_choice else called(function, arguments)
+
+
+def _recorder_for(numbers: Sequence[Any]) -> _Apply | None:
+    """What records a function of these numbers; None if none of them is traced."""
+    kinds = _RECORDED.value or ()
+    return next((apply for is_traced, apply in kinds if any(map(is_traced, numbers))), None)
 
 
 def _recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def recorded(*args: Any, **kwargs: Any) -> Any:
         given: Sequence[Any] = args[0] if len(args) == 1 and isinstance(args[0], (list, tuple)) else args
-        of = next((of for of in _RECORDED.value or () if any(map(of.is_traced, given))), None)
-        if of is None or kwargs or any(isinstance(one, torch.Tensor) for one in given):
+        apply = _recorder_for(given)
+        if apply is None or kwargs or any(isinstance(one, torch.Tensor) for one in given):
             return function(*args, **kwargs)
-        return of.apply(function, tuple(given))
+        return apply(function, tuple(given))
 
     return recorded
 
 
 def _power(base: Any, exponent: Any) -> Any:
     """`base ** exponent`: PyTorch's would require that the base is not negative."""
-    of = next((of for of in _RECORDED.value or () if of.is_traced(base) or of.is_traced(exponent)), None)
-    return _POWER(base, exponent) if of is None else of.apply(operator.pow, (base, exponent))
+    apply = _recorder_for((base, exponent))
+    return _POWER(base, exponent) if apply is None else apply(operator.pow, (base, exponent))
 
 
 _POWER = torch.SymFloat.__pow__
-_RECORDED = Patch[tuple[Numbers, ...]](
+_RECORDED = Patch[tuple[tuple[_IsTraced, _Apply], ...]](
     "functions_of_numbers",
     lambda: [
         (torch.SymFloat, "__pow__", _power),
@@ -257,10 +259,10 @@ def followed(unbacked: Unbacked | None, *, sizes: bool, numbers: bool) -> Genera
         if sizes:
             stack.enter_context(_LENGTHS.applied(True))
         if numbers:
-            stack.enter_context(functions_recorded(_ChangingNumbers()))
+            stack.enter_context(functions_recorded(_is_known_at_a_call, _called_with_symbols))
         if unbacked is not None:
             stack.enter_context(_FOLLOWED.applied(unbacked))
-            stack.enter_context(functions_recorded(unbacked))
+            stack.enter_context(functions_recorded(unbacked.is_traced, unbacked.apply))
             stack.enter_context(intercept_checks_of_numbers(unbacked.require))
             stack.enter_context(all_to_all_of_symbols(collectives.all_to_all_single))
         yield

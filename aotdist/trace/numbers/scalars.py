@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from aotdist.errors import UnsupportedProgram
 from aotdist.facts import DataGuard
+from aotdist.origins import holding
 from aotdist.torch_seam.modes import torch_functions_off
 from aotdist.torch_seam.symbols import as_pytorchs
 from aotdist.torch_seam.trees import pytree
@@ -94,12 +95,8 @@ class Scalars:
     @contextlib.contextmanager
     def followed(self) -> Generator[None]:
         """In this context, numbers that are read off tensors are traced."""
-        token = _CURRENT.set(self)
-        try:
-            with functions_recorded(self), _Tokens(self):
-                yield
-        finally:
-            _CURRENT.reset(token)
+        with holding(_CURRENT, self), functions_recorded(self.is_traced, self.apply), _Tokens(self):
+            yield
 
     def read(
         self, arguments: tuple[Any, ...], tensor: torch.Tensor, create: CreateNode, root: torch.nn.Module

@@ -21,13 +21,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextvars import ContextVar, Token
+from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from aotdist.origins import holding
 from aotdist.sizes import is_symbolic
 from aotdist.subclasses.protocol import SparseRows
 from aotdist.torch_seam.autograd import running_node
@@ -60,11 +61,8 @@ def _checked(
 def _within(
     variable: ContextVar[Any], value: Any, function: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
-    token: Token[Any] = variable.set(value)
-    try:
+    with holding(variable, value):
         return function(*args, **kwargs)
-    finally:
-        variable.reset(token)
 
 
 def _answer(func: OpOverload, condition: Tensor, *true: Tensor) -> bool:

@@ -38,9 +38,11 @@ class Draws:
         self._scope = ExitStack()
 
     def __enter__(self) -> Draws:
-        copied, self._default = torch.Generator("cpu"), _Seeded(torch.default_generator)
+        self._default, copied = torch.default_generator, torch.Generator("cpu")
+        self._seed, self._seeded_elsewhere = self._default.initial_seed(), times_seeded_elsewhere()
         with no_modes():
-            copied.set_state(self._default.before)
+            self._before = self._default.get_state()
+            copied.set_state(self._before)
         self._generators[torch.device("cpu")] = _Generator(copied)
         self._scope.enter_context(default_generator_is(copied))
         return self
@@ -50,9 +52,20 @@ class Draws:
         self._restore()
 
     def _restore(self) -> None:
-        self._default.restore()
+        if self._is_seeded():
+            with no_modes():
+                self._default.set_state(self._before)
         for generator in self._generators.values():
             generator.restore()
+
+    def _is_seeded(self) -> bool:
+        """Whether the program has seeded the default generator by a method of its own (`manual_seed`).
+
+        All threads draw from that generator, so only a new seed shows it; if another thread has seeded it
+        meanwhile, nothing does.
+        """
+        was_seeded = self._default.initial_seed() != self._seed
+        return was_seeded and self._seeded_elsewhere == times_seeded_elsewhere()
 
     def allow(self, generators: Iterable[torch.Generator]) -> None:
         """Let the program draw from these generators of the user's."""
@@ -102,7 +115,8 @@ class Draws:
         Raises:
             UnsupportedProgram: the program set the state of a generator.
         """
-        self._default.check()
+        if self._is_seeded():
+            raise _sets_state()
         for generator in self._generators.values():
             generator.check()
 
@@ -151,33 +165,6 @@ class _Generator:
         """Put the generator back in its first state."""
         with no_modes():
             self._generator.set_state(self._before)
-
-
-class _Seeded:
-    """The default generator, which all threads draw from: only a new seed shows that this one has set it.
-
-    If another thread has seeded it meanwhile, nothing can be said.
-    """
-
-    def __init__(self, generator: torch.Generator) -> None:
-        self._generator, self._seed = generator, generator.initial_seed()
-        self._elsewhere = times_seeded_elsewhere()
-        with no_modes():
-            self.before = generator.get_state()
-
-    def check(self) -> None:
-        """Raise if the generator was seeded by a method of its own, not by a function of `torch.random`."""
-        if self._is_seeded():
-            raise _sets_state()
-
-    def _is_seeded(self) -> bool:
-        return self._generator.initial_seed() != self._seed and self._elsewhere == times_seeded_elsewhere()
-
-    def restore(self) -> None:
-        """Undo that."""
-        if self._is_seeded():
-            with no_modes():
-                self._generator.set_state(self.before)
 
 
 def _sets_state() -> UnsupportedProgram:
