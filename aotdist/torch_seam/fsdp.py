@@ -74,6 +74,11 @@ def fsdp_unsharded_spec(record: Any) -> Any | None:
     return getattr(record, "_unsharded_dtensor_spec", None) or getattr(record, "_tp_spec", None)
 
 
+def fsdp_data_axes(record: Any) -> frozenset[int]:
+    """The axes of a parameter's own mesh that FSDP2 shards and reduces over (`dp_mesh_dims`), if any."""
+    return getattr(record, "_dp_dim_indices", frozenset())
+
+
 def fsdp_state(module: Any) -> Any:
     """What FSDP2 knows of a module that `fully_shard` was given."""
     return module._get_fsdp_state()
