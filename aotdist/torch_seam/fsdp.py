@@ -70,7 +70,12 @@ def fsdp_groups(state: Any) -> list[Any]:
 
 
 def fsdp_unsharded_spec(record: Any) -> Any | None:
-    """The DTensor spec that a parameter had before `fully_shard`, if any; torch 2.11 calls it the TP spec."""
+    """The DTensor spec that a module's whole parameter has, if any; torch 2.11 calls it the TP spec.
+
+    Those that `spmd_types` annotates (torch 2.14) are plain in the module, and DTensors to the optimizer.
+    """
+    if getattr(record, "is_spmd_types", False):
+        return None
     return getattr(record, "_unsharded_dtensor_spec", None) or getattr(record, "_tp_spec", None)
 
 

@@ -351,3 +351,36 @@ def whole_mesh_step_case(which: str) -> None:
 def test_a_whole_step_on_a_whole_mesh(world2: World, which: str) -> None:
     """Its backwards reduce at the last; the trace that takes blocks for equal is dropped half way."""
     world2.run(whole_mesh_step_case, which)
+
+
+def annotated_case(accumulate: bool) -> None:
+    import spmd_types as spmd
+
+    mesh = named_mesh("shards")
+    axis = spmd.MeshAxis.of(mesh.get_group("shard"))
+
+    def make() -> Net:
+        from torch.distributed.fsdp import DataParallelMeshDims
+
+        model = Net()
+        for param in model.parameters():
+            spmd.assert_type(param, {axis: spmd.R})
+        return shard_blocks(model, mesh, dp_mesh_dims=DataParallelMeshDims("shard"))
+
+    eager, compiled = seeded(make), seeded(make)
+    for step in range(2):
+        for model, run in ((eager, eager_step), (compiled, captured_step)):
+            model.set_requires_gradient_sync(step == 1 or not accumulate)
+            run(model, tokens(step))
+    assert not (names := different_grads(eager, compiled)), names
+
+
+@takes_whole_mesh
+@pytest.mark.skipif(
+    not getattr(dist, "_is_spmd_types_available", bool)(),
+    reason="needs torch 2.14 with the package `spmd_types`",
+)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_parameters_that_spmd_types_annotates(world2: World, accumulate: bool) -> None:
+    """They are plain tensors in the module, and DTensors on the whole mesh to the optimizer."""
+    world2.run(annotated_case, accumulate)
