@@ -371,5 +371,5 @@ def _placed_like(grad: torch.Tensor, accumulated: torch.Tensor, record: Any) -> 
         own if axis in fsdp_data_axes(record) else other
         for axis, (own, other) in enumerate(zip(grad.placements, accumulated.placements, strict=True))
     ]
-    local = grad.redistribute(placements=placements)._local_tensor
+    local = local_tensor(grad.redistribute(placements=placements))
     return make_dtensor(local, retyped_spec(accumulated, grad.dtype))
