@@ -338,6 +338,7 @@ def _trace_once(job: Job, times: StageTimes, assumed: Assumptions) -> TracedCall
             except Exception as error:
                 instead = assumed.without(error, has_symbols=bool(dims or counts))
                 if instead is not None:
+                    scope.__exit__(type(error), error, error.__traceback__)  # what is dropped has failed
                     return instead
                 if assumed.of_data is None or isinstance(error, AotdistError) or is_of_the_program(error):
                     raise

@@ -51,10 +51,6 @@ def _refuse_group(group: Any, path: str) -> None:
         raise _refusal(
             path, "is replicated (`replicate`), not sharded", "use `fully_shard`, or DistributedDataParallel"
         )
-    if getattr(mesh, "is_spmd_mesh", False):
-        raise _refusal(
-            path, "is sharded with `dp_mesh_dims`", "pass `fully_shard` the data-parallel mesh alone"
-        )
     if isinstance(group.offload_policy, CPUOffloadPolicy):
         raise _refusal(path, "uses `CPUOffloadPolicy`", "leave out `offload_policy`")
 

@@ -32,8 +32,14 @@ from torch.distributed.tensor import DTensor
 
 from aotdist.origins import annotate
 from aotdist.subclasses.fsdp_units import PARTIAL, Ranks, Reductions, ShardedParam
-from aotdist.torch_seam.dtensor import local_tensor, make_dtensor, spec_of_dtype
-from aotdist.torch_seam.fsdp import fsdp_divide_factors, fsdp_unsharded_spec
+from aotdist.torch_seam.dtensor import (
+    local_tensor,
+    make_dtensor,
+    retyped_spec,
+    spec_of_dtype,
+    spec_summed_later,
+)
+from aotdist.torch_seam.fsdp import fsdp_data_axes, fsdp_divide_factors, fsdp_unsharded_spec
 from aotdist.torch_seam.proxies import recorded_once
 
 _c10d = torch.ops._c10d_functional
@@ -135,7 +141,9 @@ def _sharded_grad(grad: torch.Tensor | None, param: ShardedParam, capture: Reduc
     if grad is None and param.accumulates:
         return None
     accumulated = capture.take_accumulated(param)
-    total = grad if accumulated is None else _sum(accumulated, grad)
+    total = grad
+    if accumulated is not None:
+        total = accumulated if grad is None else accumulated + _placed_like(grad, accumulated, param.record)
     if total is None:
         return None
     reduced = None
@@ -153,11 +161,7 @@ def _accumulate(grad: torch.Tensor | None, param: ShardedParam) -> None:
         "prepare() allocates accumulators before a call that does not reduce"
     )
     if grad is not None:
-        param.accumulated.add_(_placed_like(grad, param.accumulated))
-
-
-def _sum(accumulated: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor:
-    return accumulated if grad is None else accumulated + _placed_like(grad, accumulated)
+        param.accumulated.add_(_placed_like(grad, param.accumulated, param.record))
 
 
 def gather(shard: torch.Tensor, param: ShardedParam) -> torch.Tensor:
@@ -295,7 +299,7 @@ def new_accumulator(record: Any) -> torch.Tensor:
     dtype = record.reduce_dtype or record.param_dtype or record.orig_dtype
     local = torch.full(record._orig_size, -0.0, dtype=dtype, device=record.device)
     spec = unsharded_spec(record, dtype)
-    return local if spec is None else make_dtensor(local, spec)
+    return local if spec is None else make_dtensor(local, spec_summed_later(spec, fsdp_data_axes(record)))
 
 
 def make_whole(record: Any) -> None:
@@ -359,7 +363,13 @@ def _divided(tensor: torch.Tensor, divisor: float | None) -> torch.Tensor:
     return tensor if divisor is None or divisor == 1 else tensor / divisor
 
 
-def _placed_like(grad: torch.Tensor, accumulated: torch.Tensor) -> torch.Tensor:
-    if isinstance(grad, DTensor) and isinstance(accumulated, DTensor):
-        return grad.redistribute(placements=accumulated.placements)
-    return grad
+def _placed_like(grad: torch.Tensor, accumulated: torch.Tensor, record: Any) -> torch.Tensor:
+    """The gradient with the accumulator's placements, but summed over no axis that FSDP2 reduces over."""
+    if not isinstance(grad, DTensor) or not isinstance(accumulated, DTensor):
+        return grad
+    placements = [
+        own if axis in fsdp_data_axes(record) else other
+        for axis, (own, other) in enumerate(zip(grad.placements, accumulated.placements, strict=True))
+    ]
+    local = local_tensor(grad.redistribute(placements=placements))
+    return make_dtensor(local, retyped_spec(accumulated, grad.dtype))

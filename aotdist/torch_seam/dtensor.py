@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Partial
 
 from aotdist.torch_seam.modes import no_modes, torch_functions_off
 from aotdist.torch_seam.patches import all_replaced_here, replaced_here
@@ -62,6 +62,12 @@ def spec_of_dtype(spec: Any, dtype: torch.dtype) -> Any:
     if spec.tensor_meta.dtype == dtype:
         return spec
     return dataclasses.replace(spec, tensor_meta=spec.tensor_meta._replace(dtype=dtype))
+
+
+def spec_summed_later(spec: Any, axes: frozenset[int]) -> Any:
+    """A spec of the same placements, but for sums over `axes` of the mesh that are still to be taken."""
+    placements = (Partial() if axis in axes else placed for axis, placed in enumerate(spec.placements))
+    return dataclasses.replace(spec, placements=tuple(placements)) if axes else spec
 
 
 def make_dtensor(local: torch.Tensor, spec: Any, *, requires_grad: bool = False) -> torch.Tensor:

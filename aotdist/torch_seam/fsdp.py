@@ -70,8 +70,18 @@ def fsdp_groups(state: Any) -> list[Any]:
 
 
 def fsdp_unsharded_spec(record: Any) -> Any | None:
-    """The DTensor spec that a parameter had before `fully_shard`, if any; torch 2.11 calls it the TP spec."""
+    """The DTensor spec that a module's whole parameter has, if any; torch 2.11 calls it the TP spec.
+
+    Those that `spmd_types` annotates (torch 2.14) are plain in the module, and DTensors to the optimizer.
+    """
+    if getattr(record, "is_spmd_types", False):
+        return None
     return getattr(record, "_unsharded_dtensor_spec", None) or getattr(record, "_tp_spec", None)
+
+
+def fsdp_data_axes(record: Any) -> frozenset[int]:
+    """The axes of a parameter's own mesh that FSDP2 shards and reduces over (`dp_mesh_dims`), if any."""
+    return getattr(record, "_dp_dim_indices", frozenset())
 
 
 def fsdp_state(module: Any) -> Any:

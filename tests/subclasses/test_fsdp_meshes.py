@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +14,7 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -19,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from aotdist.api import compile as compile_step
 from tests.ranks.harness import World
 from tests.subclasses.fsdp_models import (
     Net,
@@ -220,3 +224,163 @@ def tensor_parallel_accumulation_case(sequence: bool) -> None:
 def test_accumulation_inside_tensor_parallelism(world4: World, sequence: bool) -> None:
     """A norm's partial gradients are summed over the sequence at every step, by eager only at the last."""
     world4.run(tensor_parallel_accumulation_case, sequence)
+
+
+MESHES = {
+    "shards": {"shard": 2},
+    "replicas": {"replicate": 2, "shard": 1},
+    "one shard, tensor parallel": {"shard": 1, "tensor": 2},
+    "hsdp": {"replicate": 2, "shard": 2},
+    "shards, tensor parallel": {"shard": 2, "tensor": 2},
+    "replicas, tensor parallel": {"replicate": 2, "shard": 1, "tensor": 2},
+    "two axes of shards, tensor parallel": {"shard": 2, "context": 1, "tensor": 2},
+}
+takes_whole_mesh = pytest.mark.skipif(
+    "dp_mesh_dims" not in inspect.signature(fully_shard).parameters,
+    reason="`fully_shard` of this torch takes no `dp_mesh_dims`",
+)
+
+
+@functools.cache
+def named_mesh(which: str) -> DeviceMesh:
+    """One object for each, as DTensor's caches hand out the first of those that are equal."""
+    axes = MESHES[which]
+    return init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+def placed(tensor: torch.Tensor, which: str, /, **axes: Shard) -> torch.Tensor:
+    """The tensor on a whole mesh: sharded on these axes, replicated on the others."""
+    placements = [axes.get(name, Replicate()) for name in MESHES[which]]
+    return distribute_tensor(tensor, named_mesh(which), placements)
+
+
+def on_whole_mesh(which: str, policy: dict[str, Any], reshard: bool = True) -> Parallel:
+    """Every parameter on the whole mesh before `fully_shard`, which is told the axes of the data."""
+    from torch.distributed.fsdp import DataParallelMeshDims
+
+    model = Parallel()
+    cut = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1)}
+    for path, param in list(model.named_parameters()):
+        owner, name = model.get_submodule(path.rpartition(".")[0]), path.rpartition(".")[2]
+        own = {"tensor": cut[end]} if (end := ".".join(path.split(".")[-2:])) in cut else {}
+        setattr(owner, name, nn.Parameter(placed(param.detach(), which, **own)))
+    shard = ("shard", "context") if "context" in MESHES[which] else "shard"
+    options: dict[str, Any] = {
+        "mesh": named_mesh(which),
+        "dp_mesh_dims": DataParallelMeshDims(shard, "replicate" if "replicate" in MESHES[which] else None),
+        "mp_policy": MixedPrecisionPolicy(**policy),
+        "reshard_after_forward": reshard,
+    }
+    for block in model.blocks:
+        fully_shard(block, **options)
+    return fully_shard(model, **options)
+
+
+def placed_tokens(which: str, step: int = 0) -> torch.Tensor:
+    batch = torch.cat([tokens(step, rank) for rank in range(4)])
+    return placed(batch, which, replicate=Shard(0), shard=Shard(0))
+
+
+def whole_mesh_case(which: str, policy: dict[str, Any], reshard: bool) -> None:
+    eager, compiled = (seeded(lambda: on_whole_mesh(which, policy, reshard)) for _ in range(2))
+    for step in range(2):
+        batch = placed_tokens(which, step)
+        losses = eager_step(eager, batch), captured_step(compiled, batch)
+        assert same_bits(*(loss.to_local() for loss in losses))
+        assert not (names := different_grads(eager, compiled)), names
+
+
+@takes_whole_mesh
+@pytest.mark.parametrize(
+    ("policy", "reshard"), [({}, True), (BF16, False)], ids=["fp32", "bf16, whole in between"]
+)
+@pytest.mark.parametrize("which", MESHES)
+def test_parameters_on_a_whole_mesh(
+    world2: World, world4: World, which: str, policy: dict[str, Any], reshard: bool
+) -> None:
+    """`dp_mesh_dims`: FSDP2 takes parameters that are DTensors on all axes, and reduces over some."""
+    world = world2 if math.prod(MESHES[which].values()) == 2 else world4
+    world.run(whole_mesh_case, which, policy, reshard)
+
+
+def whole_mesh_accumulation_case(which: str, kinds: str, policy: dict[str, Any]) -> None:
+    eager, mixed = (seeded(lambda: on_whole_mesh(which, policy)) for _ in range(2))
+    for model, ways in ((eager, "eee"), (mixed, kinds)):
+        for step, way in enumerate(ways):
+            model.set_requires_gradient_sync(step == 2)
+            (captured_step if way == "c" else eager_step)(model, placed_tokens(which, step))
+    assert not (names := different_grads(eager, mixed)), names
+
+
+@takes_whole_mesh
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("kinds", ["ccc", "cec"])
+@pytest.mark.parametrize("which", ["shards", "replicas"])
+def test_accumulation_on_a_whole_mesh(world2: World, which: str, kinds: str, policy: dict[str, Any]) -> None:
+    """Gradients stay sums that the data's axes have yet to take, until the last step reduces them."""
+    world2.run(whole_mesh_accumulation_case, which, kinds, policy)
+
+
+def whole_mesh_step_case(which: str) -> None:
+    def trained(compile_it: bool) -> tuple[list[torch.Tensor], nn.Module]:
+        model = seeded(lambda: on_whole_mesh(which, {}))
+        optimizer = torch.optim.AdamW(model.parameters(), 0.01)
+
+        def step(batches: list[torch.Tensor]) -> torch.Tensor:
+            for at, batch in enumerate(batches):
+                model.set_requires_gradient_sync(at == len(batches) - 1)
+                model(batch).backward()
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+            return norm
+
+        run = compile_step(step, backend="fx") if compile_it else step
+        norms = [run([placed_tokens(which, 3 * k + micro) for micro in range(3)]) for k in range(3)]
+        return norms, model
+
+    (theirs, eager), (ours, compiled) = trained(False), trained(True)
+    assert all(same_bits(a.to_local(), b.to_local()) for a, b in zip(theirs, ours, strict=True))
+    for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert same_bits(p._local_tensor, q._local_tensor) and p._spec == q._spec
+
+
+@takes_whole_mesh
+@pytest.mark.filterwarnings("ignore:.*sequential all_reduce")
+@pytest.mark.parametrize("which", ["shards", "one shard, tensor parallel"])
+def test_a_whole_step_on_a_whole_mesh(world2: World, which: str) -> None:
+    """Its backwards reduce at the last; the trace that takes blocks for equal is dropped half way."""
+    world2.run(whole_mesh_step_case, which)
+
+
+def annotated_case(accumulate: bool) -> None:
+    import spmd_types as spmd
+
+    mesh = named_mesh("shards")
+    axis = spmd.MeshAxis.of(mesh.get_group("shard"))
+
+    def make() -> Net:
+        from torch.distributed.fsdp import DataParallelMeshDims
+
+        model = Net()
+        for param in model.parameters():
+            spmd.assert_type(param, {axis: spmd.R})
+        return shard_blocks(model, mesh, dp_mesh_dims=DataParallelMeshDims("shard"))
+
+    eager, compiled = seeded(make), seeded(make)
+    for step in range(2):
+        for model, run in ((eager, eager_step), (compiled, captured_step)):
+            model.set_requires_gradient_sync(step == 1 or not accumulate)
+            run(model, tokens(step))
+    assert not (names := different_grads(eager, compiled)), names
+
+
+@takes_whole_mesh
+@pytest.mark.skipif(
+    not getattr(dist, "_is_spmd_types_available", bool)(),
+    reason="needs torch 2.14 with the package `spmd_types`",
+)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_parameters_that_spmd_types_annotates(world2: World, accumulate: bool) -> None:
+    """They are plain tensors in the module, and DTensors on the whole mesh to the optimizer."""
+    world2.run(annotated_case, accumulate)
