@@ -21,6 +21,7 @@ from aotdist.codegen.inductor_rewrites import (
     has_unknown_sizes,
     keep_for_backward,
     keep_gradients_of_windows,
+    keep_grouped_products,
     keep_scatters,
     keep_sizes_symbolic,
     keeping_own_memory,
@@ -163,6 +164,7 @@ class InductorBackend(Backend):
             keeps_layouts = _keeps_layouts(gm)
             keep_sizes_symbolic(gm)
             keep_gradients_of_windows(gm)
+            keep_grouped_products(gm)
             with (
                 inductor_config(size_asserts=False) if has_unknown_sizes(gm) else nullcontext(),
                 inductor_config(layout_optimization=False) if keeps_layouts else nullcontext(),
@@ -205,10 +207,10 @@ def _add_without_alpha(x: Any, y: Any, *, alpha: Any = 1) -> Any:
 def _slice_scatter_at_data(
     x: torch.Tensor, part: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Any:
-    """`slice_scatter` at a position that is read off a tensor: Inductor asks whether that is negative."""
-    if not depends_on_data(start):
+    """`slice_scatter` from or to a position read off a tensor: Inductor asks whether that is negative."""
+    if not (depends_on_data(start) or depends_on_data(end)):
         return NotImplemented
-    at = torch.arange(part.size(dim), device=x.device) * step + start
+    at = torch.arange(part.size(dim), device=x.device) * step + (start or 0)
     return torch.ops.aten.index_put.default(x, [*[None] * (dim % x.dim()), at], part)
 
 

@@ -25,6 +25,7 @@ from aotdist.torch_seam.inductor import EAGER_ARGUMENTS, needs_exact_strides
 from aotdist.torch_seam.operators import OpOverload, operator_name, own_operator, schema_of, training_rnn
 from aotdist.torch_seam.symbols import estimate
 from aotdist.trace.operators import functions_of_data
+from aotdist.trace.operators.fakes import GROUPED
 
 # Complex numbers, for Inductor: it has no kernels for them, and calls PyTorch's operators (torch 2.13).
 #
@@ -256,6 +257,24 @@ def keep_for_backward(gm: GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=_RNN):
         if node.meta.get("grad", True):
             node.target = _TRAINING_RNN
+
+
+# Grouped products (mixtures of experts) on a CPU, for Inductor: the kernel takes any dtype, PyTorch's fake
+# bfloat16 alone.
+
+_GROUPED_MM = _ATEN._grouped_mm.default
+_ANY_GROUPED_MM = own_operator(
+    schema_of(_GROUPED_MM).replace("aten::_", "any_"),
+    _GROUPED_MM,
+    functools.partial(GROUPED[_GROUPED_MM], _GROUPED_MM),
+)
+
+
+def keep_grouped_products(gm: GraphModule) -> None:
+    """Let the library compute grouped products on a CPU, in place."""
+    for node in gm.graph.find_nodes(op="call_function", target=_GROUPED_MM):
+        if node.meta["val"].device.type == "cpu":
+            node.target = _ANY_GROUPED_MM
 
 
 def has_unknown_sizes(gm: GraphModule) -> bool:
