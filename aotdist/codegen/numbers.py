@@ -119,7 +119,7 @@ def read_sizes_ahead(graph: Graph) -> tuple[Graph, Callable[[Emitted], Emitted]]
     """
     values = [node.meta["val"] for node in graph.placeholders()]
     tensors = (value for value in values if isinstance(value, torch.Tensor))
-    sizes = [size for tensor in tensors for size in tensor.shape if depends_on_data(size)]
+    sizes: list[Any] = [size for tensor in tensors for size in tensor.shape if depends_on_data(size)]
     taken = {expression(number) for number in (*sizes, *values) if isinstance(number, SYMBOLIC)}
     missing = sorted({name for size in sizes for name in symbols_in(size)} - taken)
     readers = {
