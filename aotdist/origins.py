@@ -105,7 +105,6 @@ _SYMBOLS = (
     os.path.join(_TORCH, "__init__.py"),
     os.path.join(_TORCH, "fx", "experimental") + os.sep,
     os.path.join(_OURS, "torch_seam", "symbols.py"),
-    __file__,
 )
 """Files whose frames lie between code that uses a symbolic number and the number itself."""
 _FRAME = re.compile(r'File "(.+)", line (\d+), in ')
@@ -185,9 +184,9 @@ def is_asked_by_a_library(frame: FrameType | None, *, of_pytorch: bool = True) -
     return False
 
 
-def is_asked_by_the_user() -> bool:
-    """Whether the line that uses a symbolic number as a number is in the user's own code."""
-    frame = inspect.currentframe()
+def is_asked_by_the_user(frame: FrameType | None) -> bool:
+    """Whether the line that uses a symbolic number as a number, above `frame`, is in the user's own code."""
+    frame = None if frame is None else frame.f_back
     while frame is not None and frame.f_code.co_filename.startswith(_SYMBOLS):
         frame = frame.f_back
     return frame is not None and is_user_file(frame.f_code.co_filename)

@@ -6,8 +6,10 @@ forward's outputs.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -16,7 +18,7 @@ from aotdist.codegen.contract import Backend, Emission, Emitted, Kind, Strides, 
 from aotdist.codegen.cuda_graphs import with_cuda_graphs
 from aotdist.codegen.fx import FxBackend, warn_of_fx
 from aotdist.codegen.marks import with_marks
-from aotdist.codegen.numbers import split_off_numbers
+from aotdist.codegen.numbers import read_sizes_ahead, split_off_numbers
 from aotdist.codegen.regions import emit_by_regions
 from aotdist.codegen.rewrites import gathers_into_buffers, takes_any_strides
 from aotdist.errors import UnsupportedProgram
@@ -132,9 +134,13 @@ class Emitter:
         saved = frozenset(position for position, slot in enumerate(origins) if slot.role == "saved")
         graph = gathers_into_buffers(graph)
         emission = Emission(kind, self.fake_mode, self.settings, static, self.name, saved)
+        wholes = list[Callable[[Emitted], Emitted]]()
+        cuts = partial(split_off_numbers, fake_mode=self.fake_mode), read_sizes_ahead
         # The reference emitter runs functions of numbers like any operator.
-        split = None if isinstance(self.backend, FxBackend) else split_off_numbers(graph, self.fake_mode)
-        graph = graph if split is None else split[0]
+        for cut in () if isinstance(self.backend, FxBackend) else cuts:
+            if (parts := cut(graph)) is not None:
+                graph, whole = parts
+                wholes.append(whole)
         emitted = emit_by_regions(self.backend, graph, emission)
         runs_here = not isinstance(emitted.call, Ahead)
         if self.settings.cuda_graphs:
@@ -142,7 +148,7 @@ class Emitter:
             emitted = replace(with_cuda_graphs(emitted, graph, emission), with_modules=None)
         if runs_here:
             emitted = with_marks(emitted, graph, f"{emission.name} {kind}")
-        return emitted if split is None else split[1](emitted)
+        return functools.reduce(lambda rest, whole: whole(rest), reversed(wholes), emitted)
 
 
 def _forward_role(split: Split, tangent: Slot) -> Role:

@@ -201,10 +201,10 @@ def _add_without_alpha(x: Any, y: Any, *, alpha: Any = 1) -> Any:
 def _slice_scatter_at_data(
     x: torch.Tensor, part: torch.Tensor, dim: int = 0, start: Any = None, end: Any = None, step: int = 1
 ) -> Any:
-    """`slice_scatter` at a position that is read off a tensor: Inductor asks whether that is negative."""
-    if not depends_on_data(start):
+    """`slice_scatter` from or to a position read off a tensor: Inductor asks whether that is negative."""
+    if not (depends_on_data(start) or depends_on_data(end)):
         return NotImplemented
-    at = torch.arange(part.size(dim), device=x.device) * step + start
+    at = torch.arange(part.size(dim), device=x.device) * step + (start or 0)
     return torch.ops.aten.index_put.default(x, [*[None] * (dim % x.dim()), at], part)
 
 

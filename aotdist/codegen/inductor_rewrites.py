@@ -25,6 +25,7 @@ from aotdist.torch_seam.inductor import EAGER_ARGUMENTS, needs_exact_strides
 from aotdist.torch_seam.operators import OpOverload, operator_name, own_operator, schema_of, training_rnn
 from aotdist.torch_seam.symbols import estimate
 from aotdist.trace.operators import functions_of_data
+from aotdist.trace.operators.fakes import GROUPED
 
 _ATEN = torch.ops.aten
 
@@ -53,8 +54,10 @@ def call_library(gm: GraphModule) -> None:
                 node.target = copy
 
 
-def _copy_of(op: OpOverload, prefix: str, tags: Sequence[torch.Tag] = ()) -> OpOverload:
-    return own_operator(f"{prefix}{operator_name(op)}({schema_of(op).partition('(')[2]}", op, tags=tags)
+def _copy_of(
+    op: OpOverload, prefix: str, tags: Sequence[torch.Tag] = (), like: Callable[..., Any] | None = None
+) -> OpOverload:
+    return own_operator(f"{prefix}{operator_name(op)}({schema_of(op).partition('(')[2]}", op, like, tags)
 
 
 def _is_complex(node: Node) -> bool:
@@ -85,7 +88,17 @@ def _is_no_repetition(node: Node) -> bool:
     )
 
 
+def _is_on_cpu(product: Node) -> bool:
+    """Where the kernel of grouped products takes any dtype, PyTorch's fake bfloat16 alone."""
+    return product.meta["val"].device.type == "cpu"
+
+
+_GROUPED_MM = _ATEN._grouped_mm.default
 _BY_LIBRARY: Mapping[OpOverload, tuple[OpOverload, Callable[[Node], bool]]] = {
+    _GROUPED_MM: (
+        _copy_of(_GROUPED_MM, "library", like=functools.partial(GROUPED[_GROUPED_MM], _GROUPED_MM)),
+        _is_on_cpu,
+    ),
     **{
         getattr(_ATEN, name).default: (_copy_of(getattr(_ATEN, name).default, "complex_"), _is_complex)
         for name in ("slice_scatter", "select_scatter", "diagonal_scatter", "as_strided_scatter")

@@ -31,7 +31,7 @@ from aotdist.program import Graph, Slot
 from aotdist.subclasses.protocol import ADDED_ROWS
 from aotdist.torch_seam.functional import FakeTensorMode
 from aotdist.torch_seam.modes import no_modes
-from aotdist.torch_seam.symbols import SYMBOLIC
+from aotdist.torch_seam.symbols import SYMBOLIC, depends_on_data, expression, symbols_in
 
 _ATEN = torch.ops.aten
 _NUMBERS = Slot("primal", "numbers")
@@ -105,6 +105,51 @@ def _with_numbers(
         return results
 
     return replace(rest, call=call, source=f"{early.source}\n\n{rest.source}")
+
+
+def read_sizes_ahead(graph: Graph) -> tuple[Graph, Callable[[Emitted], Emitted]] | None:
+    """Cut a graph in two if sizes of arguments are computed from numbers that it reads off tensors.
+
+    An all-to-all receives as many rows as all ranks sent: its backward gets these, and reads how many each of
+    them sent. Inductor (torch 2.13) takes all numbers in the sizes of arguments for arguments.
+
+    Returns:
+        the rest, which takes these numbers as arguments; and a function from the rest, compiled, to the
+        whole graph.
+    """
+    values = [node.meta["val"] for node in graph.placeholders()]
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    sizes: list[Any] = [size for tensor in tensors for size in tensor.shape if depends_on_data(size)]
+    taken = {expression(number) for number in (*sizes, *values) if isinstance(number, SYMBOLIC)}
+    missing = sorted({name for size in sizes for name in symbols_in(size)} - taken)
+    readers = {
+        expression(node.meta["val"]): node
+        for node in reversed(graph.gm.graph.nodes)
+        if node.op == "call_function" and depends_on_data(node.meta["val"])
+    }
+    if not missing or not readers.keys() >= set(missing):
+        return None
+    read = [readers[name] for name in missing]
+    printed = print_graph(_early(graph, graph.ancestors(read), (), read))
+    compute = load_function(printed.source, "forward", printed.bound, "numbers")
+    gm = graph.copied().gm
+    copies = dict(zip(graph.gm.graph.nodes, gm.graph.nodes, strict=True))
+    last = copies[graph.placeholders()[-1]]
+    for name, node in zip(missing, read, strict=True):
+        with gm.graph.inserting_after(last):
+            last = gm.graph.placeholder(name)
+        last.meta = {"val": node.meta["val"]}
+        copies[node].replace_all_uses_with(last)
+    gm.graph.eliminate_dead_code()
+
+    def whole(rest: Emitted) -> Emitted:
+        def call(args: list[Any]) -> Sequence[Any]:
+            args.extend(compute(list(args)))
+            return rest.call(args)
+
+        return replace(rest, call=call, source=f"{printed.source}\n\n{rest.source}")
+
+    return Graph(gm, (*graph.ins, *(Slot("size", name) for name in missing)), graph.outs), whole
 
 
 def _without_results(graph: torch.fx.Graph, ready: Sequence[int]) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
@@ -47,6 +48,8 @@ def shape_env(*, of_data: Callable[[], bool] | None = None) -> ShapeEnv:
     symbolic_shapes.uninteresting_files().add(__file__)  # a guard names the innermost line of other files
 
     class NumberedShapeEnv(ShapeEnv):
+        computed: dict[Any, Any]
+
         def _generate_unique_id(self, source_name: str) -> int:
             if source_name.startswith(_RAGGED):  # these have no range
                 return int(source_name.removeprefix(_RAGGED))
@@ -56,17 +59,19 @@ def shape_env(*, of_data: Callable[[], bool] | None = None) -> ShapeEnv:
             try:
                 return super().evaluate_expr(*args, **kwargs)
             except GuardOnDataDependentSymNode as error:
-                condition: Any = error.cond
+                condition: Any = error.cond.xreplace(self.computed)
                 is_truth = any(self.var_to_range[one].upper == 1 for one in condition.free_symbols)
                 answer = None if is_truth else _holds_for_many(condition, self.size_like)
-                if answer is None or of_data is None or of_data():
+                if of_data is None or of_data() or answer is None:
                     raise
                 return answer
 
     is_allowed = of_data is not None
-    return NumberedShapeEnv(
+    env = NumberedShapeEnv(
         allow_scalar_outputs=is_allowed, allow_dynamic_output_shape_ops=is_allowed, duck_shape=False
     )
+    env.computed = {}
+    return env
 
 
 def _holds_for_many(condition: Any, sizes: AbstractSet[Any]) -> Any:
@@ -188,10 +193,25 @@ def is_undecided(error: BaseException) -> bool:
     return type(error).__name__ == "GuardOnDataDependentSymNode"
 
 
-def new_float_of_data(env: ShapeEnv) -> torch.SymFloat:
-    """A new unbacked symbol, for a float that Python computes from others."""
+def new_float_of_data(env: Any, function: Callable[..., Any], numbers: Sequence[Any]) -> torch.SymFloat:
+    """A new unbacked symbol, for a float that a function of Python's computes from numbers.
+
+    Of sums, differences, products and quotients the environment knows what they are, but for rounding: a
+    library may ask whether one is zero (`var` divides by one less than the count).
+    """
     with env.ignore_fresh_unbacked_symbols():
-        return env.create_unbacked_symfloat()
+        computed = env.create_unbacked_symfloat()
+    if (of_reals := _OF_REALS.get(function)) is not None:
+        exprs = (one.node.expr if isinstance(one, SYMBOLIC) else one for one in numbers)
+        env.computed[computed.node.expr] = of_reals(*exprs).xreplace(env.computed)
+    return computed
+
+
+_ARITHMETIC = (operator.add, operator.sub, operator.mul, operator.truediv)
+_OF_REALS: dict[Any, Callable[..., Any]] = {
+    torch.sym_float: lambda number: number,
+    **{function: function for function in _ARITHMETIC},
+}
 
 
 def has_floats(number: Any) -> bool:

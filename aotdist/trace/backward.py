@@ -189,7 +189,7 @@ class Backward:
         with (
             self._autocast(),
             self.mode,
-            naming_failures_of_backward(of_assumed=tangents is None),
+            naming_failures_of_backward(of_assumed=tangents is None, line=lambda: self.recorder.asked_at),
             users_code(self.mode.swap),
             self.in_python.running(choice, self.recorder.shape_env, self.recorder.sources_of_numbers),
         ):

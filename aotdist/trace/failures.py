@@ -74,12 +74,13 @@ SPENT = "Trying to backward through the graph a second time"
 
 
 @contextmanager
-def naming_failures(log: ViewLog | None = None) -> Generator[None]:
+def naming_failures(log: ViewLog | None = None, line: Callable[[], str] = str) -> Generator[None]:
     """Errors that data, or a history, is missing in the trace become ours, with the user's line.
 
     Args:
         log: the program's views. If the base of one was reshaped in place since, autograd makes its history
             again by the view's own operator, which may not fit the new shape.
+        line: says where it may have been, if no line of the user's ran.
     """
     try:
         yield
@@ -92,7 +93,7 @@ def naming_failures(log: ViewLog | None = None) -> Generator[None]:
         TypeError,
         AssertionError,
     ) as error:
-        where = raised_at(error.__traceback__)
+        where = raised_at(error.__traceback__) or line()
         if _LOST_HISTORY in str(error):
             raise detached_since(where) from error
         is_outdated = log is not None and any(change.reshapes() for change in log.changes)
@@ -197,14 +198,15 @@ _OF_AUTOGRAD: Mapping[re.Pattern[str], tuple[str, str]] = {
 
 
 @contextmanager
-def naming_failures_of_backward(*, of_assumed: bool) -> Generator[None]:
+def naming_failures_of_backward(*, of_assumed: bool, line: Callable[[], str]) -> Generator[None]:
     """As `naming_failures`, for a backward; what autograd refuses becomes an error of ours, too.
 
     Args:
         of_assumed: whether it starts from gradients with the metadata that a trace assumes, rather than from
             those of a call.
+        line: the user's line of what asked last for a number that depends on data.
     """
-    with _noting_when(), naming_failures():
+    with _noting_when(), naming_failures(line=line):
         try:
             yield
         except AotdistError:

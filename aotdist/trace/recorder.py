@@ -118,11 +118,11 @@ class Recorder:
         elif mode is not None:
             self.shape_env, self.fake_mode = mode.shape_env, mode
         else:
-            asked = is_asked_by_the_user if of_data else None
+            asked = self._is_asked if of_data else None
             self.shape_env = shape_env(of_data=asked) if symbolic or of_data else None
             self.fake_mode = FakeTensorMode(static_shapes=not symbolic, shape_env=self.shape_env)
         self._within = within
-        self.tracer = Tracer()
+        self.tracer, self.asked_at = Tracer(), ""
         self._finds_out = finds_out
         self._functionalisation = Functionalisation()
         self.strided = self._functionalisation.strided
@@ -288,6 +288,12 @@ class Recorder:
             with contextlib.suppress(NotKnown), torch_functions_off():
                 return self.data_guards.answer(self.value(tensor), self.tracer.root, torch.Tensor.tolist)
         return None
+
+    def _is_asked(self) -> bool:
+        """Whether the user's own code asks for a number that depends on data, rather than a library."""
+        if self.tracer.phase == "backward":
+            self.asked_at = self.tracer.origin()[2]
+        return is_asked_by_the_user(inspect.currentframe())
 
     def _rng_state(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Seed and offset, which become arguments when they are first asked for."""

@@ -55,15 +55,7 @@ class Tracer(PythonKeyTracer):
 
     def stamp(self) -> dict[str, Any]:
         """The origin of the operation that runs now, for `node.meta`."""
-        seq_nr, function = running_node()
-        # The program may call for a backward, too. A node for writes to views has no operator of the forward.
-        if self.phase == "backward" or function:
-            source, module = self._origins_by_seq_nr.get(seq_nr, ("", "")) if seq_nr is not None else ("", "")
-        else:
-            seq_nr, function = next_sequence_nr() - 1, ""
-            source, module = current_source_line(), current_module()
-            # The first operation that an autograd node covers is the one the user wrote.
-            self._origins_by_seq_nr.setdefault(seq_nr, (source, module))
+        seq_nr, function, source, module = self.origin()
         stamp: dict[str, Any] = {"phase": self.phase, "source": source, "module": module, **current_tags()}
         stamp["serial"] = self.next_serial()
         stamp["grad"] = torch.is_grad_enabled()
@@ -72,6 +64,19 @@ class Tracer(PythonKeyTracer):
         if seq_nr is not None and function != ACCUMULATION:
             stamp["seq_nr"] = self.graph_seq_nr(seq_nr)
         return stamp
+
+    def origin(self) -> tuple[int | None, str, str, str]:
+        """Sequence number, autograd node's name, user's line and module of the operation that runs now."""
+        seq_nr, function = running_node()
+        # The program may call for a backward, too. A node for writes to views has no operator of the forward.
+        if self.phase == "backward" or function:
+            source, module = self._origins_by_seq_nr.get(seq_nr, ("", "")) if seq_nr is not None else ("", "")
+            return seq_nr, function, source, module
+        seq_nr = next_sequence_nr() - 1
+        # The first operation that an autograd node covers is the one the user wrote.
+        origin = current_source_line(), current_module()
+        self._origins_by_seq_nr.setdefault(seq_nr, origin)
+        return seq_nr, "", *origin
 
     def erase(self, graph: torch.fx.Graph) -> None:
         """Empty a graph that something was recorded into aside; see `recorded_again`."""

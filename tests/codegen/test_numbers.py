@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import copy
 import math
 import operator
 from collections.abc import Callable
@@ -10,7 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
+import aotdist
 from aotdist.codegen.contract import Emitted
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.numbers import split_off_numbers
@@ -81,3 +85,34 @@ def test_operator_without_a_form_for_tensors_is_refused() -> None:
     assert mode is not None
     with pytest.raises(UnsupportedProgram, match="leaky_relu"):
         split_off_numbers(graph, mode)
+
+
+class Experts(nn.Module):
+    """Each of two matrices multiplies as many rows as the data say, one after the other or in one call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.experts = nn.Linear(8, 8), nn.Parameter(torch.randn(2, 8, 8))
+
+    def forward(self, x: torch.Tensor, repeats: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        first, second = counts.tolist()
+        rows = self.linear(x).repeat_interleave(repeats, 0, output_size=first + second).sin()
+        in_turns = [
+            part @ expert for part, expert in zip(rows.split([first, second]), self.experts, strict=True)
+        ]
+        ends = counts.cumsum(0, dtype=torch.int32)
+        return torch.cat(in_turns).sum() + F.grouped_mm(rows.cos(), self.experts, offs=ends).square().sum()
+
+
+def test_inductor_compiles_the_backward_of_experts() -> None:
+    eager = Experts()
+    compiled = aotdist.compile(copy.deepcopy(eager), backend="inductor")
+    for counts in ([3, 5], [6, 1], [2, 6]):
+        arguments = torch.randn(4, 8), torch.tensor([sum(counts) - 3, 1, 0, 2]), torch.tensor(counts)
+        losses = [model(*arguments) for model in (eager, compiled)]
+        for loss in losses:
+            loss.backward()
+        torch.testing.assert_close(losses[1], losses[0])
+        for ours, theirs in zip(compiled.parameters(), eager.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    assert len(compiled.graphs) == 1

@@ -72,6 +72,7 @@ SELECTIONS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "a mask": (lambda x: x[x > 0] * 2, ()),
     "a mask of rows": (lambda x: (x[x[:, 0] > 0] @ torch.ones(3, 2)).sin(), (3,)),
     "their mean": (lambda x: x[x > 0].mean(), ()),
+    "their spread": (lambda x: torch.cat([x, x[x > 0]]).std(), ()),
     "masked_select": (lambda x: torch.masked_select(x, x > 0).exp(), ()),
     "nonzero": (lambda x: (x.sin(), torch.nonzero(x > 0)), ()),
     "where": (lambda x: x[torch.where(x > 0)] + 1, ()),
@@ -325,6 +326,15 @@ def test_choices_by_data_are_refused_by_name(choice: str) -> None:
     assert refused.value.where is not None and "test_numbers_of_data.py" in refused.value.where
 
 
+def test_choices_of_a_backward_are_refused_by_the_line_of_its_forward() -> None:
+    def spread(x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0].var(correction=3)  # whose gradient is another for up to three elements
+
+    with pytest.raises(UnsupportedProgram, match="depends on a number") as refused:
+        aotdist.compile(spread, backend="fx")(torch.ones(3, requires_grad=True))
+    assert refused.value.where is not None and "var(correction=3)" in refused.value.where
+
+
 COUNTED: dict[str, Callable[[torch.Tensor], list[Any]]] = {
     "tolist": lambda counts: counts.tolist(),
     "a loop": lambda counts: [count.item() for count in counts],
@@ -356,6 +366,22 @@ def test_inductor(name: str) -> None:
         (x,) = scene.args
         found, expected = compiled(x), fn(x)
         torch.testing.assert_close(found, expected, equal_nan=True)
+    assert len(compiled_call(compiled).artifacts) == 1
+
+
+@pytest.mark.parametrize("name", ["a slice", "the longest", "several"])
+def test_inductor_compiles_backwards(name: str) -> None:
+    fn, counts = READS[name]
+
+    def loss(x: torch.Tensor, n: torch.Tensor) -> torch.Tensor:
+        results = fn(x.tan(), n)
+        return sum(part.sin().sum() for part in ([results] if torch.is_tensor(results) else results))
+
+    compiled = aotdist.compile(loss, backend="inductor")
+    for count in map(torch.tensor, counts):
+        x = torch.randn(5, requires_grad=True)
+        found, expected = (torch.autograd.grad(call(x, count), x) for call in (compiled, loss))
+        torch.testing.assert_close(found, expected)
     assert len(compiled_call(compiled).artifacts) == 1
 
 

@@ -115,7 +115,7 @@ class Unbacked:
         """
         if function in _OF_TWO and all(number_kind(number) is int for number in arguments):
             return functools.reduce(_OF_TWO[function], arguments)
-        number = new_float_of_data(self._env)
+        number = new_float_of_data(self._env, function, arguments)
         name = str(number.node.expr)
         self.numbers[name], self.steps[name] = number, NumberStep.of(function, arguments)
         self._operands[name] = arguments
