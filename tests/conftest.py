@@ -1,8 +1,9 @@
 """What holds for every test: search profiles, markers that skip or group, a clean environment."""
 
+import gc
 import os
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 
 import hypothesis
 import pytest
@@ -56,6 +57,23 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.add_marker(pytest.mark.xdist_group("ranks"))
     if is_of_device and not torch.cuda.is_available():
         item.add_marker(pytest.mark.skip(reason="needs a GPU: torch.cuda.is_available() is False"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: the collector need not look at its 800,000 objects each time, for 0.4 s."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_unconfigure() -> None:
+    """Triton's binding reports as leaks what the collector may not take apart at the end."""
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -41,6 +41,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -318,6 +319,7 @@ def _name(case: Case) -> str:
 
 def _serve(rank: int, num_ranks: int, pipe: Connection, log: str) -> None:
     """The whole life of a rank: join the world, then run cases until the pytest process is gone."""
+    gc.freeze()  # what the fork server imported
     _print_to(log)
     pipe.send_bytes(pickle.dumps(_attempt(_join, rank, num_ranks, pipe)))
     with contextlib.suppress(EOFError):
