@@ -30,7 +30,7 @@ time, `run` raises `RanksFailed` with the traceback, the output and (for a hang)
         assert isinstance(died, Died) and died.exitcode == -signal.SIGKILL
         assert isinstance(lost, Raised) and lost.kind == "RankLost"
 
-Costs, on two cores: the first world of a session 4 s (a fork server imports torch once), each further
+Costs, on two cores: the first world of a session 5 s (a fork server imports torch once), each further
 one 0.1-0.3 s, a case 2 ms. Fixtures: `world2`, `world4` (`tests/ranks/conftest.py`, or list this
 module in `pytest_plugins`). The store lives in the pytest process, as it does in torchrun's agent;
 `fresh_world(n, store="rank0")` and `store="file"` are the other ways in which ranks meet.
@@ -79,8 +79,8 @@ PRELOADED = [
     "aotdist.step.train_step",
     "tests.ranks.harness",
 ]
-"""What the fork server imports once for all ranks: they would import it at their first compilation, in 0.6 s of each,
-and with Inductor 1.5 s."""
+"""What the fork server imports once for all ranks. The last of torch's and what is ours they would import when they
+first compile, each in 0.6 s, and with Inductor in 1.5 s more."""
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 MANY_GROUPS = 12
