@@ -79,8 +79,8 @@ PRELOADED = [
     "aotdist.step.train_step",
     "tests.ranks.harness",
 ]
-"""What the fork server imports once for all ranks. The last of torch's and what is ours they would import when they
-first compile, each in 0.6 s, and with Inductor in 1.5 s more."""
+"""What the fork server imports once for all ranks. The last of torch's and what is ours they would import
+when they first compile, each in 0.6 s, and with Inductor in 1.5 s more."""
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 MANY_GROUPS = 12
