@@ -16,7 +16,7 @@ pytestmark = pytest.mark.skipif(
     not torch.__version__.startswith("2.13"), reason="one version's database is enough"
 )
 
-CHUNKS = 20
+CHUNKS = 10
 RANDOM = {
     "nn.functional.rrelu",  # its decomposition draws other numbers than eager does, also for Inductor
     "empty", "empty_like", "empty_permuted", "empty_strided", "new_empty", "new_empty_strided",
