@@ -7,7 +7,7 @@ import pytest
 
 from tests.house.tree import ROOT
 from tests.pages import python_blocks
-from tests.scripts import run_python, torchrun
+from tests.scripts import run_python, run_script, torchrun
 
 ALONE, RANKS = python_blocks((ROOT / "docs" / "artifacts.md").read_text())
 
@@ -17,8 +17,9 @@ def run(folder: Path, *words: str) -> str:
 
 
 def test_alone(tmp_path: Path) -> None:
-    (tmp_path / "example.py").write_text(ALONE)
-    printed = run(tmp_path, "example.py")
+    script = tmp_path / "example.py"
+    script.write_text(ALONE)
+    printed = run_script(script, folder=tmp_path)
     for comment in re.findall(r"  # (.*)$", ALONE, re.MULTILINE):
         assert comment in printed
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.house.tree import ROOT
 from tests.pages import python_blocks, run
+from tests.scripts import run_python
 
 README = (ROOT / "README.md").read_text()
 EXAMPLES = python_blocks(README)
@@ -26,7 +27,9 @@ def test_its_numbers_are_those_that_were_measured() -> None:
 
 
 def test_plain(tmp_path: Path) -> None:
-    assert "step · inference · fx" in run(EXAMPLES[0], tmp_path)
+    script = tmp_path / "example.py"
+    script.write_text(EXAMPLES[0])
+    assert "step · inference · fx" in run_python(str(script))
 
 
 @pytest.mark.ranks

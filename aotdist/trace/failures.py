@@ -198,7 +198,7 @@ _OF_AUTOGRAD: Mapping[re.Pattern[str], tuple[str, str]] = {
 
 
 @contextmanager
-def naming_failures_of_backward(*, of_assumed: bool, line: Callable[[], str]) -> Generator[None]:
+def naming_failures_of_backward(*, of_assumed: bool, line: Callable[[], str] = str) -> Generator[None]:
     """As `naming_failures`, for a backward; what autograd refuses becomes an error of ours, too.
 
     Args:

@@ -74,7 +74,7 @@ def repeated_case() -> None:
         return [loss.detach(), *grads]
 
     first = step()
-    for _ in range(600):
+    for _ in range(200):
         assert all(map(torch.equal, step(), first))
 
 

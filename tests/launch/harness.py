@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -13,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from aotdist.launch.metrics import METRICS_FILE, Record, StepRecord, ValidationRecord, read_metrics
+from tests.ranks.harness import RanksFailed, fresh_world
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -66,7 +66,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class GoesOn:
-    """A job that goes on with a copy of another one; of several ranks not the first, as they must have met.
+    """A job that goes on with a copy of another one.
 
     Args:
         name: of the other one, which has run before.
@@ -81,7 +81,7 @@ class GoesOn:
 
 @dataclass(frozen=True)
 class Batch:
-    """Jobs by name that one torchrun does."""
+    """Jobs by name that the same ranks do."""
 
     num_ranks: int
     jobs: Mapping[str, Sequence[str] | GoesOn]
@@ -99,7 +99,7 @@ class Runs:
     def __init__(self, text: Path, folder: Path, batches: Sequence[Batch]) -> None:
         self.job = Job(text, folder)
         self._batches = batches
-        self._printed: list[str] = []
+        self._ended: list[tuple[Mapping[str, int], str]] = []
 
     def __getitem__(self, name: str) -> list[Record]:
         """What a job recorded.
@@ -108,25 +108,20 @@ class Runs:
             AssertionError: it failed; the message is all that its ranks printed.
         """
         (at,) = (at for at, batch in enumerate(self._batches) if name in batch.jobs)
-        while len(self._printed) <= at:
-            self._printed.append(self._run(len(self._printed)))
-        code = self.job.folder / f"{name}.code"
-        assert code.exists() and code.read_text() == "0", f"{name} failed\n{self._printed[at]}"
+        while len(self._ended) <= at:
+            self._ended.append(self._run(self._batches[len(self._ended)]))
+        codes, printed = self._ended[at]
+        assert codes.get(name) == 0, f"{name} failed\n{printed}"
         return self.job.records(name)
 
-    def _run(self, at: int) -> str:
-        batch = self._batches[at]
-        table = self.job.folder / f"jobs-{at}.json"
-        table.write_text(json.dumps([self._described(name, job) for name, job in batch.jobs.items()]))
-        script = str(REPOSITORY / "tests" / "launch" / "run_jobs.py")
-        finished = run_torchrun(script, str(table), num_ranks=batch.num_ranks, timeout_s=250)
-        return finished.stdout + finished.stderr
-
-    def _described(self, name: str, job: Sequence[str] | GoesOn) -> dict[str, object]:
-        if not isinstance(job, GoesOn):
-            return {"name": name, "arguments": self.job.arguments(name, *job)}
-        arguments = ["--resume", str(self.job.folder / name), *job.options]
-        return {"name": name, "arguments": arguments, "copied": job.name, "step": job.step}
+    def _run(self, batch: Batch) -> tuple[Mapping[str, int], str]:
+        """The exit codes of its jobs, and what its ranks printed."""
+        with fresh_world(batch.num_ranks) as world:
+            try:
+                codes, *_ = world.run("tests.launch.run_jobs:run", self.job, batch.jobs, timeout=250)
+            except RanksFailed as failed:
+                return {}, str(failed)
+            return codes, world.printed()
 
 
 def run_torchrun(

@@ -1,4 +1,4 @@
-"""What runs on several ranks, in batches: each is one torchrun, which all tests of its jobs share."""
+"""What runs on several ranks, in batches: each has ranks of its own, which all tests of its jobs share."""
 
 from collections.abc import Iterable
 from typing import Any

@@ -6,7 +6,7 @@ from importlib.metadata import entry_points
 import pytest
 
 from tests.house.tree import ROOT
-from tests.scripts import run_python, torchrun
+from tests.scripts import run_python, run_script, torchrun
 
 EXAMPLES = ROOT / "launch" / "examples"
 ON_ONE_AND_ON_TWO = pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.sweep)])
@@ -14,6 +14,8 @@ IS_DECLARED = "aotdist" in entry_points(group="torch_dynamo_backends").names
 
 
 def run(name: str, *options: str, ranks: int = 1, launcher: Sequence[str] = ()) -> list[str]:
+    if ranks == 1 and "--eager" in options:  # what a new user's is compared with
+        return run_script(EXAMPLES / name, *options).splitlines()
     return run_python(*launcher, *torchrun(ranks), str(EXAMPLES / name), *options).splitlines()
 
 

@@ -36,6 +36,7 @@ def killed(job, when, *options, rank=1):
 
 def test_a_rank_killed_in_the_midst_of_a_step_costs_the_steps_since_the_last_checkpoint(runs, job):
     finished = killed(job, "step", "--checkpoint.no-asynchronous")
+    assert "RankLost: rank 1 " in finished.stderr  # said by the other one
     assert "going on  from step 3" in finished.stdout
     assert runs["saved"] and job.numbers("killed") == runs.job.numbers("saved")
     assert [r.status for r in job.records("killed") if isinstance(r, EndRecord)] == ["finished"]

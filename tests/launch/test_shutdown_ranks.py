@@ -49,7 +49,8 @@ def test_an_error_of_one_rank_alone_is_shown_though_rank_0_has_none(job):
     assert "[rank 1] UnsupportedProgram: only this rank refuses" in finished.stderr
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_rank_that_dies_is_named_by_the_others(job, rank):
     finished = run_broken(job, "dies", rank=rank)
     assert finished.returncode == 1

@@ -91,11 +91,16 @@ def test_each_of_the_zoo(number: int, way: Way) -> None:
 
 TRAINED_BY_DEFAULT = [
     "BertForMaskedLM",
-    "T5ForConditionalGeneration",
-    "BartForConditionalGeneration",
     "DebertaV2ForMaskedLM",
     "GPT2LMHeadModel",
-    "ViTForImageClassification",
+    *(
+        pytest.param(model, marks=pytest.mark.sweep)
+        for model in (
+            "T5ForConditionalGeneration",
+            "BartForConditionalGeneration",
+            "ViTForImageClassification",
+        )
+    ),
 ]
 
 

@@ -30,7 +30,7 @@ time, `run` raises `RanksFailed` with the traceback, the output and (for a hang)
         assert isinstance(died, Died) and died.exitcode == -signal.SIGKILL
         assert isinstance(lost, Raised) and lost.kind == "RankLost"
 
-Costs, on two cores: the first world of a session 4 s (a fork server imports torch once), each further
+Costs, on two cores: the first world of a session 5 s (a fork server imports torch once), each further
 one 0.1-0.3 s, a case 2 ms. Fixtures: `world2`, `world4` (`tests/ranks/conftest.py`, or list this
 module in `pytest_plugins`). The store lives in the pytest process, as it does in torchrun's agent;
 `fresh_world(n, store="rank0")` and `store="file"` are the other ways in which ranks meet.
@@ -41,6 +41,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import functools
+import gc
 import importlib
 import multiprocessing
 import os
@@ -71,10 +72,15 @@ PRELOADED = [
     "pytest",
     "torch.distributed.fsdp",
     "torch.distributed.tensor.parallel",
-    "aotdist",
+    "torch._inductor.compile_fx",
+    "aotdist.api",
+    "aotdist.artifacts.load",
+    "aotdist.compiling",
+    "aotdist.step.train_step",
     "tests.ranks.harness",
 ]
-"""What the fork server imports once for all ranks."""
+"""What the fork server imports once for all ranks. The last of torch's and what is ours they would import
+when they first compile, each in 0.6 s, and with Inductor in 1.5 s more."""
 
 GROUP_TIMEOUT = timedelta(seconds=60)
 MANY_GROUPS = 12
@@ -211,6 +217,10 @@ class World:
             self.close()
         return found
 
+    def printed(self) -> str:
+        """What the ranks have printed since the last case began."""
+        return "\n".join(rank.output() for rank in self._ranks)
+
     def close(self) -> None:
         """End the ranks; the next case starts new ones."""
         for rank in self._ranks:
@@ -309,6 +319,7 @@ def _name(case: Case) -> str:
 
 def _serve(rank: int, num_ranks: int, pipe: Connection, log: str) -> None:
     """The whole life of a rank: join the world, then run cases until the pytest process is gone."""
+    gc.freeze()  # what the fork server imported
     _print_to(log)
     pipe.send_bytes(pickle.dumps(_attempt(_join, rank, num_ranks, pipe)))
     with contextlib.suppress(EOFError):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from aotdist.settings import Settings
+from tests.scripts import run_script
 
 PROGRAM = """
 import resource
@@ -35,29 +35,23 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="about glibc's heap")
-def test_a_step_finds_the_memory_of_the_one_before() -> None:
-    assert _faults_of_a_step({}) < 600
+def test_a_step_finds_the_memory_of_the_one_before(tmp_path: Path) -> None:
+    assert _faults_of_a_step(tmp_path, {}) < 600
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="about glibc's heap")
-def test_what_the_environment_says_of_the_heap_holds() -> None:
-    assert _faults_of_a_step({"MALLOC_TRIM_THRESHOLD_": str(1 << 20)}) > 20_000
+def test_what_the_environment_says_of_the_heap_holds(tmp_path: Path) -> None:
+    assert _faults_of_a_step(tmp_path, {"MALLOC_TRIM_THRESHOLD_": str(1 << 20)}) > 20_000
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="about glibc's heap")
-def test_the_setting_leaves_the_heap_alone() -> None:
-    assert _faults_of_a_step({"AOTDIST_KEEP_FREED_MEMORY": "0"}) > 20_000
+def test_the_setting_leaves_the_heap_alone(tmp_path: Path) -> None:
+    assert _faults_of_a_step(tmp_path, {"AOTDIST_KEEP_FREED_MEMORY": "0"}) > 20_000
     settings = Settings(keep_freed_memory=False)
     assert settings.fingerprint() == Settings().fingerprint()  # what is cached serves both
 
 
-def _faults_of_a_step(environment: dict[str, str]) -> int:
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        check=True,
-        timeout=100,
-        env={**os.environ, **environment},
-    )
-    return int(done.stdout)
+def _faults_of_a_step(folder: Path, environment: dict[str, str]) -> int:
+    script = folder / "step.py"
+    script.write_text(PROGRAM)
+    return int(run_script(script, environment=environment))
