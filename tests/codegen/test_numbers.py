@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import aotdist
 from aotdist.codegen.contract import Emitted
 from aotdist.codegen.fx import FxBackend
 from aotdist.codegen.numbers import split_off_numbers
@@ -67,6 +68,28 @@ def test_both_parts_together_are_the_graph(of_step: bool) -> None:
     whole = FxBackend().emit(graph, emission(graph)).call
     parts: Emitted = with_numbers(FxBackend().emit(rest, emission(graph)))
     torch.testing.assert_close(list(parts.call([X, STEP])), list(whole([X, STEP])))
+
+
+WITH_A_THRESHOLD: dict[str, Callable[[torch.Tensor, float], Any]] = {
+    "clamped on both sides": lambda x, t: x.clamp(1 - t, 1 + t),
+    "clamped below": lambda x, t: x.clamp(min=t),
+    "clamped above": lambda x, t: x.clamp_max(t),
+    "compared": lambda x, t: torch.stack([(x > t) | (x == t), (x <= t) & (x < 2 * t), (x >= t) & (x != t)]),
+    "a margin": lambda x, t: torch.relu(t - x),
+    "filled": lambda x, t: x.masked_fill(x > 0, t) + torch.full_like(x, t),
+    "a remainder": lambda x, t: x % t,
+    "lists": lambda x, t: torch._foreach_maximum(torch._foreach_minimum([x, x + 1], t), -t),
+    "lists clamped": lambda x, t: torch._foreach_clamp_min(torch._foreach_clamp_max([x, x + 1], t), -t),
+}
+
+
+@pytest.mark.parametrize("name", WITH_A_THRESHOLD)
+def test_thresholds_that_change_are_one_program(name: str) -> None:
+    program = WITH_A_THRESHOLD[name]
+    compiled = aotdist.compile(program, backend=lambda gm, _: gm.forward)
+    for threshold in (0.5, 0.75, 1.0, 1.25):
+        torch.testing.assert_close(compiled(X, threshold), program(X, threshold))
+    assert len(compiled.graphs) == 2  # that of the first call is of its number
 
 
 def test_graph_without_numbers_stays_whole() -> None:
