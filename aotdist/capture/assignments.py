@@ -130,16 +130,11 @@ class Assignments:
         return found
 
     def _with_objects(self, value: Any, positions: Mapping[int, int], made: dict[int, int]) -> Any:
-        """`value`: the arguments' objects are references, and those that the program made are taken apart.
-
-        What a library hands out without tensors in it may be an object from before, which the walk has not
-        found.
-        """
+        """`value`: the arguments' objects are references, and those that the program made are taken apart."""
         new = [leaf for leaf in pytree.tree_leaves(value) if is_instance(leaf)]
         new = [leaf for leaf in new if id(leaf) not in self.existing and id(leaf) not in positions]
-        anew = any(is_users_class(type(leaf)) for leaf in new)
-        if anew or (new and self._hiding(value)):
-            return taken_apart(value, self.existing, made, positions, anew=anew)
+        if any(is_users_class(type(leaf)) for leaf in new) or (new and self._hiding(value)):
+            return taken_apart(value, self.existing, made, positions)
         return _with_references(value, positions)
 
     def collect_constants(self) -> tuple[list[tuple[Source, Any]], list[Source]]:
