@@ -65,7 +65,8 @@ def split_off_numbers(
     ready = tuple(at for at, n in enumerate(graph.results()) if n in early and n not in graph.placeholders())
     placeholders = gm.graph.find_nodes(op="placeholder")
     values = [placeholder.meta["val"] for placeholder in placeholders]
-    devices = (v.device for v in values if isinstance(v, torch.Tensor) and not v.is_cpu)
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    devices = (tensor.device for tensor in tensors if not (tensor.is_cpu or tensor.is_meta))
     device = next(devices, torch.device("cpu"))
     ins, numbers = graph.ins, set[Node]()
     if wanted:

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.func import functional_call
 
 import aotdist
 from aotdist.codegen.contract import Emitted
@@ -90,6 +92,18 @@ def test_thresholds_that_change_are_one_program(name: str) -> None:
     for threshold in (0.5, 0.75, 1.0, 1.25):
         torch.testing.assert_close(compiled(X, threshold), program(X, threshold))
     assert len(compiled.graphs) == 2  # that of the first call is of its number
+
+
+def test_numbers_are_not_put_where_a_model_has_no_data() -> None:
+    """An ensemble of `torch.func` calls one model on the meta device with the parameters of each."""
+    base, params = nn.Linear(6, 6, device="meta"), dict(nn.Linear(6, 6).named_parameters())
+
+    def program(x: torch.Tensor, factor: float) -> Any:
+        return torch.add(functional_call(base, params, (x,)), x, alpha=factor)
+
+    compiled = aotdist.compile(program, backend=lambda gm, _: gm.forward)
+    for factor in (0.5, 0.75, 1.0):
+        torch.testing.assert_close(compiled(X, factor), program(X, factor))
 
 
 def test_graph_without_numbers_stays_whole() -> None:
