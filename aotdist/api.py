@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import types
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -227,6 +228,7 @@ def compiled_call(target: Any) -> Explained:
     Raises:
         BadSettings: it was not compiled.
     """
+    target = target.__func__ if isinstance(target, types.MethodType) else target
     call = compiled_call_of(target) if isinstance(target, nn.Module) else target
     call = call.contained if isinstance(call, ContainerCall) else call
     if not isinstance(call, Explained):

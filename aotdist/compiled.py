@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import types
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
@@ -156,6 +157,9 @@ EVERY_COMPILED: weakref.WeakSet[Compiled] = weakref.WeakSet()
 class CompiledFunction(Compiled):
     """A compiled function: it keeps the name, the docstring and the signature of the original.
 
+    Attributes that scripts set, and read, are those of the original, too (`step.calls += 1`); and like it, a
+    copy is the function itself, and a pickle is its name.
+
     Args:
         fn: the function.
         make: makes artifacts.
@@ -178,7 +182,24 @@ class CompiledFunction(Compiled):
         functools.update_wrapper(self, fn, updated=())
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
-        return self if instance is None else functools.partial(self, instance)  # a method like any other
+        return self if instance is None else types.MethodType(self, instance)
+
+    def __getattr__(self, name: str) -> Any:
+        if "__wrapped__" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.__wrapped__, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if "__wrapped__" in vars(self) and name not in vars(self):
+            setattr(self.__wrapped__, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self.__wrapped__, name)
+
+    def __reduce__(self) -> str:
+        return self.__qualname__
 
     def _called_anew(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Run the training step, if the function is known or found to be one."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import types
 from typing import Any
 
@@ -49,7 +51,34 @@ def test_a_decorator_makes_methods() -> None:
         def call(self, x: torch.Tensor) -> torch.Tensor:
             return x * self.factor
 
-    assert Scales().call(torch.ones(2)).tolist() == [3.0, 3.0]
+    scales = Scales()
+    assert scales.call(torch.ones(2)).tolist() == [3.0, 3.0]
+    assert (scales.call.__name__, len(scales.call.graphs)) == ("call", 1)
+    assert str(aotdist.explain(scales.call)) == str(scales.call.explain())
+
+
+@aotdist.compile(backend="fx")
+def step_with_attributes(x: torch.Tensor) -> torch.Tensor:
+    step_with_attributes.calls += 1
+    step_with_attributes.last = x * step_with_attributes.scale
+    return step_with_attributes.last.sum()
+
+
+def test_attributes_are_those_of_the_function() -> None:
+    step = step_with_attributes
+    step.calls, step.scale = 0, torch.tensor(2.0)
+    assert [step(torch.ones(2) * number).item() for number in (1, 2, 3)] == [4.0, 8.0, 12.0]
+    assert (step.calls, step.last.tolist(), len(step.graphs)) == (3, [6.0, 6.0], 1)
+    assert vars(step.__wrapped__)["calls"] == 3
+    step.scale = torch.tensor(10.0)
+    assert step(torch.ones(2)).item() == 20.0
+    del step.calls
+    assert not hasattr(step, "calls") and not hasattr(step.__wrapped__, "calls")
+
+
+def test_a_copy_is_the_function_and_a_pickle_its_name() -> None:
+    assert pickle.loads(pickle.dumps(step_with_attributes)) is step_with_attributes
+    assert copy.deepcopy([step_with_attributes]) == [step_with_attributes]
 
 
 @pytest.mark.parametrize(("settings", "dynamic"), [({"dynamic": False}, True), ({"dynamic": True}, None)])

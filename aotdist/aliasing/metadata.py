@@ -52,6 +52,7 @@ class Change:
         bumps: by how much the version counter increases.
         former: a second tensor with the memory and the sizes of before, if the tensor may have other memory.
         grown: a second tensor with the memory of after, if that has grown.
+        where: the user's line.
     """
 
     tensor: torch.Tensor
@@ -64,6 +65,7 @@ class Change:
     bumps: int = 0
     former: torch.Tensor | None = None
     grown: torch.Tensor | None = None
+    where: str = ""
 
     def moves(self) -> bool:
         """Whether the tensor may have other memory now."""

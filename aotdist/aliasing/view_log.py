@@ -24,6 +24,7 @@ from aotdist.aliasing.views import (
     view_refusal,
 )
 from aotdist.facts import Inside, ViewStep
+from aotdist.origins import current_source_line
 from aotdist.subclasses.protocol import inner_tensors, plain_tensors
 from aotdist.torch_seam.autograd import history_of
 from aotdist.torch_seam.functional import memory_of
@@ -180,6 +181,7 @@ class ViewLog:
             bumps=bumps,
             former=former,
             grown=grown,
+            where=current_source_line(),
         )
         self.changes.append(change)
         is_view = self.entry_of(tensor) is not None

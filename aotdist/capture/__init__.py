@@ -82,8 +82,9 @@ How an assignment is repeated depends on what is assigned:
 - **Tensors** (`self.n = self.n + 1`) are additional outputs of the program (`capture/assignments.py`).
 - **Places** begin at the target, never at an object on the way to it, since that object may be replaced; so
   the assignment reaches the object that the call finds (`Held` in `capture/source.py`).
-- **Tensors inside objects that are no pytrees** are rejected, since a stand-in would stay in the object
-  (`capture/leaked_tensors.py`).
+- **Objects of the user's classes that the program makes** are made anew at each call, as those that it
+  returns (`capture/instances.py`), and so are others with tensors in them. What cannot be made anew (a
+  module, a set of tensors) is rejected, since a stand-in would stay in it (`capture/leaked_tensors.py`).
 - **Constants** are assigned as they were at capture; an artifact is specialised on the value that its call
   found.
 - **Counters**: a number that the program finds and changes would make every call a new signature. So the

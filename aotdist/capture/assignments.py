@@ -16,9 +16,10 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
+from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant, is_same
 from aotdist.capture.environment import Reached
-from aotdist.capture.instances import ArgumentObject
+from aotdist.capture.instances import ArgumentObject, is_instance, taken_apart
 from aotdist.capture.leaked_tensors import hides_traced, is_text_of_traced, is_traced, refusal, shows_traced
 from aotdist.capture.module_attributes import HOOKS, OF_EVERY_MODULE
 from aotdist.capture.source import (
@@ -103,13 +104,14 @@ class Assignments:
         self.existing = frozenset(map(id, self._existing))
         """Identities of the objects that were there before the trace."""
 
-    def collect(self, positions: Mapping[int, int]) -> list[tuple[Source, Any]]:
+    def collect(self, positions: Mapping[int, int], made: dict[int, int]) -> list[tuple[Source, Any]]:
         """Places that were assigned traced tensors, or containers of some; their old values are restored.
 
         Attributes of arguments are among them, whatever they were assigned: the next call has others.
 
         Args:
             positions: of the objects among the arguments, by identity.
+            made: see `taken_apart`.
 
         Raises:
             UnsupportedProgram: an object that hides tensors was assigned, or a tensor was deleted.
@@ -119,13 +121,21 @@ class Assignments:
             _refuse_kept(whole)
         for place, before, value in self._changed():
             _refuse_deletion(place, before, value)
-            shown = _with_references(value, positions)
+            shown = self._with_objects(value, positions, made)
             self._refuse_hidden(place.path, shown)
             repeats = is_plain(shown) if place.is_whole_list else self._shows_tensors(shown)
             if repeats or shown is not value or (place.is_of_argument and value is not ABSENT):
                 found.append((place, shown))
                 place.write(before)
         return found
+
+    def _with_objects(self, value: Any, positions: Mapping[int, int], made: dict[int, int]) -> Any:
+        """`value`: the arguments' objects are references, and those that the program made are taken apart."""
+        new = [leaf for leaf in pytree.tree_leaves(value) if is_instance(leaf)]
+        new = [leaf for leaf in new if id(leaf) not in self.existing and id(leaf) not in positions]
+        if any(is_users_class(type(leaf)) for leaf in new) or (new and self._hiding(value)):
+            return taken_apart(value, self.existing, made, positions)
+        return _with_references(value, positions)
 
     def collect_constants(self) -> tuple[list[tuple[Source, Any]], list[Source]]:
         """Places that were assigned constants or containers of constants, and places that were deleted.

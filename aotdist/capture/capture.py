@@ -242,7 +242,7 @@ class _Trace:
             hand_over_attributes(self.inputs, self.examples)
             parts = taken_apart(result, assignments.existing, made := dict[int, int](), given.positions)
             leaves, spec = pytree.tree_flatten(parts, is_leaf=is_leaf)
-            assigned = assignments.collect(given.positions)
+            assigned = assignments.collect(given.positions, made)
             constants, gone = assignments.collect_constants()
             # Traced numbers of a step are symbols that are read off tensors.
             constants = [(place, Tree.of(value).map(_as_symbol).value()) for place, value in constants]

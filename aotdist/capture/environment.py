@@ -82,7 +82,7 @@ class Reached:
             self,
             constants=[one for one in self.constants if not any(map(one[0].lies_in, logs))],
             identities=[*self.identities, *self._specialising_objects(code)],
-            ties=[tie for tie in ties if not any(place.lies_in(log) for log in logs for place in tie)],
+            ties=[tie for tie in ties if not any(map(tie[0].lies_in, logs))],
             times=tuple({how: None for clock in self.clocks for how in asked_of(*clock, code.loaded)}),
             names=None if code.any_name or code.asks else frozenset(code.loaded),
         )

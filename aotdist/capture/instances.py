@@ -24,6 +24,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset
 
+from aotdist.capture.code import is_users_class
 from aotdist.capture.constants import is_constant, is_leaf, is_unreadable
 from aotdist.capture.leaked_tensors import attributes_of, hides_traced, refusal
 from aotdist.capture.source import built_in_class_of, kept_by
@@ -209,14 +210,14 @@ def taken_apart(
     *,
     anew: bool = False,
 ) -> Any:
-    """`result` with all objects taken apart that hold tensors of the program.
+    """`result` with all objects taken apart that hold tensors of the program, or are of a user's class.
 
     Args:
         result: what a program returned, or a part of that.
         existing: identities of objects from before the call, which are not taken apart.
         made: numbers of the objects that were taken apart so far, by identity; more are added.
         positions: of the objects among the arguments, by identity; references to these are returned.
-        anew: whether objects without tensors of the program are taken apart, too.
+        anew: whether other objects are taken apart, too; a library may have made them before.
 
     Raises:
         UnsupportedProgram: an object that holds tensors cannot be made again.
@@ -259,7 +260,8 @@ def _stays(value: Any, existing: Collection[int], *, anew: bool) -> bool:
     if is_constant(value) or isinstance(value, SYMBOLIC):
         return True
     _refuse_deferred(value, existing)
-    return isinstance(value, _WHOLE) or not ((anew and is_instance(value)) or hides_traced(value, existing))
+    is_new = (anew or is_users_class(type(value))) and is_instance(value)
+    return isinstance(value, _WHOLE) or not (is_new or hides_traced(value, existing))
 
 
 def _refuse_deferred(value: Any, existing: Collection[int]) -> None:

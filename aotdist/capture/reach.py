@@ -32,6 +32,7 @@ from aotdist.capture.environment import (
     is_tensor,
     items_of,
     keys_of,
+    name_of,
 )
 from aotdist.capture.instances import STEPPERS
 from aotdist.capture.leaked_tensors import attributes_of
@@ -115,6 +116,8 @@ class _Walk:
         named: objects whose attributes are read by name.
         of_class: the attributes of each class that were not looked up yet; see `_users_attributes`.
         paths: how many tensors and outermost modules, which name the inputs of the program, have each path.
+        logs: lists that code appends to, which are entered when all else was: what they hold is read from
+            where else it is found.
     """
 
     reached: Reached = field(default_factory=Reached)
@@ -124,9 +127,14 @@ class _Walk:
     named: list[_Named] = field(default_factory=list)
     of_class: dict[type, dict[str, type]] = field(default_factory=dict)
     paths: collections.Counter[str] = field(default_factory=collections.Counter[str])
+    logs: list[tuple[Source, Any]] = field(default_factory=list)
 
     def visit(self, source: Source, value: Any) -> None:
-        pending = [iter([(source, value)])]  # a chain of objects may be longer than Python's stack is high
+        """Enter a value, and all that is found in it."""
+        self._follow(iter([(source, value)]))
+
+    def _follow(self, places: Iterator[tuple[Source, Any]]) -> None:
+        pending = [places]  # a chain of objects may be longer than Python's stack is high
         while pending:
             found = next(pending[-1], None)
             if found is None:
@@ -135,6 +143,8 @@ class _Walk:
             source, value = found
             if is_constant(value):
                 self.reached.constants.extend([found] if source.steps else [])
+            elif type(value) is list and name_of(source) in self.code.appended:
+                self.logs.append(found)
             else:
                 pending.append(self._enter(source, value))
                 self.reached.clocks.extend([(source.path, value)] if is_clock(value) else [])
@@ -201,7 +211,9 @@ class _Walk:
     def follow_names(self) -> None:
         """Look up all names in all objects that are read by name, until nothing new is found."""
         before: tuple[int, int, bool] | None = None
-        while (now := (len(self.code.names), len(self.named), self.code.any_name)) != before:
+        while (now := (len(self.code.names), len(self.named), self.code.any_name)) != before or self.logs:
+            if now == before:
+                self._follow(self._enter(*self.logs.pop()))
             before = now
             for named in list(self.named):
                 for place, inner in list(self._attributes(named)):

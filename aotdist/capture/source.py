@@ -260,8 +260,8 @@ class Source:
         owner, last = self._owner()
         match last:
             case Attribute(name=name):
-                held = getattr(owner, "__dict__", {})
-                return (id(shared(held)) if name in held else id(owner)), name
+                held = getattr(owner, "__dict__", None)  # of a class it is another object at each read
+                return (id(shared(held)) if isinstance(held, dict) and name in held else id(owner)), name
             case Item(key=slice() as key):
                 return id(owner), (key.start, key.stop)  # slices have no hash before Python 3.12
             case Item(key=key):

@@ -65,7 +65,8 @@ def split_off_numbers(
     ready = tuple(at for at, n in enumerate(graph.results()) if n in early and n not in graph.placeholders())
     placeholders = gm.graph.find_nodes(op="placeholder")
     values = [placeholder.meta["val"] for placeholder in placeholders]
-    devices = (v.device for v in values if isinstance(v, torch.Tensor) and not v.is_cpu)
+    tensors = (value for value in values if isinstance(value, torch.Tensor))
+    devices = (tensor.device for tensor in tensors if not (tensor.is_cpu or tensor.is_meta))
     device = next(devices, torch.device("cpu"))
     ins, numbers = graph.ins, set[Node]()
     if wanted:
@@ -257,6 +258,24 @@ def _lerp(x: Any, y: Any, weight: Any) -> Any:
     return x + (y - x) * weight
 
 
+def _rsub(x: Any, y: Any, alpha: Any = 1) -> Any:
+    return y - x * alpha
+
+
+def _clamp(x: torch.Tensor, low: Any = None, high: Any = None, **bounds: Any) -> torch.Tensor:
+    low, high = bounds.get("min", low), bounds.get("max", high)
+    x = x if low is None else torch.clamp_min(x, low)
+    return x if high is None else torch.clamp_max(x, high)
+
+
+def _masked_fill(x: torch.Tensor, mask: torch.Tensor, value: Any) -> torch.Tensor:
+    return torch.where(mask, _tensor(value).to(x.dtype), x)
+
+
+def _filled_like(x: torch.Tensor, value: Any, **_: Any) -> torch.Tensor:
+    return _tensor(value).to(device=x.device).expand(x.size()).clone()
+
+
 def _each(rule: Callable[..., Any]) -> Callable[..., Any]:
     """`rule` for each tensor of lists; a number, or a tensor instead of one, is the same for all."""
 
@@ -300,6 +319,18 @@ _IN_LISTS: Mapping[str, Callable[..., Any]] = {
     "lerp": _lerp,
     "addcmul": _addcmul,
     "addcdiv": _addcdiv,
+    "clamp_min": torch.clamp_min,
+    "clamp_max": torch.clamp_max,
+    "maximum": torch.clamp_min,  # which takes a number, too
+    "minimum": torch.clamp_max,
+}
+_OF_NUMBERS: Mapping[str, Callable[..., Any]] = {
+    "rsub": _rsub,
+    "clamp": _clamp,
+    "masked_fill": _masked_fill,
+    "full_like": _filled_like,
+    "fill": _filled_like,
+    **{name: getattr(torch, name) for name in ("gt", "ge", "lt", "le", "eq", "ne", "remainder")},
 }
 _RULES: dict[Any, Callable[..., Any]] = {
     _ATEN._local_scalar_dense.default: _read,
@@ -318,8 +349,8 @@ _RULES: dict[Any, Callable[..., Any]] = {
     },
     **{
         getattr(getattr(_ATEN, prefix + name), overload): _each(rule) if prefix else rule
-        for name, rule in _IN_LISTS.items()
-        for prefix in ("", "_foreach_")
+        for name, rule in {**_IN_LISTS, **_OF_NUMBERS}.items()
+        for prefix in (("", "_foreach_") if name in _IN_LISTS else ("",))
         for overload in getattr(_ATEN, prefix + name).overloads()
         if not overload.endswith("out")
     },

@@ -47,11 +47,13 @@ class WholeStep(Explained):
         self._modules: list[weakref.ref[nn.Module]] = []
         self._ahead: list[weakref.ref[Any]] = []
         self._has_run = False
+        self._awaited: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self._programs: dict[Any, list[StepProgram]] = {}
 
     def __call__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Do a step; returns what the user's function returns."""
-        if not self._has_run:
+        awaited = self._awaited()
+        if not self._has_run or (awaited is not None and not awaited.state):
             return self.as_written(args, kwargs)
         self._notice_what_varies()
         schedules = [reference() for reference in self._ahead]
@@ -62,6 +64,8 @@ class WholeStep(Explained):
             return self.as_written(args, kwargs)
         except MakesState as found:
             if found.optimizer is None or not found.optimizer.state:
+                if found.optimizer is not None:  # a scaler may skip many of its steps; a trace takes 90 ms
+                    self._awaited = weakref.ref(found.optimizer)
                 return self.as_written(args, kwargs)
             self._know(found.optimizer, hyperparameters([found.optimizer]))
         except ReadsAhead as found:
@@ -98,6 +102,7 @@ class WholeStep(Explained):
     def _know(self, optimizer: torch.optim.Optimizer, found: list[dict[str, Any]]) -> None:
         if not any(optimizer is known for known in self._optimizers):
             self._optimizers.append(optimizer)
+            self._awaited = lambda: None
             self._hyperparameters += found
             self._held = None
 

@@ -213,12 +213,14 @@ class NodeOutputs:
             if self._inputs.index_of(one) is not None:
                 continue
             used = now if one is tensor else steps[0].serial
-            if any(change.moves() or change.serial > used for change in self._log.changes_of(one)):
-                raise unsupported(
-                    f"`{slot.path}` follows from a tensor that the program made, and then reshaped, detached "
-                    "or gave other memory in place",
-                    "change a clone of it, or reshape without writing (`t` for `t_`)",
-                )
+            for change in self._log.changes_of(one):
+                if change.moves() or change.serial > used:
+                    raise unsupported(
+                        f"`{slot.path}` follows from a tensor that the program made, and then reshaped, "
+                        "detached or gave other memory in place",
+                        "change a clone of it, or reshape without writing (`t` for `t_`)",
+                        change.where or None,
+                    )
 
     def _refuse_unknown_alias(self, slot: Slot, out: torch.Tensor) -> None:
         """Refuse a wrapper around several tensors, some in memory of an input that is written.

@@ -19,6 +19,7 @@ from torch import nn
 
 import aotdist
 from aotdist.api import compiled_call
+from aotdist.capture.source import Source
 from tests.capture import surroundings
 
 WEIGHT = torch.ones(3, requires_grad=True)
@@ -504,3 +505,11 @@ def test_the_settings_of_an_installed_model_are_watched(monkeypatch):
     assert torch.equal(model(torch.ones(1)), torch.full((1,), 2.0))
     model.config.scale = 3.0
     assert torch.equal(model(torch.ones(1)), torch.full((1,), 3.0))
+
+
+def test_a_place_in_a_class_is_one_place() -> None:
+    """`cls.__dict__` is another object at each read."""
+    place = Source("Settings", surroundings.Settings).attribute("__dict__")
+    first = place.spot()
+    others = [vars(int) for _ in range(100)]
+    assert place.spot() == first, others

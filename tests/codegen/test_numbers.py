@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 import aotdist
 from aotdist.codegen.contract import Emitted
@@ -71,6 +72,45 @@ def test_both_parts_together_are_the_graph(of_step: bool) -> None:
     whole = FxBackend().emit(graph, emission(graph)).call
     parts: Emitted = with_numbers(FxBackend().emit(rest, emission(graph)))
     torch.testing.assert_close(list(parts.call([X, STEP])), list(whole([X, STEP])))
+
+
+WITH_A_THRESHOLD: dict[str, Callable[[torch.Tensor, float], Any]] = {
+    "clamped on both sides": lambda x, t: x.clamp(1 - t, 1 + t),
+    "clamped below": lambda x, t: x.clamp(min=t),
+    "clamped above": lambda x, t: x.clamp_max(t),
+    "compared": lambda x, t: torch.stack([(x > t) | (x == t), (x <= t) & (x < 2 * t), (x >= t) & (x != t)]),
+    "a margin": lambda x, t: torch.relu(t - x),
+    "filled": lambda x, t: x.masked_fill(x > 0, t) + torch.full_like(x, t),
+    "a remainder": lambda x, t: x % t,
+    "lists": lambda x, t: torch._foreach_maximum(torch._foreach_minimum([x, x + 1], t), -t),
+    "lists clamped": lambda x, t: torch._foreach_clamp_min(torch._foreach_clamp_max([x, x + 1], t), -t),
+}
+
+
+@pytest.mark.parametrize("name", WITH_A_THRESHOLD)
+def test_thresholds_that_change_are_one_program(name: str) -> None:
+    program = WITH_A_THRESHOLD[name]
+    compiled = aotdist.compile(program, backend=lambda gm, _: gm.forward)
+    for threshold in (0.5, 0.75, 1.0, 1.25):
+        torch.testing.assert_close(compiled(X, threshold), program(X, threshold))
+    assert len(compiled.graphs) == 2  # that of the first call is of its number
+
+
+def test_numbers_are_not_put_where_a_model_has_no_data() -> None:
+    """An ensemble of `torch.func` calls one model on the meta device with the parameters of each."""
+    base, params = nn.Linear(6, 6, device="meta"), dict(nn.Linear(6, 6).named_parameters())
+    optimizer = torch.optim.SGD(params.values(), lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = functional_call(base, params, (x,)).square().sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    compiled = aotdist.compile(step, backend=lambda gm, _: gm.forward)
+    losses = [compiled(X).item() for _ in range(3)]
+    assert losses == sorted(losses, reverse=True) and len(compiled.graphs) == 1
 
 
 def test_graph_without_numbers_stays_whole() -> None:

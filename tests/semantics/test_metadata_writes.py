@@ -426,3 +426,14 @@ def test_tensors_that_become_each_other_are_refused_and_stay_what_they_are() -> 
         aotdist.compile(program, backend="fx")(x, y)
     assert "swap_tensors(x, y)" in str(caught.value)
     assert (x.shape, y.shape, vars(x), vars(y)) == ((2,), (3,), {"name_of": "x"}, {})
+
+
+def test_a_result_of_a_tensor_that_got_other_memory_is_refused_with_the_line() -> None:
+    def program(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        made = x * 2
+        row = made[0]
+        made.data = torch.ones(2, 2)
+        return row, made
+
+    with pytest.raises(UnsupportedProgram, match=r"gave other memory in place\n .*made\.data = torch\.ones"):
+        aotdist.compile(program, backend="fx")(torch.ones(2, 2))

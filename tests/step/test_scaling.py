@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import aotdist
+from aotdist.step.program import StepProgram
 from tests.step import optimizers
 from tests.step.comparison import Pair, Plain, batch, loss_of, same, trained
 
@@ -100,6 +101,23 @@ def test_first_step_that_overflows() -> None:
     for at in (2, 2, 0, 1, 3):
         step(batch_of(at))
     assert all(entry["step"] == 3 for entry in pair.optimizers[1].state.values())
+
+
+def test_first_steps_that_overflow_are_not_traced_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scale begins too high: the optimizer gets its state when a step is not skipped any more."""
+    pair, tried = Pair.of(lambda params: torch.optim.AdamW(params, lr=0.01), Plain), list[int]()
+    step = aotdist.train_step(pair.models[1], loss_of, pair.optimizers[1], scaler=scaler(), backend="fx")
+    program = StepProgram.__call__
+
+    def noted(*given: Any) -> Any:
+        tried.append(at)
+        return program(*given)
+
+    monkeypatch.setattr(StepProgram, "__call__", noted)
+    for at in range(8):
+        step(batch(at) * (float("inf") if at < 5 else 1.0))
+    assert tried == [1, 6, 7]  # the second call meets the optimizer, and the sixth makes its state
+    assert len(step.graphs) == 1
 
 
 def test_scaler_that_is_switched_off() -> None:
