@@ -128,6 +128,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]]
     "loss": (lambda x, y: F.cross_entropy(x, y), lambda n: (leaf(n, 9), torch.randint(0, 9, (n,)))),
     "convolution": (lambda x, w: F.conv2d(x, w, padding=1), lambda n: (leaf(n, 3, 8, 8), leaf(4, 3, 3, 3))),
     "padding": (lambda x: (F.pad(x, (0, 1), value=-1.0), F.pad(x, (1, 0, -1, 2))), lambda n: (leaf(n, 4),)),
+    "what is cut by padding": (
+        lambda x: F.pad((x * 2).mT, (0, -1, -1, 0)).transpose(1, 2).reshape(x.shape[0], -1),
+        lambda n: (leaf(2, n, 4, 3),),
+    ),
     "a loss of what comes next": (
         lambda x, i: F.cross_entropy(x, F.pad(i, (0, 1), value=-100)[1:]),
         lambda n: (leaf(n, 9), torch.randint(0, 9, (n,))),
@@ -140,6 +144,15 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]]
     "complex numbers": (
         lambda x, y: (torch.complex(x, y).abs(), torch.polar(x.exp(), y).real),
         lambda n: (leaf(n, 4), leaf(n, 4)),
+    ),
+    "linear algebra": (
+        lambda x, y: (
+            torch.linalg.solve_triangular(x, y, upper=False, unitriangular=True),
+            torch.linalg.solve_triangular(x.tril() + x.mT, y.mT, upper=True, left=False),
+            torch.linalg.cholesky(x @ x.mT + 3 * torch.eye(x.shape[-1])),
+            torch.linalg.qr(x)[1],
+        ),
+        lambda n: (leaf(n, 4, 4), leaf(n, 4, 3)),
     ),
     "TwoTensor": (
         lambda x, y: ((x * y).sin(), x.t(), y + 1),
