@@ -129,8 +129,8 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]]
     "convolution": (lambda x, w: F.conv2d(x, w, padding=1), lambda n: (leaf(n, 3, 8, 8), leaf(4, 3, 3, 3))),
     "padding": (lambda x: (F.pad(x, (0, 1), value=-1.0), F.pad(x, (1, 0, -1, 2))), lambda n: (leaf(n, 4),)),
     "what is cut by padding": (
-        lambda x: F.pad((x * 2).mT, (0, -1, -1, 0)).transpose(1, 2).reshape(x.shape[0], -1),
-        lambda n: (leaf(2, n, 4, 3),),
+        lambda x: F.pad((x * 2).mT, (0, -(x.shape[1] // 3))).mT.view(2, -1),
+        lambda n: (leaf(2, n, 4),),
     ),
     "a loss of what comes next": (
         lambda x, i: F.cross_entropy(x, F.pad(i, (0, 1), value=-100)[1:]),
