@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers.models.hubert.modeling_hubert import _compute_mask_indices
+from transformers.models.hubert.modeling_hubert import (
+    _compute_mask_indices,  # pyright: ignore[reportPrivateUsage]
+)
 
 import aotdist
 
@@ -25,7 +27,7 @@ class Masked(nn.Module):
     def forward(self, x: torch.Tensor, attention_mask: Any) -> torch.Tensor:
         x = self.layer(x)
         mask = _compute_mask_indices(
-            x.shape[:2], 0.5, mask_length=2, attention_mask=attention_mask, min_masks=1
+            (x.shape[0], x.shape[1]), 0.5, mask_length=2, attention_mask=attention_mask, min_masks=1
         )
         mask = torch.tensor(mask, device=x.device, dtype=torch.bool)
         x[mask] = self.embedding
