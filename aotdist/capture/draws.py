@@ -24,9 +24,10 @@ from torch.utils.data import DataLoader
 
 from aotdist.capture.code import is_users_class
 from aotdist.capture.source import Source
+from aotdist.capture.span_masks import span_masks
 from aotdist.errors import AotdistError, UnsupportedProgram
 from aotdist.origins import current_source_line
-from aotdist.torch_seam.patches import replaced_here
+from aotdist.torch_seam.patches import all_replaced_here, replaced_here
 
 _SHARED: tuple[tuple[str, Any, Any], ...] = (
     ("`random`", random, getattr(random.random, "__self__")),  # noqa: B009 (to type checkers it has none)
@@ -73,6 +74,7 @@ def no_python_random(own: Iterable[tuple[str, Any]], classes: Iterable[type[nn.M
         for name in ("random", "getrandbits"):  # they leave no state by which draws could be noticed
             refuse = functools.partial(_refuse, "the system's generator")
             stack.enter_context(replaced_here(random.SystemRandom, name, refuse))
+        stack.enter_context(all_replaced_here(*span_masks(files)))
         try:
             yield
         except AotdistError:

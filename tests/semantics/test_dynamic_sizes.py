@@ -128,6 +128,10 @@ PROGRAMS: dict[str, tuple[Callable[..., Any], Callable[[int], tuple[Any, ...]]]]
     "loss": (lambda x, y: F.cross_entropy(x, y), lambda n: (leaf(n, 9), torch.randint(0, 9, (n,)))),
     "convolution": (lambda x, w: F.conv2d(x, w, padding=1), lambda n: (leaf(n, 3, 8, 8), leaf(4, 3, 3, 3))),
     "padding": (lambda x: (F.pad(x, (0, 1), value=-1.0), F.pad(x, (1, 0, -1, 2))), lambda n: (leaf(n, 4),)),
+    "what is cut by padding": (
+        lambda x: F.pad((x * 2).mT, (0, -(x.shape[1] // 3))).mT.view(2, -1),
+        lambda n: (leaf(2, n, 4),),
+    ),
     "a loss of what comes next": (
         lambda x, i: F.cross_entropy(x, F.pad(i, (0, 1), value=-100)[1:]),
         lambda n: (leaf(n, 9), torch.randint(0, 9, (n,))),
@@ -172,6 +176,20 @@ def test_a_module() -> None:
         return [Scene(model, (torch.randint(0, 20, shape),)) for shape in ((2, 5), (3, 7), (2, 9))]
 
     settles_sizes = torch.__version__ < "2.12"  # its attention compares them with numbers
+    same_as_eager(build, compilations=None if settles_sizes else 1, dynamic=True)
+
+
+def test_linear_algebra() -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (
+            torch.linalg.solve_triangular(x, y, upper=False, unitriangular=True),
+            torch.linalg.solve_triangular(x.tril() + x.mT, y.mT, upper=True, left=False),
+            torch.linalg.cholesky(x @ x.mT + 3 * torch.eye(x.shape[-1])),
+            torch.linalg.qr(x)[1],
+        )
+
+    settles_sizes = torch.__version__ < "2.12"  # its fakes make numbers of them in C++
+    build = of_sizes(fn, lambda n: (leaf(n, 4, 4), leaf(n, 4, 3)))
     same_as_eager(build, compilations=None if settles_sizes else 1, dynamic=True)
 
 

@@ -38,10 +38,11 @@ from aotdist.torch_seam.operators import is_operator
 
 _MADE_BY = ("aten", "prims")
 """Namespaces whose operators compute from their arguments alone, but for those that draw random numbers."""
-_MOST_STEPS = 32
+_MOST_STEPS = 48
 """Operators that a condition may take: they run at every call, before the program does.
 
-Labels shifted to the right, and whether these have padding, take 18.
+Labels shifted to the right, and whether these have padding, take 18; whether there is padding in what seven
+convolutions make of a padded batch of sound (wav2vec2) takes 34.
 """
 
 

@@ -54,7 +54,9 @@ def _conjugate_written(func: Any, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor_of(_func: Any, data: Any, *, dtype: Any = None, device: Any = None, **others: Any) -> Any:
-    """`torch.tensor([a.max(), b.max()])`."""
+    """`torch.tensor([a.max(), b.max()])`; and of one tensor, where eager has an array."""
+    if isinstance(data, torch.Tensor) and not is_real(data) and not others:
+        return data.detach().to(torch.get_default_device() if device is None else device, dtype, copy=True)
     is_list = isinstance(data, (list, tuple)) and all(isinstance(one, torch.Tensor) for one in data)
     if others or not is_list or len({(one.dtype, one.device) for one in data}) != 1:
         return NotImplemented
@@ -255,6 +257,7 @@ CORRECTIONS: tuple[Correction, ...] = (
         "fake",
         fakes.SETTLED,
         "numbers are made of symbolic sizes",
+        kinds=((fakes.is_of_matrices, fakes.in_python),),
     ),
     Correction(
         "refused views",

@@ -9,7 +9,8 @@ those of the kernels.
   not give. A kernel behind them that needs a contiguous gradient (of group norms) would read it wrongly: the
   trace keeps no `contiguous()` of what is so already.
 - Some fakes make numbers of symbolic sizes, unless PyTorch is told to run its kernels in Python: those of
-  `constant_pad_nd`, Fourier transforms, `complex` and `polar`. Each size would have an artifact of its own.
+  `constant_pad_nd`, Fourier transforms, `complex` and `polar`, and of linear algebra that solves triangular
+  systems or broadcasts batches. Each size would have an artifact of its own.
 - Grouped products (of experts) fakes allow in bf16 only, and without the gaps behind rows that the kernels
   leave: these begin at multiples of 16 bytes.
 - What cannot be a view, fakes refuse with a `ValueError`; who then reshapes catches a `RuntimeError`.
@@ -73,13 +74,27 @@ def _grouped_product(
     return torch.empty_strided((*in_groups, rows, columns), strides, dtype=dtype, device=a.device)
 
 
-def _in_python(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+def in_python(func: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """By PyTorch's kernels in Python, which keep symbols."""
     numbers = [leaf.shape if isinstance(leaf, torch.Tensor) else leaf for leaf in pytree.tree_leaves(args)]
     if not is_symbolic(numbers):
         return NotImplemented
     with python_kernels():
         return func(*args, **kwargs)
+
+
+def _padded(func: OpOverload, x: torch.Tensor, pad: Sequence[Any], *value: Any) -> Any:
+    """What only cuts has the strides of what it is cut from; the kernel in Python claims that it is dense."""
+    if not is_symbolic((tuple(x.shape), tuple(pad))) or not all(number <= 0 for number in pad):
+        return in_python(func, x, pad, *value)
+    for dim, (before, after) in enumerate(zip(pad[::2], pad[1::2], strict=True), start=1):
+        x = x.narrow(-dim, -before, x.size(-dim) + before + after)
+    return x.clone()
+
+
+def is_of_matrices(func: Any) -> bool:
+    """Whether an operator is one of linear algebra."""
+    return is_operator(func) and any(part in func.name() for part in ("::linalg_", "::_linalg_", "cholesky_"))
 
 
 def _viewed(func: OpOverload, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -209,12 +224,11 @@ SETTLED: Mapping[Any, Callable[..., Any]] = dict.fromkeys(
         _ATEN._fft_r2c.default,
         _ATEN.col2im.default,
         _ATEN.complex.default,
-        _ATEN.constant_pad_nd.default,
         _ATEN.im2col.default,
         _ATEN.polar.default,
     ),
-    _in_python,
-)
+    in_python,
+) | {_ATEN.constant_pad_nd.default: _padded}
 """Operators whose fakes make numbers of symbolic sizes, but for the kernels in Python."""
 VIEWS: Mapping[Any, Callable[..., Any]] = dict.fromkeys(
     (_ATEN.view.default, _ATEN._unsafe_view.default), _viewed
