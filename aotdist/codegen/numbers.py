@@ -80,26 +80,32 @@ def split_off_numbers(
             numbers |= _take_tensors(gm.graph, node, numbers)
     gm.graph.eliminate_dead_code()
     printed = print_graph(_early(graph, early, ready, wanted))
-    return Graph(gm, ins, graph.outs), partial(_with_numbers, printed, ready, device if wanted else None)
+
+    def as_tensor(numbers: Sequence[Any]) -> list[torch.Tensor]:
+        return [torch.tensor(numbers, dtype=torch.float64, device=device)] if wanted else []
+
+    return Graph(gm, ins, graph.outs), partial(_with_numbers, printed, ready, as_tensor)
 
 
 def _with_numbers(
-    early: PrintedGraph, ready: Sequence[int], device: torch.device | None, rest: Emitted
+    early: PrintedGraph,
+    ready: Sequence[int],
+    given: Callable[[Sequence[Any]], Sequence[Any]],
+    rest: Emitted,
 ) -> Emitted:
     """The whole graph.
 
     Args:
         early: computes the results that are ready ahead, and the numbers that the rest needs.
         ready: positions of these results.
-        device: where the rest takes the numbers; None if it takes none.
+        given: as what the rest takes the numbers.
         rest: the rest, compiled.
     """
     compute, run = load_function(early.source, "forward", early.bound, "numbers"), rest.call
 
     def call(args: list[Any]) -> Sequence[Any]:
         values = compute(list(args))
-        if device is not None:
-            args.append(torch.tensor(values[len(ready) :], dtype=torch.float64, device=device))
+        args.extend(given(values[len(ready) :]))
         results = list(run(args))
         for at, value in zip(ready, values, strict=False):
             results[at] = value
@@ -132,7 +138,6 @@ def read_sizes_ahead(graph: Graph) -> tuple[Graph, Callable[[Emitted], Emitted]]
         return None
     read = [readers[name] for name in missing]
     printed = print_graph(_early(graph, graph.ancestors(read), (), read))
-    compute = load_function(printed.source, "forward", printed.bound, "numbers")
     gm = graph.copied().gm
     copies = dict(zip(graph.gm.graph.nodes, gm.graph.nodes, strict=True))
     last = copies[graph.placeholders()[-1]]
@@ -142,15 +147,8 @@ def read_sizes_ahead(graph: Graph) -> tuple[Graph, Callable[[Emitted], Emitted]]
         last.meta = {"val": node.meta["val"]}
         copies[node].replace_all_uses_with(last)
     gm.graph.eliminate_dead_code()
-
-    def whole(rest: Emitted) -> Emitted:
-        def call(args: list[Any]) -> Sequence[Any]:
-            args.extend(compute(list(args)))
-            return rest.call(args)
-
-        return replace(rest, call=call, source=f"{printed.source}\n\n{rest.source}")
-
-    return Graph(gm, (*graph.ins, *(Slot("size", name) for name in missing)), graph.outs), whole
+    ins = (*graph.ins, *(Slot("size", name) for name in missing))
+    return Graph(gm, ins, graph.outs), partial(_with_numbers, printed, (), list)
 
 
 def _without_results(graph: torch.fx.Graph, ready: Sequence[int]) -> None:

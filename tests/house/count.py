@@ -40,15 +40,15 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (54_382, 42_000),
-    "lines of its core": (30_667, 23_500),
-    "classes of its core": (259, 200),
+    "lines of aotdist/": (54_420, 42_000),
+    "lines of its core": (30_604, 23_500),
+    "classes of its core": (250, 200),
     "files of aotdist/": (257, 235),
     "import floors": (15, 15),
     "most parameters of a function": (8, 8),
     "most fields of a class": (14, 14),
     "functions over 60 lines": (1, 4),
-    "files over 400 lines": (6, 8),
+    "files over 400 lines": (7, 8),
     "modules in circles of imports": (0, 0),
 }
 """What there may be of each, and what there is to be."""
