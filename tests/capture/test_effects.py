@@ -120,7 +120,7 @@ def test_results_stand_where_they_are_computed() -> None:
     held: dict[str, Any] = {"log": [], "kept": None, "norm": 0.0, "count": 1}
     root, out = Source("held", held), io.StringIO()
     env = shape_env(of_data=lambda: False)
-    read, count = new_float_of_data(env), new_count(env, 7, "count")
+    read, count = new_float_of_data(env, max, ()), new_count(env, 7, "count")
     number = read / count
     log = EffectLog(
         (
@@ -166,7 +166,7 @@ def test_tensors_are_read_back_from_where_they_were_left() -> None:
         (ABSENT, ABSENT, None),
         (torch.ones(1), torch.zeros(2), None),
         ([torch.ones(1), "x"], [torch.zeros(3), "x"], ["x"]),
-        (new_float_of_data(shape_env(of_data=lambda: False)), 0.5, "0.5"),
+        (new_float_of_data(shape_env(of_data=lambda: False), max, ()), 0.5, "0.5"),
     ],
 )
 def test_what_is_expected_is_found_or_nothing_is_done(known: Any, fits: Any, differs: Any) -> None:
