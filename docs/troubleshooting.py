@@ -40,7 +40,10 @@ def size_by_data():
     """A program chooses by a size that depends on data
 
     How many elements a mask selects may differ from call to call, and so may the sizes of all that follows.
-    `if`, `while`, and `len` and `tolist` of such a tensor need the number while the program is captured.
+    `if`, `while`, and `len` and `tolist` of such a tensor need the number while the program is captured. In
+    the code of an installed package they get that of the call, if it follows from the inputs alone: a call
+    with another is compiled again, so pad images and videos to few layouts (`max_artifacts` programs are
+    kept, and a warning says what keeps changing).
     """
 
     def step(x):

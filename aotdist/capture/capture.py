@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import warnings
 from collections.abc import Callable, Container, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -237,6 +238,7 @@ class _Trace:
         try:
             noting = prints.noting() if self.call.prints else contextlib.nullcontext()
             with class_functions_on(), modes_left_alone(), noting:
+                gc.collect(generation=0)  # what is in it afterwards is new; the collector is off
                 result = run()
             checks.close()
             hand_over_attributes(self.inputs, self.examples)

@@ -13,6 +13,7 @@ every call makes an object of the same class. One without such tensors stays tha
 from __future__ import annotations
 
 import functools
+import gc
 import types
 from collections.abc import Collection, Iterator, Mapping, MappingView
 from dataclasses import dataclass
@@ -210,7 +211,9 @@ def taken_apart(
     *,
     anew: bool = False,
 ) -> Any:
-    """`result` with all objects taken apart that hold tensors of the program, or are of a user's class.
+    """`result` with objects taken apart that hold tensors of the program, or that it made of users' classes.
+
+    What it made is in the collector's youngest generation, unlike what a `functools.cache` had before.
 
     Args:
         result: what a program returned, or a part of that.
@@ -226,6 +229,7 @@ def taken_apart(
     if all(is_constant(leaf) or isinstance(leaf, torch.Tensor) for leaf in leaves):
         return result
     entered = set[int]()
+    young = functools.cache(lambda: frozenset(map(id, gc.get_objects(generation=0))))
 
     def part(value: Any) -> Any:
         if type(value) is set and id(value) not in existing:
@@ -240,7 +244,8 @@ def taken_apart(
             if id(value) in entered:
                 raise _refused(type(value), "itself among them", "return the tensors themselves")
             return MadeObject(number)
-        if id(value) in existing or _stays(value, existing, anew=anew):
+        is_made = anew or (is_users_class(type(value)) and id(value) in young())
+        if id(value) in existing or _stays(value, existing, is_made=is_made and is_instance(value)):
             return value
         cls = type(value)
         if not is_instance(value) and not isinstance(value, nn.Module):
@@ -255,13 +260,12 @@ def taken_apart(
     return pytree.tree_unflatten(map(leaf_or_parts, leaves), spec)
 
 
-def _stays(value: Any, existing: Collection[int], *, anew: bool) -> bool:
+def _stays(value: Any, existing: Collection[int], *, is_made: bool) -> bool:
     """Whether a leaf that the program made is returned as it is; see `taken_apart`."""
     if is_constant(value) or isinstance(value, SYMBOLIC):
         return True
     _refuse_deferred(value, existing)
-    is_new = (anew or is_users_class(type(value))) and is_instance(value)
-    return isinstance(value, _WHOLE) or not (is_new or hides_traced(value, existing))
+    return isinstance(value, _WHOLE) or not (is_made or hides_traced(value, existing))
 
 
 def _refuse_deferred(value: Any, existing: Collection[int]) -> None:

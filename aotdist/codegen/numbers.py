@@ -80,18 +80,13 @@ def split_off_numbers(
             numbers |= _take_tensors(gm.graph, node, numbers)
     gm.graph.eliminate_dead_code()
     printed = print_graph(_early(graph, early, ready, wanted))
-
-    def as_tensor(numbers: Sequence[Any]) -> list[torch.Tensor]:
-        return [torch.tensor(numbers, dtype=torch.float64, device=device)] if wanted else []
-
-    return Graph(gm, ins, graph.outs), partial(_with_numbers, printed, ready, as_tensor)
+    as_tensor = partial(torch.tensor, dtype=torch.float64, device=device)
+    given: Callable[[Sequence[Any]], Any] = (lambda numbers: [as_tensor(numbers)]) if wanted else list
+    return Graph(gm, ins, graph.outs), partial(_with_numbers, printed, ready, given)
 
 
 def _with_numbers(
-    early: PrintedGraph,
-    ready: Sequence[int],
-    given: Callable[[Sequence[Any]], Sequence[Any]],
-    rest: Emitted,
+    early: PrintedGraph, ready: Sequence[int], given: Callable[[Sequence[Any]], Any], rest: Emitted
 ) -> Emitted:
     """The whole graph.
 

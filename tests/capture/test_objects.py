@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,3 +222,29 @@ class Window(collections.deque[torch.Tensor]):
 def test_an_object_that_cannot_be_made_anew_is_refused(cls: Any) -> None:
     with pytest.raises(UnsupportedProgram, match=f"makes a {cls.__name__} .* cannot be made anew"):
         aotdist.compile(lambda x: cls([x * 2]), backend="fx")(torch.ones(2))
+
+
+class Labels:
+    def __init__(self) -> None:
+        self.names = ["x"]
+
+
+@functools.cache
+def labels() -> Labels:
+    return Labels()
+
+
+def test_an_object_that_a_cache_hides_stays_itself() -> None:
+    holder, kept = SimpleNamespace(names=None), labels()
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, Labels, Labels]:
+        holder.names = labels()
+        return x * 2, labels(), Labels()
+
+    compiled = aotdist.compile(fn, backend="fx")
+    for _ in range(3):
+        holder.names = None
+        _, cached, new = compiled(torch.ones(2))
+        assert cached is kept and holder.names is kept and new is not kept
+        new.names.append("y")
+        assert new.names == ["x", "y"]

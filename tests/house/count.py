@@ -40,8 +40,8 @@ class Measure:
 
 
 LIMITS: Mapping[str, tuple[int, int]] = {
-    "lines of aotdist/": (54_420, 42_000),
-    "lines of its core": (30_604, 23_500),
+    "lines of aotdist/": (54_421, 42_000),
+    "lines of its core": (30_610, 23_500),
     "classes of its core": (250, 200),
     "files of aotdist/": (257, 235),
     "import floors": (15, 15),
